@@ -1,0 +1,145 @@
+"""vLLM v1 (0.32): running requests first, then waiting ones, within one token budget; preemption by recompute.
+
+Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests without speculation.
+"""
+
+from __future__ import annotations
+
+from predictor import blocks, queues, steps
+from predictor.compiled import kernel
+from predictor.config import EngineConfig
+from predictor.state import State
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Fill the step; return whether the next one would be the same, were nothing to finish, arrive or run short."""
+    engine = state.engine[0]
+    threshold = engine.long_prefill_token_threshold if engine.num_running + engine.num_waiting > 1 else 0
+    budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
+    if state.steps[steps.current(state)].num_preempted > 0:
+        return False
+    return schedule_waiting(state, budget, threshold) and steady
+
+
+@kernel
+def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bool]:
+    """Let running requests go on; return the budget left, and whether each of them decodes and will again."""
+    engine = state.engine[0]
+    steady = True
+    position = 0
+    while position < engine.num_running and budget > 0:
+        slot = state.running[position]
+        request = state.requests[slot]
+        # async: the step under way is known to bring its last token
+        ending = request.placeholders > 0 and (
+            request.computed_tokens + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens
+        )
+        num_tokens = 0 if ending else wanted(state, slot, threshold, budget)
+        num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
+        if num_tokens <= 0:
+            steady = False
+            position += 1
+            continue
+        prefilling = num_tokens > 1 or request.output_tokens + request.placeholders == 0
+        if prefilling or request.num_hashes > request.full_blocks:
+            steady = False
+        position, freed = make_room(state, position, slot, request.computed_tokens + num_tokens)
+        budget += freed
+        if position < 0:
+            return budget, False
+        give_blocks(state, slot, request.computed_tokens + num_tokens)
+        steps.assign(state, slot, num_tokens)
+        budget -= num_tokens
+        position += 1
+    return budget, steady and position == engine.num_running
+
+
+@kernel
+def wanted(state: State, slot: int, threshold: int, budget: int) -> int:
+    """Tokens that the request has but has not computed, within the threshold for long prefills and the budget."""
+    num_tokens = steps.tokens_of(state, slot) - state.requests[slot].computed_tokens
+    if 0 < threshold < num_tokens:
+        num_tokens = threshold
+    return min(num_tokens, budget)
+
+
+@kernel
+def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
+    """Preempt until the request's tokens have blocks.
+
+    Returns its position, or -1 when it had to go itself, and the budget given back by victims that were already
+    in this step (which only happens under priorities).
+    """
+    engine = state.engine[0]
+    freed = 0
+    while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:
+        place = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
+        victim = queues.preempt(state, place)
+        if victim == slot:
+            return -1, freed
+        freed += steps.unassign(state, victim)
+        if place < position:
+            position -= 1
+    return position, freed
+
+
+@kernel
+def give_blocks(state: State, slot: int, num_tokens: int) -> None:
+    """Allocate for so many tokens, and register the blocks that known tokens fill, at once."""
+    request = state.requests[slot]
+    blocks.allocate(state, slot, num_tokens)
+    blocks.register_full(state, slot, min(num_tokens, request.prompt_tokens + request.output_tokens))
+
+
+@kernel
+def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
+    """Admit from the head of the queue until something is short; return whether nothing was, or could be, admitted."""
+    engine = state.engine[0]
+    steady = True
+    position = 0  # requests whose output is still under way are passed over
+    while budget > 0 and position < engine.num_waiting and engine.num_running < engine.max_num_seqs:
+        slot = queues.waiting_at(state, position)
+        request = state.requests[slot]
+        if request.stale_tokens > 0:
+            steady = False
+            position += 1
+            continue
+        num_hits = blocks.find_hits(state, slot)
+        computed = num_hits * engine.block_size
+        remaining = request.prompt_tokens + request.output_tokens - computed
+        if 0 < threshold < remaining:
+            remaining = threshold
+        if not engine.chunked_prefill and remaining > budget:
+            break
+        num_tokens = min(remaining, budget)
+        if not fits(state, slot, num_hits, computed + num_tokens):
+            break
+        steady = False
+        queues.admit(state, position, computed)
+        blocks.adopt_hits(state, slot, num_hits)
+        give_blocks(state, slot, computed + num_tokens)
+        steps.assign(state, slot, num_tokens)
+        budget -= num_tokens
+    return steady
+
+
+@kernel
+def fits(state: State, slot: int, num_hits: int, num_tokens: int) -> bool:
+    """Tell whether blocks suffice to admit the request: for this step, or for all its tokens where so configured."""
+    engine, request = state.engine[0], state.requests[slot]
+    spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
+    if engine.num_running > 0:
+        spare -= engine.watermark_blocks
+    if engine.reserve_full_isl:
+        num_tokens = max(num_tokens, request.prompt_tokens + request.output_tokens)
+    return blocks.blocks_for(num_tokens, engine.block_size) <= spare
+
+
+def check(config: EngineConfig) -> None:
+    """Refuse what vLLM refuses at start."""
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens: {config.max_num_batched_tokens} is below max_model_len "
+            f"{config.max_model_len}, which needs enable_chunked_prefill"
+        )

@@ -1,0 +1,207 @@
+"""KV blocks: who holds them, what they hold, and the order in which free ones are reused.
+
+Mirrors vLLM 0.32 `BlockPool` and `SingleTypeKVCacheManager` for one group of full-attention layers. Without prefix
+caching only the number of free blocks matters, so no block has an identity then.
+"""
+
+from __future__ import annotations
+
+from predictor.compiled import kernel
+from predictor.state import NOBODY, NOTHING, State
+
+OWN_CONTENTS = 1 << 20  # private contents per request; more blocks than any request can hold
+
+
+@kernel
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks hold so many tokens."""
+    return (num_tokens + block_size - 1) // block_size
+
+
+@kernel
+def content_of(state: State, slot: int, position: int) -> int:
+    """What the request's block at this position holds once it is full."""
+    request = state.requests[slot]
+    if position < request.num_hashes:
+        return state.hashes[slot, position]
+    return -2 - (request.serial * OWN_CONTENTS + position)
+
+
+@kernel
+def find_hits(state: State, slot: int) -> int:
+    """Count the leading blocks that the cache holds for a waiting request, and note them in its table.
+
+    The last token is always computed anew, as there is nothing to sample from otherwise.
+    """
+    request = state.requests[slot]
+    if not state.engine[0].prefix_caching:
+        return 0
+    most = (request.prompt_tokens + request.output_tokens - 1) // state.engine[0].block_size
+    for position in range(most):
+        content = content_of(state, slot, position)
+        if content >= 0:
+            block = state.cached[content]
+            if block == NOBODY:
+                return position
+            state.tables[slot, position] = block
+        elif position >= request.full_blocks or state.blocks[state.tables[slot, position]].content != content:
+            return position  # nobody else can hold it, and what this request left behind was reused
+    return most
+
+
+@kernel
+def count_idle(state: State, slot: int, num_hits: int) -> int:
+    """Count the hit blocks that nobody holds: adopting them uses up free blocks."""
+    idle = 0
+    for position in range(num_hits):
+        if state.blocks[state.tables[slot, position]].num_refs == 0:
+            idle += 1
+    return idle
+
+
+@kernel
+def adopt_hits(state: State, slot: int, num_hits: int) -> None:
+    """Take hold of the cached blocks that `find_hits` found."""
+    engine = state.engine[0]
+    for position in range(num_hits):
+        index = state.tables[slot, position]
+        block = state.blocks[index]
+        if block.num_refs == 0:
+            _unchain(state, index)
+            engine.num_free_blocks -= 1
+        block.num_refs += 1
+    state.requests[slot].num_blocks = num_hits
+    state.requests[slot].full_blocks = num_hits
+
+
+@kernel
+def allocate(state: State, slot: int, num_tokens: int) -> None:
+    """Give the request enough blocks for its first `num_tokens` tokens; they must be free."""
+    engine, request = state.engine[0], state.requests[slot]
+    needed = blocks_for(num_tokens, engine.block_size) - request.num_blocks
+    if needed <= 0:
+        return
+    engine.num_free_blocks -= needed
+    if engine.prefix_caching:
+        for position in range(request.num_blocks, request.num_blocks + needed):
+            state.tables[slot, position] = _pop_free(state)
+    request.num_blocks += needed
+
+
+@kernel
+def register_full(state: State, slot: int, num_tokens: int) -> None:
+    """Make the request's blocks that `num_tokens` tokens fill available to prefix hits."""
+    engine, request = state.engine[0], state.requests[slot]
+    if not engine.prefix_caching:
+        return
+    num_full = num_tokens // engine.block_size
+    for position in range(request.full_blocks, num_full):
+        index = state.tables[slot, position]
+        content = content_of(state, slot, position)
+        state.blocks[index].content = content
+        if content >= 0:
+            _chain_same(state, index, content)
+    request.full_blocks = max(request.full_blocks, num_full)
+
+
+@kernel
+def release(state: State, slot: int) -> None:
+    """Free all blocks of a request, the last first: those with content last to be reused, the others first.
+
+    The table keeps them, so that a preempted request can find what is still there when it resumes.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if not engine.prefix_caching:
+        engine.num_free_blocks += request.num_blocks
+        request.num_blocks = 0
+        return
+    for position in range(request.num_blocks - 1, -1, -1):
+        index = state.tables[slot, position]
+        block = state.blocks[index]
+        block.num_refs -= 1
+        if block.num_refs == 0:
+            engine.num_free_blocks += 1
+            if block.content != NOTHING:
+                _append_free(state, index)
+    for position in range(request.full_blocks, request.num_blocks):  # not full, so held by this request alone
+        _prepend_free(state, state.tables[slot, position])
+    request.num_blocks = 0
+
+
+@kernel
+def _pop_free(state: State) -> int:
+    engine = state.engine[0]
+    index = engine.free_head
+    block = state.blocks[index]
+    engine.free_head = block.next_free
+    if block.next_free == NOBODY:
+        engine.free_tail = NOBODY
+    else:
+        state.blocks[block.next_free].previous_free = NOBODY
+    if block.content >= 0:
+        _unchain_same(state, index, block.content)
+    block.content = NOTHING
+    block.num_refs = 1
+    return index
+
+
+@kernel
+def _append_free(state: State, index: int) -> None:
+    engine = state.engine[0]
+    block = state.blocks[index]
+    block.previous_free, block.next_free = engine.free_tail, NOBODY
+    if engine.free_tail == NOBODY:
+        engine.free_head = index
+    else:
+        state.blocks[engine.free_tail].next_free = index
+    engine.free_tail = index
+
+
+@kernel
+def _prepend_free(state: State, index: int) -> None:
+    engine = state.engine[0]
+    block = state.blocks[index]
+    block.previous_free, block.next_free = NOBODY, engine.free_head
+    if engine.free_head == NOBODY:
+        engine.free_tail = index
+    else:
+        state.blocks[engine.free_head].previous_free = index
+    engine.free_head = index
+
+
+@kernel
+def _unchain(state: State, index: int) -> None:
+    engine = state.engine[0]
+    block = state.blocks[index]
+    if block.previous_free == NOBODY:
+        engine.free_head = block.next_free
+    else:
+        state.blocks[block.previous_free].next_free = block.next_free
+    if block.next_free == NOBODY:
+        engine.free_tail = block.previous_free
+    else:
+        state.blocks[block.next_free].previous_free = block.previous_free
+
+
+@kernel
+def _chain_same(state: State, index: int, content: int) -> None:
+    state.blocks[index].next_same = NOBODY
+    last = state.cached[content]
+    if last == NOBODY:
+        state.cached[content] = index
+        return
+    while state.blocks[last].next_same != NOBODY:
+        last = state.blocks[last].next_same
+    state.blocks[last].next_same = index
+
+
+@kernel
+def _unchain_same(state: State, index: int, content: int) -> None:
+    after = state.blocks[index].next_same
+    other = state.cached[content]
+    if other == index:
+        state.cached[content] = after
+        return
+    while state.blocks[other].next_same != index:
+        other = state.blocks[other].next_same
+    state.blocks[other].next_same = after

@@ -1,0 +1,63 @@
+"""What an engine is told at start: its limits and rules, under vLLM's own names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine's limits and batching rules; every field is checked, and a bad one is named."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    batcher: str = "vllm_v1"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_gpu_blocks: int = 4096
+    max_model_len: int = 4096
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = False
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
+    scheduler_reserve_full_isl: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that no engine could run with."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"):
+            require_count(name, getattr(self, name), at_least=1)
+        require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
+        require_count("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(SCHEDULING_POLICIES)}")
+        if not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
+            raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that may be under way at once: async scheduling plans one ahead."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that admissions leave free while anything runs."""
+        return int(self.watermark * self.num_gpu_blocks)
+
+
+FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
+
+
+def require_count(name: str, value: object, *, at_least: int) -> None:
+    """Refuse anything but a whole number in range, naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: must be a whole number, not {value!r}")
+    if not at_least <= value <= MAX_COUNT:
+        raise ValueError(f"{name}: must be at least {at_least} and at most {MAX_COUNT}, not {value}")

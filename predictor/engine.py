@@ -1,0 +1,240 @@
+"""One engine, seen from Python: requests go in by id, time goes on, requests come out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from predictor import loop, queues, steps
+from predictor.batching import batcher_named, is_compiled, number_of
+from predictor.config import EngineConfig, require_count
+from predictor.request import Request
+from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, State, allocate, widen
+from predictor.step_time import StepTime, tabulate
+
+FOREVER = math.inf
+ANY_NUMBER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a request experienced; times are None for what has not happened."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float | None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time from arrival to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Time from arrival to the last token."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step as it was planned: the engine's queues and blocks just after planning it."""
+
+    step: int
+    start_s: float
+    end_s: float
+    scheduled: dict[str, int]
+    running: list[str]
+    waiting: list[str]
+    free_blocks: int
+    preempted: list[str]
+
+
+class Engine:
+    """A simulated engine: add requests, advance its clock, and look."""
+
+    def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
+        """Make an idle engine; refuse limits that its local scheduler could not work with."""
+        self.config = config
+        self.batcher = batcher_named(config.batcher)
+        if self.batcher.check is not None:
+            self.batcher.check(config)
+        self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
+        costs = tabulate(step_time, config.max_num_batched_tokens, config.max_num_seqs)
+        self.state: State = allocate(
+            config, costs, batcher=number_of(config.batcher), num_blocks=self.num_blocks
+        )
+        self.slots: dict[str, int] = {}
+        self._ids: list[str | None] = [None] * len(self.state.requests)
+        self._free_slots = list(range(len(self.state.requests) - 1, -1, -1))
+        self._contents: dict[object, int] = {}
+        self._num_added = 0
+
+    @property
+    def now_s(self) -> float:
+        """The end of the last step whose outputs the engine took."""
+        return float(self.state.engine[0].now_s)
+
+    def add(self, request: Request, *, tie_break: int | None = None) -> int:
+        """Let a request arrive at its `arrival_s`, or now if that is past; return its slot."""
+        self._require_possible(request)
+        if request.request_id in self.slots:
+            raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
+        slot = self._take_slot(request)
+        row = self.state.requests[slot]
+        for name in row.dtype.names:
+            row[name] = 0
+        final_tokens, max_tokens = self._lengths(request)
+        row.status = UNBORN
+        row.prompt_tokens = request.prompt_tokens
+        row.final_tokens = row.expected_tokens = final_tokens
+        row.max_tokens = max_tokens
+        row.priority = request.priority
+        row.tie_break = self._num_added if tie_break is None else tie_break
+        row.arrival_s = request.arrival_s
+        row.serial = self._num_added
+        row.scheduled_s = row.first_token_s = row.finished_s = NOBODY
+        if self.config.enable_prefix_caching:
+            hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
+            row.num_hashes = len(hashes)
+            self.state.hashes[slot, : len(hashes)] = [self._contents[value] for value in hashes]
+        self._num_added += 1
+        queues.announce(self.state, slot)
+        return slot
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request that its client gave up on."""
+        steps.abort(self.state, self.slots[request_id])
+
+    def advance(self, until_s: float = FOREVER) -> None:
+        """Let everything happen that happens by then."""
+        self._drive(until_s, ANY_NUMBER, NOBODY)
+
+    def next_step(self) -> StepRecord | None:
+        """Go on to the planning of one more step; None when there is nothing left to do."""
+        self.state.engine[0].steady = 0  # repeated steps leave no record
+        engine = self.state.engine[0]
+        num_steps = int(engine.num_steps)
+        self._drive(FOREVER, num_steps + 1, NOBODY)
+        if engine.num_steps == num_steps:
+            return None
+        index = (engine.oldest + engine.num_in_flight - 1) % 2
+        step = self.state.steps[index]
+        entries = self.state.batch[index, : step.num_scheduled]
+        return StepRecord(
+            step=int(engine.num_steps) - 1,
+            start_s=float(step.start_s),
+            end_s=float(step.end_s),
+            scheduled={self.id_of(entry.slot): int(entry.tokens) for entry in entries},
+            running=self.running(),
+            waiting=self.waiting(),
+            free_blocks=int(engine.num_free_blocks),
+            preempted=[self.id_of(slot) for slot in self.state.preempted[: step.num_preempted]],
+        )
+
+    def running(self) -> list[str]:
+        """Ids of the running requests, in the engine's order."""
+        return [self.id_of(slot) for slot in self.state.running[: self.state.engine[0].num_running]]
+
+    def waiting(self) -> list[str]:
+        """Ids of the waiting requests, the next one first."""
+        engine = self.state.engine[0]
+        return [self.id_of(queues.waiting_at(self.state, place)) for place in range(engine.num_waiting)]
+
+    def id_of(self, slot: int) -> str:
+        """Name the request in a slot."""
+        name = self._ids[slot]
+        assert name is not None
+        return name
+
+    def outcome(self, request_id: str) -> Outcome:
+        """Tell what a request has experienced so far."""
+        row = self.state.requests[self.slots[request_id]]
+        return Outcome(
+            request_id=request_id,
+            arrival_s=float(row.arrival_s),
+            prompt_tokens=int(row.prompt_tokens),
+            output_tokens=int(row.output_tokens),
+            prefix_hit_tokens=int(row.hit_tokens),
+            num_preemptions=int(row.num_preemptions),
+            scheduled_s=_happened(row.scheduled_s),
+            first_token_s=_happened(row.first_token_s),
+            finished_s=_happened(row.finished_s),
+        )
+
+    def forget_finished(self) -> list[Outcome]:
+        """Return what ended requests experienced, and free their slots."""
+        rows = self.state.requests
+        over = [
+            name
+            for name, slot in self.slots.items()
+            if rows[slot].status == FINISHED and rows[slot].in_flight_tokens == 0
+        ]
+        outcomes = [self.outcome(name) for name in over]
+        for name in over:
+            slot = self.slots.pop(name)
+            self._ids[slot] = None
+            self._free_slots.append(slot)
+        return outcomes
+
+    def _drive(self, until_s: float, last_step: int, watched: int) -> None:
+        if is_compiled(self.batcher):
+            loop.drive(self.state, until_s, last_step, watched)
+        else:
+            loop.drive_interpreted(self.batcher.schedule, self.state, until_s, last_step, watched)
+
+    def _lengths(self, request: Request) -> tuple[int, int]:
+        """Where a response ends at the latest: for the world, and as far as the engine knows."""
+        room = self.config.max_model_len - request.prompt_tokens
+        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        return min(request.output_tokens, max_tokens), max_tokens
+
+    def _require_possible(self, request: Request) -> None:
+        """Refuse a request that this engine could never finish."""
+        if request.prompt_tokens >= self.config.max_model_len:
+            raise ValueError(
+                f"prompt_tokens: {request.prompt_tokens} leave no room for an answer within max_model_len "
+                f"{self.config.max_model_len}"
+            )
+        tokens = request.prompt_tokens + self._lengths(request)[0]
+        needed = -(-tokens // self.config.block_size)
+        if needed > self.num_blocks:
+            raise ValueError(f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}")
+
+    def _take_slot(self, request: Request) -> int:
+        if self.config.enable_prefix_caching:
+            for value in request.prefix_hashes:
+                self._contents.setdefault(value, len(self._contents))
+        final_tokens, _ = self._lengths(request)
+        blocks = -(-(request.prompt_tokens + final_tokens) // self.config.block_size)
+        self.state = widen(
+            self.state,
+            num_slots=len(self._ids) if self._free_slots else len(self._ids) + 1,
+            blocks_per_request=blocks if self.config.enable_prefix_caching else 1,
+            num_contents=len(self._contents),
+        )
+        grown = len(self.state.requests)
+        self._free_slots[:0] = range(grown - 1, len(self._ids) - 1, -1)
+        self._ids.extend([None] * (grown - len(self._ids)))
+        slot = self._free_slots.pop()
+        self._ids[slot] = request.request_id
+        self.slots[request.request_id] = slot
+        return slot
+
+
+def _happened(time_s: float) -> float | None:
+    return None if time_s < 0 else float(time_s)

@@ -1,0 +1,91 @@
+"""Constants that no kernel table holds, found by replaying a few measured requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from predictor.fitting.regression import rounded
+from predictor.step_time import StepTime
+
+Array = NDArray[np.float64]
+
+# What may be calibrated, and where the search starts: a millisecond of CPU a step, 10 µs of communication a token.
+STARTS = {"constant_s": 1e-3, "token_s": 1e-5}
+# Queueing makes the first token swing widest, so it has least to say.
+WEIGHTS = {"tpot": 1.0, "e2e": 1.0, "ttft": 0.25}
+TOLERANCE = 1e-3
+MOST_REPLAYS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """When each request got its first and its last token, in seconds after it arrived, and how many it got."""
+
+    first_token_s: Array
+    last_token_s: Array
+    output_tokens: Array
+
+    def head(self, count: int) -> Latencies:
+        """Keep the first requests."""
+        return Latencies(
+            first_token_s=self.first_token_s[:count],
+            last_token_s=self.last_token_s[:count],
+            output_tokens=self.output_tokens[:count],
+        )
+
+    def metrics(self) -> dict[str, Array]:
+        """Give TTFT, e2e and TPOT of every request."""
+        gaps = np.maximum(1.0, self.output_tokens - 1)
+        tpot = (self.last_token_s - self.first_token_s) / gaps
+        return {"ttft": self.first_token_s, "e2e": self.last_token_s, "tpot": tpot}
+
+
+Replay = Callable[[StepTime], Latencies]
+
+
+def calibrate(
+    step_time: StepTime,
+    replay: Replay,
+    measured: Latencies,
+    *,
+    num_requests: int,
+    constants: Sequence[str] = ("constant_s",),
+) -> StepTime:
+    """Set the constants so that the first requests, replayed among all the others, come out as measured."""
+    for name in constants:
+        if name not in STARTS:
+            raise ValueError(f"constants: {name!r} is none of {', '.join(STARTS)}")
+    truth = measured.head(num_requests).metrics()
+    starts = np.array([STARTS[name] for name in constants])
+
+    def with_constants(factors: Array) -> StepTime:
+        values = np.maximum(0.0, factors) * starts
+        return replace(step_time, **{name: rounded(value) for name, value in zip(constants, values, strict=True)})
+
+    def distance(factors: Array) -> float:
+        replayed = replay(with_constants(factors)).head(num_requests).metrics()
+        # Absolute logarithms: a factor counts the same both ways, and a few odd requests do not decide.
+        return sum(
+            weight * float(np.mean(np.abs(np.log(np.maximum(replayed[name], 1e-9) / truth[name]))))
+            for name, weight in WEIGHTS.items()
+        ) + float(np.sum(np.maximum(0.0, -factors)))
+
+    found = minimize(
+        distance,
+        np.ones(len(constants)),
+        method="Nelder-Mead",
+        options={"xatol": TOLERANCE, "fatol": TOLERANCE / 10, "maxfev": MOST_REPLAYS, "initial_simplex": _simplex(len(constants))},
+    )
+    return with_constants(found.x)
+
+
+def _simplex(size: int) -> Array:
+    """Start wide: each constant once at a tenth and once at ten times where the search starts."""
+    corners = np.full((size + 1, size), 0.1)
+    corners[1:] += 9.9 * np.eye(size)
+    return corners

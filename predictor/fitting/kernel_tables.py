@@ -1,0 +1,192 @@
+"""From LLMServingSim's kernel tables to a step time: layers times kernels, plus what is done once a step."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from predictor.fitting.regression import (
+    Array,
+    Shape,
+    Steps,
+    error_of,
+    extend_curve,
+    fit,
+    held_out,
+    joined,
+    predict,
+    thin_curve,
+)
+from predictor.profile import HeldOutError, ValidRange
+from predictor.step_time import StepTime
+
+US = 1e-6
+
+# How often each dense kernel runs: in every layer (the two norms are one kernel, measured once), or once a step.
+PER_LAYER = {
+    "qkv_proj": 1,
+    "qk_norm": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "layernorm": 2,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+OPTIONAL = {"qk_norm"}
+PER_STEP = ("embedding", "final_layernorm")
+PER_SEQUENCE = ("lm_head", "sampler")
+
+# Where serving goes: the table also holds 128 decodes of 16k tokens, which no GPU's memory would.
+MAX_BATCH_CONTEXT = 200_000
+MAX_DECODE_CONTEXT = 6_000
+MAX_PREFILL_CONTEXT = 6_000
+SKEW_COLUMNS = ("pc", "kp", "n", "nb", "kvs", "kv_big", "t_skew_us")
+TOLERANCE = 0.004
+TAIL = 8.0
+
+ATTENTION = Shape(
+    numbers=("prefill_s", "prefill_token_s", "prefill_qq_s", "prefill_qkv_s", "prefill_kv_s", "mixed_grid_s"),
+    decode_base=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    decode_slope=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    mixed_base=(1, 2, 4, 8, 16, 32, 64, 128),
+    mixed_slope=(1, 2, 4, 8, 16, 32, 64, 128),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTables:
+    """One model's kernel times on one GPU: dense kernels by tokens, sampling by sequences, attention by batch."""
+
+    dense: Mapping[str, tuple[Array, Array]]
+    per_sequence: Mapping[str, tuple[Array, Array]]
+    attention: Steps
+
+
+def read_kernel_tables(folder: Path) -> KernelTables:
+    """Read `dense.csv`, `per_sequence.csv` and `attention.csv`."""
+    return KernelTables(
+        dense=_read_by_layer(folder / "dense.csv", "tokens"),
+        per_sequence=_read_by_layer(folder / "per_sequence.csv", "sequences"),
+        attention=joined(_read_attention(folder / "attention.csv"), _read_skewed_attention(folder / "skew.csv")),
+    )
+
+
+def fit_kernel_tables(tables: KernelTables, *, num_layers: int) -> tuple[StepTime, HeldOutError, ValidRange]:
+    """Fit a step time; its error is that of whole steps made from attention rows that the fit did not see."""
+    attention = tables.attention.where(_visited(tables.attention))
+    unseen = held_out(len(attention))
+    tokens, dense = _dense_seconds(tables, num_layers)
+    sequences, sampling = _sum_of(tables.per_sequence, dict.fromkeys(PER_SEQUENCE, 1))
+    rest = np.interp(attention.num_tokens, tokens, dense) + np.interp(attention.num_sampled, sequences, sampling)
+    layered = replace(attention, seconds=attention.seconds * num_layers)
+    whole = replace(layered, seconds=layered.seconds + rest)
+
+    seen_tokens = ~held_out(len(tokens)) | np.isin(tokens, (tokens[0], tokens[-1]))
+    by_attention = fit(layered.where(~unseen), ATTENTION, scale=whole.seconds[~unseen])
+    step_time = replace(
+        by_attention,
+        by_tokens=extend_curve(thin_curve(tokens[seen_tokens], dense[seen_tokens], tolerance=TOLERANCE), factor=TAIL),
+        by_sequences=thin_curve(sequences, sampling, tolerance=TOLERANCE),
+    )
+    test = whole.where(unseen)
+    valid = ValidRange(
+        max_tokens=int(tokens[-1]),
+        max_sequences=int(attention.num_decodes.max()),
+        max_context_tokens=MAX_BATCH_CONTEXT,
+    )
+    return step_time, error_of(predict(step_time, test), test.seconds), valid
+
+
+def _visited(attention: Steps) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Choose the batches that serving goes through."""
+    context = attention.decode_context / np.maximum(1.0, attention.num_decodes)
+    before = attention.prefill_qkv / np.maximum(1.0, attention.prefill_tokens)
+    chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+        (attention.decode_context <= MAX_BATCH_CONTEXT)
+        & (context <= MAX_DECODE_CONTEXT)
+        & (before <= MAX_PREFILL_CONTEXT)
+    )
+    return chosen
+
+
+def _dense_seconds(tables: KernelTables, num_layers: int) -> tuple[Array, Array]:
+    """Sum the dense kernels of a whole step, by token count."""
+    times = {name: count * num_layers for name, count in PER_LAYER.items()} | dict.fromkeys(PER_STEP, 1)
+    missing = sorted(set(times) - set(tables.dense) - OPTIONAL)
+    if missing:
+        raise ValueError(f"dense.layer: {missing[0]} is missing")
+    unknown = sorted(set(tables.dense) - set(times))
+    if unknown:
+        raise ValueError(f"dense.layer: {unknown[0]} is not known, so its share of a step is not either")
+    return _sum_of(tables.dense, {name: count for name, count in times.items() if name in tables.dense})
+
+
+def _sum_of(kernels: Mapping[str, tuple[Array, Array]], times: Mapping[str, int]) -> tuple[Array, Array]:
+    """Sum kernels that were measured at the same counts."""
+    first = next(iter(times))
+    counts = kernels[first][0]
+    total = np.zeros(len(counts))
+    for name, count in times.items():
+        if name not in kernels:
+            raise ValueError(f"per_sequence.layer: {name} is missing")
+        if not np.array_equal(kernels[name][0], counts):
+            raise ValueError(f"layer: {name} was measured at other counts than {first}")
+        total += count * kernels[name][1]
+    return counts, total
+
+
+def _read_by_layer(path: Path, count_name: str) -> dict[str, tuple[Array, Array]]:
+    """Read a table of kernel times by layer and count."""
+    rows: dict[str, dict[int, float]] = {}
+    with path.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            rows.setdefault(row["layer"], {})[int(row[count_name])] = float(row["time_us"]) * US
+    return {
+        layer: (np.array(sorted(times), dtype=float), np.array([times[count] for count in sorted(times)]))
+        for layer, times in rows.items()
+    }
+
+
+def _read_attention(path: Path) -> Steps:
+    """Read attention times; each row is a batch of one prefill chunk, or none, and equal decodes, or none."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = {
+            (int(r["prefill_chunk"]), int(r["kv_prefill"]), int(r["n_decode"]), int(r["kv_decode"])): float(r["time_us"])
+            for r in csv.DictReader(lines)
+        }
+    chunk, before, decodes, context = np.array(sorted(rows), dtype=float).T
+    prefills = (chunk > 0).astype(float)
+    return Steps(
+        num_tokens=chunk + decodes,
+        num_sampled=prefills + decodes,
+        num_decodes=decodes,
+        decode_context=decodes * context,
+        num_prefills=prefills,
+        prefill_qq=chunk**2,
+        prefill_qkv=chunk * before,
+        seconds=np.array([rows[key] for key in sorted(rows)]) * US,
+    )
+
+
+def _read_skewed_attention(path: Path) -> Steps:
+    """Read attention times of batches whose decodes are unequal, as in serving they are: `nb` long ones among short."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    column = {name: np.array([float(row[name]) for row in rows]) for name in SKEW_COLUMNS}
+    chunk, decodes, long_decodes = column["pc"], column["n"], column["nb"]
+    prefills = (chunk > 0).astype(float)
+    return Steps(
+        num_tokens=chunk + decodes,
+        num_sampled=prefills + decodes,
+        num_decodes=decodes,
+        decode_context=long_decodes * column["kv_big"] + (decodes - long_decodes) * column["kvs"],
+        num_prefills=prefills,
+        prefill_qq=chunk**2,
+        prefill_qkv=chunk * column["kp"],
+        seconds=column["t_skew_us"] * US,
+    )

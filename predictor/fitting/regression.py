@@ -1,0 +1,220 @@
+"""The regression: a step time is linear in all its numbers, knots included, so one fit finds them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LinearRegression
+
+from predictor.compiled import kernel
+from predictor.profile import HeldOutError
+from predictor.step_time import Costs, Curve, StepTime, step_seconds, tabulate
+
+Array = NDArray[np.float64]
+
+# One row in five is held out, spread evenly by the golden ratio so that no grid in the data falls into step with it.
+HELD_OUT_SHARE = 0.2
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+# Relative errors beyond this count linearly, not squared: a step that met a hiccup must not bend the fit.
+HUBER_ERROR = 0.1
+HUBER_ROUNDS = 8
+DIGITS = 6
+
+COLUMNS = (
+    "num_tokens",
+    "num_sampled",
+    "num_decodes",
+    "decode_context",
+    "num_prefills",
+    "prefill_qq",
+    "prefill_qkv",
+    "seconds",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Measured steps, a column for each argument of `step_seconds` and one for the seconds that it took."""
+
+    num_tokens: Array
+    num_sampled: Array
+    num_decodes: Array
+    decode_context: Array
+    num_prefills: Array
+    prefill_qq: Array
+    prefill_qkv: Array
+    seconds: Array
+
+    def __len__(self) -> int:
+        """Count the steps."""
+        return len(self.seconds)
+
+    def where(self, chosen: NDArray[np.bool_]) -> Steps:
+        """Keep the chosen steps."""
+        return Steps(**{name: getattr(self, name)[chosen] for name in COLUMNS})
+
+    @property
+    def prefill_tokens(self) -> Array:
+        """Tokens of prefill chunks in each step."""
+        return self.num_tokens - self.num_decodes
+
+
+def joined(*parts: Steps) -> Steps:
+    """Put measurements one after another."""
+    return Steps(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Which numbers a fit may use: single coefficients by name, and the knots of each curve.
+
+    Without knots for mixed batches, decodes beside prefill chunks are taken to cost what they cost alone.
+    """
+
+    numbers: Sequence[str] = ("constant_s",)
+    by_tokens: Sequence[float] = ()
+    by_sequences: Sequence[float] = ()
+    decode_base: Sequence[float] = ()
+    decode_slope: Sequence[float] = ()
+    mixed_base: Sequence[float] = ()
+    mixed_slope: Sequence[float] = ()
+
+
+def fit(steps: Steps, shape: Shape, *, scale: Array | None = None) -> StepTime:
+    """Find the non-negative numbers of least squared relative error, with Huber's tolerance of outliers.
+
+    Errors are relative to `scale`, the steps' own seconds unless their seconds are but a part of a whole.
+    """
+    scale = steps.seconds if scale is None else scale
+    parts = _columns(steps, shape)
+    matrix = np.column_stack([values for _, _, values in parts]) / scale[:, None]
+    target = steps.seconds / scale
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    weights = np.ones(len(target))
+    for _ in range(HUBER_ROUNDS):
+        line = LinearRegression(positive=True, fit_intercept=False).fit(matrix / norms, target, sample_weight=weights)
+        error = np.abs(matrix / norms @ line.coef_ - target)
+        weights = np.minimum(1.0, HUBER_ERROR / np.maximum(error, 1e-12))
+    return _assemble(shape, [(part, index) for part, index, _ in parts], line.coef_ / norms)
+
+
+def predict(step_time: StepTime, steps: Steps) -> Array:
+    """Predict the seconds of every step, by the same compiled function that the engine model uses."""
+    most_sequences = int(max(steps.num_sampled.max(initial=0), steps.num_decodes.max(initial=0)))
+    costs = tabulate(step_time, int(steps.num_tokens.max(initial=0)), most_sequences)
+    result: Array = _predict_rows(costs, np.column_stack([getattr(steps, name) for name in COLUMNS[:-1]]))
+    return result
+
+
+def error_of(predicted: Array, actual: Array) -> HeldOutError:
+    """Sum up relative errors."""
+    if len(actual) == 0:
+        raise ValueError("seconds: no row is held out, so the error cannot be told")
+    error = np.abs(predicted - actual) / actual
+    return HeldOutError(
+        mape=rounded(error.mean()),
+        p50=rounded(np.percentile(error, 50)),
+        p90=rounded(np.percentile(error, 90)),
+        n=len(error),
+    )
+
+
+def held_out(count: int) -> NDArray[np.bool_]:
+    """Choose the rows that no fit may see: the same ones every time."""
+    return (np.arange(1, count + 1) * GOLDEN_RATIO) % 1.0 < HELD_OUT_SHARE
+
+
+def thin_curve(x: Array, y: Array, *, tolerance: float) -> Curve:
+    """Keep the fewest measured points whose straight connection passes all others within a relative tolerance."""
+    order = np.argsort(x)
+    x, y = x[order], y[order]
+    kept = [0, len(x) - 1] if len(x) > 1 else [0]
+    while True:
+        error = np.abs(np.interp(x, x[kept], y[kept]) - y) / y
+        worst = int(np.argmax(error))
+        if error[worst] <= tolerance:
+            return Curve(x=tuple(float(v) for v in x[kept]), y=tuple(rounded(v) for v in y[kept]))
+        kept = sorted([*kept, worst])
+
+
+def extend_curve(curve: Curve, *, factor: float) -> Curve:
+    """Carry a curve on to `factor` times its range, along the trend of its upper half and not of its last two knots."""
+    x, y = np.array(curve.x), np.array(curve.y)
+    upper = x >= x[-1] / 2
+    if upper.sum() < 2:
+        return curve
+    slope = max(0.0, float(np.polyfit(x[upper], y[upper], 1)[0]))
+    end = float(x[-1] * factor)
+    return Curve(x=(*curve.x, end), y=(*curve.y, rounded(y[-1] + slope * (end - x[-1]))))
+
+
+def rounded(value: float) -> float:
+    """Round to as many digits as measurements can mean."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def hat(x: Array, knots: Sequence[float]) -> Array:
+    """Give each count's weights on the knots: linear between two of them, all on the last beyond it."""
+    eye = np.eye(len(knots))
+    return np.column_stack([np.interp(x, knots, row) for row in eye])
+
+
+def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
+    """Lay out one column for every number that the fit may use."""
+    mixed = (steps.num_prefills > 0) & (steps.num_decodes > 0)
+    prefill_tokens = np.maximum(1.0, steps.prefill_tokens)
+    has_prefill = (steps.num_prefills > 0).astype(float)
+    single = {
+        "constant_s": np.ones(len(steps)),
+        "token_s": steps.num_tokens,
+        "prefill_s": has_prefill,
+        "prefill_token_s": has_prefill * steps.prefill_tokens,
+        "prefill_qq_s": steps.prefill_qq,
+        "prefill_qkv_s": steps.prefill_qkv,
+        "prefill_kv_s": steps.prefill_qkv * steps.num_prefills / prefill_tokens,
+        "mixed_grid_s": mixed * steps.prefill_qq / prefill_tokens * steps.num_decodes,
+    }
+    own_kernel = bool(shape.mixed_base or shape.mixed_slope)
+    alone = (steps.num_decodes > 0) & ~mixed if own_kernel else steps.num_decodes > 0
+    curved = {
+        "by_tokens": (steps.num_tokens, 1.0),
+        "by_sequences": (steps.num_sampled, 1.0),
+        "decode_base": (steps.num_decodes, alone),
+        "decode_slope": (steps.num_decodes, alone * steps.decode_context),
+        "mixed_base": (steps.num_decodes, mixed),
+        "mixed_slope": (steps.num_decodes, mixed * steps.decode_context),
+    }
+    columns = [(name, 0, single[name]) for name in shape.numbers]
+    for name, (count, factor) in curved.items():
+        knots = getattr(shape, name)
+        if knots:
+            weights = hat(count, knots)
+            columns += [(name, index, weights[:, index] * factor) for index in range(len(knots))]
+    return columns
+
+
+def _assemble(shape: Shape, parts: Sequence[tuple[str, int]], values: Array) -> StepTime:
+    """Put the numbers found where they belong."""
+    numbers = {name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers}
+    curves = {}
+    for name in ("by_tokens", "by_sequences", "decode_base", "decode_slope", "mixed_base", "mixed_slope"):
+        y = tuple(rounded(value) for (part, _), value in zip(parts, values, strict=True) if part == name)
+        if y:
+            curves[name] = Curve(x=tuple(float(x) for x in getattr(shape, name)), y=y)
+    step_time = StepTime(**numbers, **curves)
+    if not (shape.mixed_base or shape.mixed_slope):
+        step_time = replace(step_time, mixed_base=step_time.decode_base, mixed_slope=step_time.decode_slope)
+    return step_time
+
+
+@kernel
+def _predict_rows(costs: Costs, rows: Array) -> Array:
+    seconds = np.empty(len(rows))
+    for i in range(len(rows)):
+        row = rows[i]
+        seconds[i] = step_seconds(costs, int(row[0]), int(row[1]), int(row[2]), row[3], int(row[4]), row[5], row[6])
+    return seconds

@@ -1,0 +1,232 @@
+"""The engine's loop: schedule, launch, retire; step by step, or from event to event.
+
+Between two events (an admission, a finished prefill, a finish, a shortage of blocks, an arrival) a decode batch
+repeats itself, and with a step time that is affine in the context its `k` repetitions are an arithmetic series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from predictor import blocks, queues, steps
+from predictor.batching import fill
+from predictor.compiled import kernel
+from predictor.state import FINISHED, NOBODY, State
+from predictor.step_time import decode_slope, step_seconds
+
+
+@kernel
+def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
+    """Run the engine until nothing can happen by `until_s`, `last_step` was launched, or a watched request ended."""
+    while reach_plan(state, until_s, last_step, watched):
+        state.engine[0].steady = fill(state)
+        send(state)
+
+
+def drive_interpreted(
+    schedule: Callable[[State], bool], state: State, until_s: float, last_step: int, watched: int
+) -> None:
+    """Do what `drive` does, with a local scheduler that is written in Python only."""
+    while reach_plan(state, until_s, last_step, watched):
+        state.engine[0].steady = schedule(state)
+        send(state)
+
+
+@kernel
+def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bool:
+    """Go on to the moment at which a step must be planned; False when the run ends before.
+
+    Mirrors vLLM 0.32 `EngineCore.step` (pipeline depth 1) and `step_with_batch_queue` (depth 2): a step is planned
+    whenever the pipeline has room and any request is unfinished, else the oldest step is awaited.
+    """
+    engine = state.engine[0]
+    while True:
+        queues.absorb_arrivals(state)
+        if watched != NOBODY and state.requests[watched].status == FINISHED:
+            return False
+        unfinished = engine.num_running + engine.num_waiting
+        if unfinished > 0 and not engine.stuck and engine.num_in_flight < engine.pipeline_depth:
+            if engine.num_steps >= last_step or engine.now_s > until_s:
+                return False
+            if engine.steady and engine.num_in_flight == engine.pipeline_depth - 1:
+                num_repeats = min(count_repeats(state, until_s), last_step - engine.num_steps)
+                if num_repeats > 0:
+                    repeat(state, num_repeats)
+                    continue
+            steps.begin(state)
+            return True
+        if engine.num_in_flight > 0:
+            if state.steps[engine.oldest].end_s > until_s:
+                return False
+            if steps.retire(state) > 0:
+                engine.steady = 0
+        else:
+            if engine.num_pending == 0 or queues.next_arrival_s(state) > until_s:
+                return False
+            engine.now_s = queues.next_arrival_s(state)
+
+
+@kernel
+def send(state: State) -> None:
+    """Launch the step just planned, unless it is empty and nothing but an arrival can change that."""
+    if nothing_will_change(state):
+        state.engine[0].stuck = 1
+    else:
+        steps.launch(state)
+
+
+@kernel
+def nothing_will_change(state: State) -> bool:
+    """Tell whether the step just made is empty and no step under way will free anything: only an arrival can help."""
+    engine = state.engine[0]
+    step = state.steps[steps.current(state)]
+    if step.num_scheduled > 0 or step.num_preempted > 0:
+        return False
+    return engine.num_in_flight == 0 or state.steps[engine.oldest].num_scheduled == 0
+
+
+@kernel
+def count_repeats(state: State, until_s: float) -> int:
+    """How often the steady decode step can be repeated before anything about it changes."""
+    engine = state.engine[0]
+    most = 1 << 40
+    for place in range(engine.num_running):
+        request = state.requests[state.running[place]]
+        most = min(most, request.final_tokens - request.output_tokens - 1)
+    if most <= 0:
+        return 0
+    most = _within_blocks(state, most)
+    arrival_s = queues.next_arrival_s(state)
+    if most <= 0 or _fits_in_time(state, most, until_s, arrival_s):
+        return most
+    fits, too_many = 0, most
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if _fits_in_time(state, middle, until_s, arrival_s):
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+@kernel
+def _within_blocks(state: State, most: int) -> int:
+    """Limit repetitions to those for which blocks are free."""
+    if _blocks_needed(state, most) <= state.engine[0].num_free_blocks:
+        return most
+    fits, too_many = 0, most
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if _blocks_needed(state, middle) <= state.engine[0].num_free_blocks:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+@kernel
+def _blocks_needed(state: State, num_repeats: int) -> int:
+    engine = state.engine[0]
+    needed = 0
+    for place in range(engine.num_running):
+        request = state.requests[state.running[place]]
+        held = blocks.blocks_for(request.computed_tokens + num_repeats, engine.block_size)
+        needed += max(held - request.num_blocks, 0)
+    return needed
+
+
+@kernel
+def _context(state: State) -> int:
+    context = 0
+    for place in range(state.engine[0].num_running):
+        context += state.requests[state.running[place]].computed_tokens
+    return context
+
+
+@kernel
+def _series_s(state: State, context: int, num_repeats: int) -> float:
+    """Seconds for so many decode steps in a row of all that run, the first with one token more each than `context`."""
+    n = state.engine[0].num_running
+    first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0)
+    growth_s = decode_slope(state.costs, n) * n
+    return state.engine[0].pace * num_repeats * (first_s + growth_s * (num_repeats - 1) * 0.5)
+
+
+@kernel
+def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: float) -> bool:
+    """Tell whether the last repetition is planned before the next arrival and retired by `until_s`."""
+    engine = state.engine[0]
+    if until_s == float("inf") and arrival_s == float("inf"):
+        return True
+    context = _context(state)
+    if engine.pipeline_depth == 1:
+        planned_s = engine.now_s + _series_s(state, context, num_repeats - 1)
+        retired_s = engine.now_s + _series_s(state, context, num_repeats)
+    else:
+        under_way_ends_s = state.steps[engine.oldest].end_s
+        planned_s = engine.now_s
+        if num_repeats > 1:
+            planned_s = under_way_ends_s + _series_s(state, context, num_repeats - 2)
+        retired_s = under_way_ends_s + _series_s(state, context, num_repeats - 1)
+    return planned_s < arrival_s and retired_s <= until_s
+
+
+@kernel
+def repeat(state: State, num_repeats: int) -> None:
+    """Do so many identical decode steps at once: plan, launch and retire each, as the loop would."""
+    engine = state.engine[0]
+    context = _context(state)
+    if engine.pipeline_depth == 1:
+        engine.now_s += _series_s(state, context, num_repeats)
+    else:  # what was under way is retired, and the last repetition is under way instead
+        step = state.steps[engine.oldest]
+        engine.now_s = step.end_s + _series_s(state, context, num_repeats - 1)
+        step.start_s = engine.now_s
+        step.decode_context = context + engine.num_running * num_repeats
+        step.end_s = engine.now_s + _series_s(state, context + engine.num_running * (num_repeats - 1), 1)
+    if engine.prefix_caching:
+        _allocate_in_order(state, num_repeats)
+    for place in range(engine.num_running):
+        slot = state.running[place]
+        request = state.requests[slot]
+        request.computed_tokens += num_repeats
+        request.output_tokens += num_repeats
+        blocks.allocate(state, slot, request.computed_tokens)
+        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
+    engine.num_steps += num_repeats
+    engine.decodes_since_prefill += num_repeats
+
+
+@kernel
+def _allocate_in_order(state: State, num_repeats: int) -> None:
+    """Hand out the blocks of the coming steps in the order in which the steps would take them.
+
+    A request needs its next block after as many steps as its last one has room for, and then every `block_size`.
+    """
+    engine = state.engine[0]
+    size = engine.block_size
+    starts = np.zeros(size + 1, np.int32)  # of the requests that need a block first at each step of a cycle
+    for place in range(engine.num_running):
+        starts[_room(state, place) + 1] += 1
+    for step in range(size):
+        starts[step + 1] += starts[step]
+    in_turn = np.empty(engine.num_running, np.int32)
+    for place in range(engine.num_running):
+        room = _room(state, place)
+        in_turn[starts[room]] = place
+        starts[room] += 1
+    for cycle in range(0, num_repeats, size):
+        for turn in range(engine.num_running):
+            place = in_turn[turn]
+            ahead = cycle + _room(state, place) + 1
+            if ahead <= num_repeats:
+                slot = state.running[place]
+                blocks.allocate(state, slot, state.requests[slot].computed_tokens + ahead)
+
+
+@kernel
+def _room(state: State, place: int) -> int:
+    size = state.engine[0].block_size
+    return -state.requests[state.running[place]].computed_tokens % size

@@ -1,0 +1,251 @@
+"""Latency profiles: which model on which GPU, how long its steps take, how well that is known, and from what."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from typing import Any, TypeVar
+
+from predictor.step_time import CURVES, NUMBERS, Curve, StepTime, require_seconds
+
+VERSION = 1
+FITTED = "fitted"
+ROOFLINE = "roofline"
+CONSTANT = "constant"
+KINDS = (FITTED, ROOFLINE, CONSTANT)
+
+CONSTANT_NAME = "constant"
+SUFFIX = ".json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidRange:
+    """The batches that the profile's data covers; beyond them it extrapolates."""
+
+    max_tokens: int
+    max_sequences: int
+    max_context_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a count."""
+        for spec in fields(self):
+            require_count(spec.name, getattr(self, spec.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutError:
+    """Relative errors of step time on rows that the fit never saw: their mean, median, 90th percentile, and number."""
+
+    mape: float
+    p50: float
+    p90: float
+    n: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is not an error figure."""
+        for name in ("mape", "p50", "p90"):
+            require_seconds(name, getattr(self, name))
+        require_count("n", self.n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuggestedEngine:
+    """Engine settings that go with the profile, under vLLM's names; None where the profile has no opinion."""
+
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine could be told."""
+        for spec in fields(self):
+            if getattr(self, spec.name) is not None:
+                require_count(spec.name, getattr(self, spec.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The latency profile of one model on one kind of GPU."""
+
+    version: int = VERSION
+    name: str
+    model: str
+    gpu: str
+    tensor_parallel: int
+    dtype: str
+    kind: str
+    step_time: StepTime
+    valid: ValidRange
+    error: HeldOutError | None
+    source: str
+    engine: SuggestedEngine = field(default_factory=SuggestedEngine)
+
+    def __post_init__(self) -> None:
+        """Refuse a profile of another format, or one that does not say what it is."""
+        if self.version != VERSION or isinstance(self.version, bool):
+            raise ValueError(f"version: this release reads version {VERSION}, not {self.version!r}")
+        for name in ("name", "model", "gpu", "dtype", "kind", "source"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name}: must be a non-empty string, not {value!r}")
+        require_count("tensor_parallel", self.tensor_parallel)
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not {self.kind!r}")
+
+
+def constant_profile() -> Profile:
+    """Give the profile whose every step, an empty one too, takes exactly one second."""
+    return Profile(
+        name=CONSTANT_NAME,
+        model="any",
+        gpu="any",
+        tensor_parallel=1,
+        dtype="any",
+        kind=CONSTANT,
+        step_time=StepTime(constant_s=1.0, empty_s=1.0),
+        valid=ValidRange(max_tokens=2**31 - 1, max_sequences=2**31 - 1, max_context_tokens=2**31 - 1),
+        error=None,
+        source="by definition: every step takes one second, so that steps can be compared with another engine's",
+    )
+
+
+def profile_names() -> tuple[str, ...]:
+    """Name every profile that can be loaded by name."""
+    folder = resources.files("predictor") / "profiles"
+    shipped = [entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
+    return tuple(sorted([CONSTANT_NAME, *shipped]))
+
+
+def load_profile(name: str) -> Profile:
+    """Load a profile by name."""
+    if name == CONSTANT_NAME:
+        return constant_profile()
+    names = profile_names()
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"profile: there is none named {name!r}; the nearest is {nearest!r}")
+    text = (resources.files("predictor") / "profiles" / (name + SUFFIX)).read_text(encoding="utf-8")
+    return profile_from_json(text)
+
+
+def profile_from_json(text: str) -> Profile:
+    """Read a profile from JSON, refusing what is not a whole and sound one."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"profile: not JSON: {error}") from None
+    return profile_from_dict(data)
+
+
+def profile_to_json(profile: Profile) -> str:
+    """Write a profile as JSON: one field a line, and a curve's knots on one line too."""
+    text = json.dumps(profile_to_dict(profile), indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[\n[-+0-9.eE,\s]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
+    """Give a profile as plain dictionaries, lists, strings and numbers."""
+    return {
+        "version": profile.version,
+        "name": profile.name,
+        "model": profile.model,
+        "gpu": profile.gpu,
+        "tensor_parallel": profile.tensor_parallel,
+        "dtype": profile.dtype,
+        "kind": profile.kind,
+        "source": profile.source,
+        "valid": _plain(profile.valid),
+        "error": None if profile.error is None else _plain(profile.error),
+        "engine": _plain(profile.engine),
+        "step_time": step_time_to_dict(profile.step_time),
+    }
+
+
+def profile_from_dict(data: object) -> Profile:
+    """Build a profile from plain data, refusing unknown and missing fields and bad values by name."""
+    given = _require_fields("", data, [spec.name for spec in fields(Profile)], required_first="version")
+    error = given["error"]
+    parts = {
+        "step_time": step_time_from_dict(given["step_time"]),
+        "valid": _build("valid", ValidRange, given["valid"]),
+        "error": None if error is None else _build("error", HeldOutError, error),
+        "engine": _build("engine", SuggestedEngine, given["engine"]),
+    }
+    return Profile(**{**given, **parts})
+
+
+def step_time_to_dict(step_time: StepTime) -> dict[str, Any]:
+    """Give a step time as plain data."""
+    numbers: dict[str, Any] = {name: getattr(step_time, name) for name in NUMBERS}
+    curves = {name: {"x": list(curve.x), "y": list(curve.y)} for name, curve in _curves_of(step_time).items()}
+    return numbers | curves
+
+
+def step_time_from_dict(data: object) -> StepTime:
+    """Build a step time from plain data, naming the field that is wrong, such as `step_time.decode_slope.x`."""
+    given = dict(_require_fields("step_time", data, [*NUMBERS, *CURVES]))
+    for name in CURVES:
+        given[name] = _curve_from_dict(f"step_time.{name}", given[name])
+    return _under("step_time", StepTime, given)
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is not a whole number above zero, naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: must be a whole number, not {value!r}")
+    if not 0 < value < 2**31:
+        raise ValueError(f"{name}: must be at least 1 and below 2^31, not {value}")
+
+
+def _curves_of(step_time: StepTime) -> dict[str, Curve]:
+    return {name: getattr(step_time, name) for name in CURVES}
+
+
+def _curve_from_dict(path: str, data: object) -> Curve:
+    given = _require_fields(path, data, ["x", "y"])
+    for name in ("x", "y"):
+        if not isinstance(given[name], list | tuple):
+            raise ValueError(f"{path}.{name}: must be a list of numbers, not {type(given[name]).__name__}")
+    return _under(path, Curve, {name: tuple(given[name]) for name in ("x", "y")})
+
+
+def _plain(value: object) -> dict[str, Any]:
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}  # type: ignore[arg-type]
+
+
+def _build(path: str, kind: Callable[..., T], data: object) -> T:
+    names = [spec.name for spec in fields(kind)]  # type: ignore[arg-type]
+    return _under(path, kind, _require_fields(path, data, names))
+
+
+def _under(path: str, kind: Callable[..., T], given: Mapping[str, Any]) -> T:
+    """Build a value whose complaints name its fields from the profile's root."""
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{path}.{error}") from None
+
+
+def _require_fields(
+    path: str, data: object, names: list[str], required_first: str | None = None
+) -> Mapping[str, Any]:
+    """Refuse all but a mapping with exactly these fields; a foreign version explains the rest, so it is looked at first."""
+    prefix = f"{path}." if path else ""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path or 'profile'}: must be an object, not {type(data).__name__}")
+    if required_first is not None and data.get(required_first, VERSION) != VERSION:
+        raise ValueError(f"{required_first}: this release reads version {VERSION}, not {data[required_first]!r}")
+    unknown = sorted(str(name) for name in data if name not in names)
+    if unknown:
+        raise ValueError(f"{prefix}{unknown[0]}: unknown field")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"{prefix}{name}: missing")
+    return data

@@ -1,0 +1,205 @@
+"""Requests on their way through an engine: pending, waiting, running; admitted, preempted, finished."""
+
+from __future__ import annotations
+
+from predictor import blocks
+from predictor.compiled import kernel
+from predictor.state import FINISHED, NOBODY, RUNNING, WAITING, State
+
+
+@kernel
+def at(ring_head: int, position: int, size: int) -> int:
+    """Where a ring of `size` places keeps the element at `position`."""
+    place = ring_head + position
+    return place - size if place >= size else place
+
+
+@kernel
+def waiting_at(state: State, position: int) -> int:
+    """Return the slot at a position of the waiting queue; 0 is the head."""
+    return state.waiting[at(state.engine[0].waiting_head, position, len(state.waiting))]
+
+
+@kernel
+def goes_before(state: State, slot: int, other: int) -> bool:
+    """Order by priority, then arrival, then id, as vLLM's `Request.__lt__` does: lower goes first."""
+    a, b = state.requests[slot], state.requests[other]
+    if a.priority != b.priority:
+        return a.priority < b.priority
+    if a.arrival_s != b.arrival_s:
+        return a.arrival_s < b.arrival_s
+    return a.tie_break < b.tie_break
+
+
+@kernel
+def enqueue(state: State, slot: int) -> None:
+    """Put an arriving request into the waiting queue: at the end, or where its priority belongs."""
+    engine = state.engine[0]
+    size = len(state.waiting)
+    state.requests[slot].status = WAITING
+    position = engine.num_waiting
+    engine.num_waiting += 1
+    if engine.by_priority:
+        while position > 0 and goes_before(state, slot, waiting_at(state, position - 1)):
+            state.waiting[at(engine.waiting_head, position, size)] = waiting_at(state, position - 1)
+            position -= 1
+    state.waiting[at(engine.waiting_head, position, size)] = slot
+
+
+@kernel
+def take_waiting(state: State, position: int) -> int:
+    """Remove and return the request at a position of the waiting queue."""
+    engine = state.engine[0]
+    size = len(state.waiting)
+    slot = waiting_at(state, position)
+    for place in range(position, 0, -1):
+        state.waiting[at(engine.waiting_head, place, size)] = waiting_at(state, place - 1)
+    engine.waiting_head = at(engine.waiting_head, 1, size)
+    engine.num_waiting -= 1
+    return slot
+
+
+@kernel
+def admit(state: State, position: int, computed_tokens: int) -> int:
+    """Move a waiting request to the end of the running list, with this much of it already computed."""
+    engine = state.engine[0]
+    slot = take_waiting(state, position)
+    state.running[engine.num_running] = slot
+    engine.num_running += 1
+    request = state.requests[slot]
+    request.status = RUNNING
+    request.computed_tokens = computed_tokens
+    if request.num_preemptions == 0:
+        request.hit_tokens = computed_tokens
+    return slot
+
+
+@kernel
+def preempt(state: State, position: int) -> int:
+    """Take a running request's blocks away and put it back to the front of the waiting queue; its output is kept."""
+    engine = state.engine[0]
+    slot = state.running[position]
+    engine.num_running -= 1
+    for place in range(position, engine.num_running):
+        state.running[place] = state.running[place + 1]
+    blocks.release(state, slot)
+    request = state.requests[slot]
+    request.computed_tokens = 0
+    request.stale_tokens = request.in_flight_tokens
+    request.placeholders = 0
+    request.num_preemptions += 1
+    engine.num_preemptions += 1
+    if engine.by_priority:
+        enqueue(state, slot)
+    else:
+        engine.waiting_head = at(engine.waiting_head, len(state.waiting) - 1, len(state.waiting))
+        engine.num_waiting += 1
+        state.waiting[engine.waiting_head] = slot
+        request.status = WAITING
+    step = state.steps[at(engine.oldest, engine.num_in_flight, 2)]
+    state.preempted[step.num_preempted] = slot
+    step.num_preempted += 1
+    return slot
+
+
+@kernel
+def finish(state: State, slot: int) -> None:
+    """End a request and free its blocks; the caller drops it from its queue."""
+    request = state.requests[slot]
+    blocks.release(state, slot)
+    request.status = FINISHED
+    request.finished_s = state.engine[0].now_s
+
+
+@kernel
+def drop_finished(state: State, from_waiting: bool) -> None:
+    """Close the gaps that finished requests left in the running list, and in the waiting queue where asked."""
+    engine = state.engine[0]
+    kept = 0
+    for place in range(engine.num_running):
+        slot = state.running[place]
+        if state.requests[slot].status == RUNNING:
+            state.running[kept] = slot
+            kept += 1
+    engine.num_running = kept
+    if from_waiting:
+        position = 0
+        while position < engine.num_waiting:
+            if state.requests[waiting_at(state, position)].status == FINISHED:
+                take_waiting(state, position)
+            else:
+                position += 1
+
+
+@kernel
+def announce(state: State, slot: int) -> None:
+    """Add a request that will arrive at its `arrival_s`, after those that arrive no later."""
+    engine = state.engine[0]
+    size = len(state.pending)
+    arrival_s = state.requests[slot].arrival_s
+    position = engine.num_pending
+    engine.num_pending += 1
+    while position > 0:
+        before = state.pending[at(engine.pending_head, position - 1, size)]
+        if state.requests[before].arrival_s <= arrival_s:
+            break
+        state.pending[at(engine.pending_head, position, size)] = before
+        position -= 1
+    state.pending[at(engine.pending_head, position, size)] = slot
+
+
+@kernel
+def take_pending(state: State, slot: int) -> None:
+    """Withdraw a request that has not arrived yet."""
+    engine = state.engine[0]
+    size = len(state.pending)
+    kept = 0
+    for position in range(engine.num_pending):
+        other = state.pending[at(engine.pending_head, position, size)]
+        if other != slot:
+            state.pending[at(engine.pending_head, kept, size)] = other
+            kept += 1
+    engine.num_pending = kept
+
+
+@kernel
+def absorb_arrivals(state: State) -> None:
+    """Queue every pending request that has arrived by now."""
+    engine = state.engine[0]
+    while engine.num_pending > 0:
+        slot = state.pending[engine.pending_head]
+        if state.requests[slot].arrival_s > engine.now_s:
+            return
+        engine.pending_head = at(engine.pending_head, 1, len(state.pending))
+        engine.num_pending -= 1
+        engine.steady = engine.stuck = 0
+        enqueue(state, slot)
+
+
+@kernel
+def next_arrival_s(state: State) -> float:
+    """When the first pending request arrives; infinity when none is pending."""
+    engine = state.engine[0]
+    if engine.num_pending == 0:
+        return float("inf")
+    return state.requests[state.pending[engine.pending_head]].arrival_s
+
+
+@kernel
+def lowest_ranked(state: State) -> int:
+    """Position of the running request that goes last by priority, then arrival; the first of equals."""
+    worst = 0
+    for position in range(1, state.engine[0].num_running):
+        a, b = state.requests[state.running[position]], state.requests[state.running[worst]]
+        if a.priority > b.priority or (a.priority == b.priority and a.arrival_s > b.arrival_s):
+            worst = position
+    return worst
+
+
+@kernel
+def position_running(state: State, slot: int) -> int:
+    """Position of a slot in the running list."""
+    for position in range(state.engine[0].num_running):
+        if state.running[position] == slot:
+            return position
+    return NOBODY

@@ -1,0 +1,225 @@
+"""An engine's whole state as a handful of arrays, the form that the compiled loop works on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.step_time import Costs
+
+NOBODY = -1  # no request, no block, no time
+
+# A request's status. UNBORN: its arrival lies ahead of the engine's clock.
+UNBORN, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
+
+# What a KV block holds. Contents that requests share are numbered from 0 up; those known to one request only
+# are numbered from -2 down; a block that is not full holds nothing that anyone could hit.
+NOTHING = -1
+
+ENGINE = np.dtype(
+    [
+        # configuration
+        ("batcher", "i8"),
+        ("max_num_seqs", "i8"),
+        ("max_num_batched_tokens", "i8"),
+        ("block_size", "i8"),
+        ("num_blocks", "i8"),  # that requests can hold
+        ("max_model_len", "i8"),
+        ("by_priority", "i8"),
+        ("prefix_caching", "i8"),
+        ("chunked_prefill", "i8"),
+        ("pipeline_depth", "i8"),
+        ("long_prefill_token_threshold", "i8"),
+        ("watermark_blocks", "i8"),
+        ("reserve_full_isl", "i8"),
+        # the engine thread's clock: the end of the last step whose outputs it took
+        ("now_s", "f8"),
+        ("pace", "f8"),  # real over predicted step time
+        # queues
+        ("num_running", "i8"),
+        ("num_waiting", "i8"),
+        ("waiting_head", "i8"),
+        ("num_pending", "i8"),
+        ("pending_head", "i8"),
+        # steps under way, oldest first
+        ("num_in_flight", "i8"),
+        ("oldest", "i8"),
+        # KV blocks; the free ones are chained in the order of reuse
+        ("num_free_blocks", "i8"),
+        ("free_head", "i8"),
+        ("free_tail", "i8"),
+        # history
+        ("num_steps", "i8"),
+        ("num_preemptions", "i8"),
+        ("decodes_since_prefill", "i8"),
+        ("steady", "i8"),  # the last step will repeat until something finishes, arrives or runs short
+        ("stuck", "i8"),  # nothing runs, and what waits cannot be admitted
+    ],
+    align=True,
+)
+
+REQUEST = np.dtype(
+    [
+        ("status", "i8"),
+        ("prompt_tokens", "i8"),
+        ("final_tokens", "i8"),  # the response length at which it really ends
+        ("max_tokens", "i8"),  # the response length at which the engine knows that it ends
+        ("expected_tokens", "i8"),  # the response length that a local scheduler may reckon with
+        ("priority", "i8"),
+        ("tie_break", "i8"),
+        ("arrival_s", "f8"),
+        ("output_tokens", "i8"),
+        ("computed_tokens", "i8"),
+        ("placeholders", "i8"),  # async: tokens scheduled whose values are still under way
+        ("in_flight_tokens", "i8"),
+        ("stale_tokens", "i8"),  # in flight when it was preempted
+        ("num_blocks", "i8"),
+        ("full_blocks", "i8"),  # of those, how many have their content registered
+        ("num_hashes", "i8"),
+        ("serial", "i8"),
+        ("num_preemptions", "i8"),
+        ("hit_tokens", "i8"),
+        ("scheduled_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finished_s", "f8"),
+    ],
+    align=True,
+)
+
+STEP = np.dtype(
+    [
+        ("num_scheduled", "i8"),
+        ("start_s", "f8"),
+        ("end_s", "f8"),
+        ("num_tokens", "i8"),
+        ("num_sampled", "i8"),
+        ("num_decodes", "i8"),
+        ("decode_context", "i8"),
+        ("num_prefills", "i8"),
+        ("prefill_qq", "f8"),
+        ("prefill_qkv", "f8"),
+        ("num_preempted", "i8"),
+    ],
+    align=True,
+)
+
+SCHEDULED = np.dtype([("slot", "i4"), ("sampled", "i4"), ("tokens", "i8")], align=True)
+
+BLOCK = np.dtype(
+    [
+        ("content", "i8"),
+        ("num_refs", "i4"),
+        ("next_free", "i4"),
+        ("previous_free", "i4"),
+        ("next_same", "i4"),  # the next block that holds the same shared content, in order of registration
+    ],
+    align=True,
+)
+
+
+class State(NamedTuple):
+    """Everything the loop reads and writes; requests are known by their slot, a row of `requests`."""
+
+    engine: np.ndarray  # one ENGINE
+    requests: np.ndarray  # REQUEST per slot
+    running: np.ndarray  # slots, in vLLM's order
+    waiting: np.ndarray  # ring of slots
+    pending: np.ndarray  # ring of slots that have not arrived, by arrival
+    preempted: np.ndarray  # slots preempted by the step being made
+    steps: np.ndarray  # STEP per step under way
+    batch: np.ndarray  # SCHEDULED per step under way and position
+    blocks: np.ndarray  # BLOCK per KV block
+    tables: np.ndarray  # the blocks of each slot
+    hashes: np.ndarray  # shared contents of each slot's blocks
+    cached: np.ndarray  # first block that holds each shared content
+    costs: Costs
+
+
+def allocate(config: EngineConfig, costs: Costs, *, batcher: int, num_blocks: int, num_slots: int = 64) -> State:
+    """Make the state of an idle, empty engine."""
+    tracked = num_blocks if config.enable_prefix_caching else 0
+    state = State(
+        engine=np.zeros(1, ENGINE).view(np.recarray),
+        requests=np.zeros(num_slots, REQUEST).view(np.recarray),
+        running=np.zeros(num_slots, np.int32),
+        waiting=np.zeros(num_slots, np.int32),
+        pending=np.zeros(num_slots, np.int32),
+        preempted=np.zeros(num_slots, np.int32),
+        steps=np.zeros(2, STEP).view(np.recarray),
+        batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
+        blocks=np.zeros(tracked, BLOCK).view(np.recarray),
+        tables=np.zeros((num_slots, 1), np.int32),
+        hashes=np.zeros((num_slots, 1), np.int64),
+        cached=np.full(1, NOBODY, np.int32),
+        costs=costs,
+    )
+    engine = state.engine[0]
+    engine.batcher = batcher
+    engine.max_num_seqs = config.max_num_seqs
+    engine.max_num_batched_tokens = config.max_num_batched_tokens
+    engine.block_size = config.block_size
+    engine.num_blocks = engine.num_free_blocks = num_blocks
+    engine.max_model_len = config.max_model_len
+    engine.by_priority = config.scheduling_policy == "priority"
+    engine.prefix_caching = config.enable_prefix_caching
+    engine.chunked_prefill = config.enable_chunked_prefill
+    engine.pipeline_depth = config.pipeline_depth
+    engine.long_prefill_token_threshold = config.long_prefill_token_threshold
+    engine.watermark_blocks = config.watermark_blocks
+    engine.reserve_full_isl = config.scheduler_reserve_full_isl
+    engine.pace = 1.0
+    engine.free_head, engine.free_tail = (0, tracked - 1) if tracked else (NOBODY, NOBODY)
+    state.blocks.content = NOTHING
+    state.blocks.next_same = NOBODY
+    state.blocks.next_free = np.append(np.arange(1, tracked), NOBODY)[:tracked]
+    state.blocks.previous_free = np.arange(-1, tracked - 1)
+    return state
+
+
+def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents: int) -> State:
+    """Return the state with room for at least so much; unchanged where it already has it."""
+    old_slots, old_width = state.tables.shape
+    if num_slots <= old_slots and blocks_per_request <= old_width and num_contents <= len(state.cached):
+        return state
+    slots = _grown(old_slots, num_slots)
+    width = _grown(old_width, blocks_per_request)
+    wide = state._replace(
+        requests=_padded(state.requests, (slots,)).view(np.recarray),
+        running=_padded(state.running, (slots,)),
+        preempted=_padded(state.preempted, (slots,)),
+        waiting=_straightened(state.waiting, state.engine[0].waiting_head, slots),
+        pending=_straightened(state.pending, state.engine[0].pending_head, slots),
+        batch=_padded(state.batch, (2, slots)).view(np.recarray),
+        tables=_padded(state.tables, (slots, width)),
+        hashes=_padded(state.hashes, (slots, width)),
+        cached=_padded(state.cached, (_grown(len(state.cached), num_contents),), NOBODY),
+    )
+    wide.engine[0].waiting_head = wide.engine[0].pending_head = 0
+    return wide
+
+
+def copy_of(state: State) -> State:
+    """Duplicate everything that the loop writes; what it only reads stays shared."""
+    return State(
+        *(array.copy().view(type(array)) for array in state[:-4]),
+        tables=state.tables.copy(),
+        hashes=state.hashes,
+        cached=state.cached.copy(),
+        costs=state.costs,
+    )
+
+
+def _grown(old: int, needed: int) -> int:
+    return old if needed <= old else max(needed, 2 * old)
+
+
+def _padded(array: np.ndarray, shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
+    wide = np.full(shape, fill, array.dtype) if fill else np.zeros(shape, array.dtype)
+    wide[tuple(slice(n) for n in array.shape)] = array
+    return wide
+
+
+def _straightened(ring: np.ndarray, head: int, size: int) -> np.ndarray:
+    return _padded(np.roll(ring, -head), (size,))

@@ -1,0 +1,190 @@
+"""How long one engine step takes: a function of what is in its batch, affine in the contexts that are decoded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictor.compiled import kernel
+
+Array = NDArray[np.float64]
+
+# Where `Costs.coefficients` keeps each number.
+EMPTY = 0
+CONSTANT = 1
+PREFILL = 2
+PREFILL_TOKEN = 3
+PREFILL_QQ = 4
+PREFILL_QKV = 5
+PREFILL_KV = 6
+MIXED_GRID = 7
+NUM_COEFFICIENTS = 8
+
+
+def require_seconds(name: str, value: object) -> None:
+    """Refuse what is not a finite number at or above zero, naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}: must be a number, not {value!r}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name}: must be finite and at least 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds as a piecewise linear function of a count: flat before the first knot, straight on after the last."""
+
+    x: tuple[float, ...] = (0.0,)
+    y: tuple[float, ...] = (0.0,)
+
+    def __post_init__(self) -> None:
+        """Refuse knots that make no function."""
+        if not self.x:
+            raise ValueError("x: must hold at least one knot")
+        if len(self.y) != len(self.x):
+            raise ValueError(f"y: must hold as many numbers as x, {len(self.x)}, not {len(self.y)}")
+        for name, values in (("x", self.x), ("y", self.y)):
+            for value in values:
+                require_seconds(name, value)
+        if any(later <= earlier for earlier, later in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError("x: knots must increase")
+
+    def table(self, largest: int) -> Array:
+        """Evaluate at 0, 1, …, largest; a slope that ends downwards is not carried on."""
+        counts = np.arange(largest + 1, dtype=np.float64)
+        values = np.interp(counts, self.x, self.y)
+        if len(self.x) > 1:
+            slope = max(0.0, (self.y[-1] - self.y[-2]) / (self.x[-1] - self.x[-2]))
+            values += slope * np.maximum(0.0, counts - self.x[-1])
+        return np.ascontiguousarray(values)
+
+
+NOTHING = Curve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The coefficients of one engine's step time, in seconds per what the name says.
+
+    A step costs `constant_s`, plus what its token count alone decides (`by_tokens`, `token_s`), plus what the number
+    of sequences that sample decides (`by_sequences`), plus attention. Attention of prefill chunks of l_q new tokens
+    behind l_kv old ones is `prefill_s` once, and `prefill_token_s`·l_q + `prefill_qq_s`·l_q² + `prefill_qkv_s`·l_q·l_kv
+    + `prefill_kv_s`·l_kv for each. Attention of n decodes is `decode_base[n]` + `decode_slope[n]`·Σ context; beside
+    prefill chunks engines run another kernel, whose numbers are `mixed_base`, `mixed_slope` and `mixed_grid_s`, the
+    cost of a decode in a launch grid as wide as the longest chunk, per token of that width.
+    """
+
+    constant_s: float = 0.0
+    empty_s: float = 0.0
+    token_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_qq_s: float = 0.0
+    prefill_qkv_s: float = 0.0
+    prefill_kv_s: float = 0.0
+    mixed_grid_s: float = 0.0
+    by_tokens: Curve = NOTHING
+    by_sequences: Curve = NOTHING
+    decode_base: Curve = NOTHING
+    decode_slope: Curve = NOTHING
+    mixed_base: Curve = NOTHING
+    mixed_slope: Curve = NOTHING
+
+    def __post_init__(self) -> None:
+        """Refuse coefficients that could make a step take no or negative time."""
+        for name in NUMBERS:
+            require_seconds(name, getattr(self, name))
+
+
+NUMBERS = (
+    "constant_s",
+    "empty_s",
+    "token_s",
+    "prefill_s",
+    "prefill_token_s",
+    "prefill_qq_s",
+    "prefill_qkv_s",
+    "prefill_kv_s",
+    "mixed_grid_s",
+)
+CURVES = ("by_tokens", "by_sequences", "decode_base", "decode_slope", "mixed_base", "mixed_slope")
+
+
+class Costs(NamedTuple):
+    """A step time tabulated for one engine's limits: what the compiled loop reads."""
+
+    coefficients: Array
+    by_tokens: Array
+    by_sequences: Array
+    decode_base: Array
+    decode_slope: Array
+    mixed_base: Array
+    mixed_slope: Array
+
+
+def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int) -> Costs:
+    """Evaluate every curve at every count that an engine with these limits can reach."""
+    coefficients = np.zeros(NUM_COEFFICIENTS)
+    coefficients[EMPTY] = step_time.empty_s
+    coefficients[CONSTANT] = step_time.constant_s
+    coefficients[PREFILL] = step_time.prefill_s
+    coefficients[PREFILL_TOKEN] = step_time.prefill_token_s
+    coefficients[PREFILL_QQ] = step_time.prefill_qq_s
+    coefficients[PREFILL_QKV] = step_time.prefill_qkv_s
+    coefficients[PREFILL_KV] = step_time.prefill_kv_s
+    coefficients[MIXED_GRID] = step_time.mixed_grid_s
+    tokens = np.arange(max_num_batched_tokens + 1, dtype=np.float64)
+    return Costs(
+        coefficients=coefficients,
+        by_tokens=step_time.by_tokens.table(max_num_batched_tokens) + step_time.token_s * tokens,
+        by_sequences=step_time.by_sequences.table(max_num_seqs),
+        decode_base=step_time.decode_base.table(max_num_seqs),
+        decode_slope=step_time.decode_slope.table(max_num_seqs),
+        mixed_base=step_time.mixed_base.table(max_num_seqs),
+        mixed_slope=step_time.mixed_slope.table(max_num_seqs),
+    )
+
+
+@kernel
+def step_seconds(
+    costs: Costs,
+    num_tokens: int,
+    num_sampled: int,
+    num_decodes: int,
+    decode_context: float,
+    num_prefills: int,
+    prefill_qq: float,
+    prefill_qkv: float,
+) -> float:
+    """Give the seconds of one step.
+
+    `num_tokens` counts all tokens of the batch, `num_sampled` the sequences that produce one; `decode_context` sums
+    the context lengths of the decodes, the new token included; `prefill_qq` and `prefill_qkv` sum l_q² and l_q·l_kv
+    over the prefill chunks, l_kv being the context before the chunk. Counts must lie within the limits that the
+    costs were tabulated for.
+    """
+    coefficients = costs.coefficients
+    if num_tokens == 0:
+        return coefficients[EMPTY]
+    seconds = coefficients[CONSTANT] + costs.by_tokens[num_tokens] + costs.by_sequences[num_sampled]
+    if num_prefills == 0:
+        return seconds + costs.decode_base[num_decodes] + costs.decode_slope[num_decodes] * decode_context
+    prefill_tokens = num_tokens - num_decodes
+    # Sums are all that is known: the chunk length below is the mean over tokens, exact for chunks of one length.
+    chunk = prefill_qq / prefill_tokens
+    seconds += coefficients[PREFILL] + coefficients[PREFILL_TOKEN] * prefill_tokens
+    seconds += coefficients[PREFILL_QQ] * prefill_qq + coefficients[PREFILL_QKV] * prefill_qkv
+    seconds += coefficients[PREFILL_KV] * prefill_qkv * num_prefills / prefill_tokens
+    if num_decodes > 0:
+        seconds += costs.mixed_base[num_decodes] + costs.mixed_slope[num_decodes] * decode_context
+        seconds += coefficients[MIXED_GRID] * chunk * num_decodes
+    return seconds
+
+
+@kernel
+def decode_slope(costs: Costs, num_decodes: int) -> float:
+    """Give the seconds that one more token of context adds to a step that only decodes."""
+    return costs.decode_slope[num_decodes]

@@ -1,0 +1,144 @@
+"""One engine step: who is in it, how long it takes, and what its end changes."""
+
+from __future__ import annotations
+
+from predictor import blocks, queues
+from predictor.compiled import kernel
+from predictor.state import FINISHED, RUNNING, UNBORN, WAITING, State
+from predictor.step_time import step_seconds
+
+
+@kernel
+def current(state: State) -> int:
+    """Index of the step being made: the place after those under way."""
+    return queues.at(state.engine[0].oldest, state.engine[0].num_in_flight, 2)
+
+
+@kernel
+def begin(state: State) -> None:
+    """Start an empty step, to be filled by a local scheduler."""
+    step = state.steps[current(state)]
+    step.num_scheduled = 0
+    step.num_preempted = 0
+
+
+@kernel
+def assign(state: State, slot: int, num_tokens: int) -> None:
+    """Put so many tokens of a request into the step being made."""
+    index = current(state)
+    step = state.steps[index]
+    entry = state.batch[index, step.num_scheduled]
+    entry.slot = slot
+    entry.tokens = num_tokens
+    step.num_scheduled += 1
+
+
+@kernel
+def unassign(state: State, slot: int) -> int:
+    """Take a request out of the step being made; return the tokens that this frees (0 when it was not in it)."""
+    index = current(state)
+    step = state.steps[index]
+    for position in range(step.num_scheduled):
+        if state.batch[index, position].slot == slot:
+            freed = state.batch[index, position].tokens
+            for place in range(position, step.num_scheduled - 1):
+                state.batch[index, place].slot = state.batch[index, place + 1].slot
+                state.batch[index, place].tokens = state.batch[index, place + 1].tokens
+            step.num_scheduled -= 1
+            return freed
+    return 0
+
+
+@kernel
+def tokens_of(state: State, slot: int) -> int:
+    """Tokens that the request has: prompt, output, and output still under way."""
+    request = state.requests[slot]
+    return request.prompt_tokens + request.output_tokens + request.placeholders
+
+
+@kernel
+def launch(state: State) -> None:
+    """Send the step on its way: count its tokens as computed, and know when it will end."""
+    engine = state.engine[0]
+    index = current(state)
+    step = state.steps[index]
+    step.num_tokens = step.num_sampled = step.num_decodes = step.decode_context = step.num_prefills = 0
+    step.prefill_qq = step.prefill_qkv = 0.0
+    for position in range(step.num_scheduled):
+        entry = state.batch[index, position]
+        request = state.requests[entry.slot]
+        num_tokens, before = entry.tokens, request.computed_tokens
+        request.computed_tokens = before + num_tokens
+        request.in_flight_tokens += num_tokens
+        if request.scheduled_s < 0:
+            request.scheduled_s = engine.now_s
+        entry.sampled = request.computed_tokens >= tokens_of(state, entry.slot)
+        step.num_tokens += num_tokens
+        step.num_sampled += entry.sampled
+        if num_tokens == 1:
+            step.num_decodes += 1
+            step.decode_context += before + 1
+        else:
+            step.num_prefills += 1
+            step.prefill_qq += float(num_tokens) * num_tokens
+            step.prefill_qkv += float(num_tokens) * before
+        if entry.sampled and engine.pipeline_depth > 1:
+            request.placeholders += 1
+    step.start_s = engine.now_s
+    if engine.num_in_flight > 0:
+        step.start_s = max(engine.now_s, state.steps[engine.oldest].end_s)
+    step.end_s = step.start_s + engine.pace * step_seconds(
+        state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
+        step.num_prefills, step.prefill_qq, step.prefill_qkv,
+    )  # fmt: skip
+    engine.num_in_flight += 1
+    engine.num_steps += 1
+
+
+@kernel
+def retire(state: State) -> int:
+    """Take the outputs of the oldest step at its end; return how many requests that finished."""
+    engine = state.engine[0]
+    index = engine.oldest
+    step = state.steps[index]
+    engine.now_s = max(engine.now_s, step.end_s)
+    engine.oldest = queues.at(index, 1, 2)
+    engine.num_in_flight -= 1
+    num_finished = 0
+    from_waiting = False
+    for position in range(step.num_scheduled):
+        entry = state.batch[index, position]
+        request = state.requests[entry.slot]
+        request.in_flight_tokens -= entry.tokens
+        stale = request.stale_tokens > 0
+        if stale:
+            request.stale_tokens -= entry.tokens
+        if request.status == FINISHED or not entry.sampled:
+            continue
+        request.output_tokens += 1
+        if request.output_tokens == 1:
+            request.first_token_s = engine.now_s
+        if engine.pipeline_depth > 1 and not stale:
+            request.placeholders -= 1
+            if request.status == RUNNING:
+                blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
+        if request.output_tokens >= request.final_tokens:
+            from_waiting = from_waiting or request.status == WAITING
+            queues.finish(state, entry.slot)
+            num_finished += 1
+    if num_finished > 0:
+        queues.drop_finished(state, from_waiting)
+    return num_finished
+
+
+@kernel
+def abort(state: State, slot: int) -> None:
+    """Remove a request that its client gave up on; tokens of it that are under way will be discarded."""
+    status = state.requests[slot].status
+    if status == FINISHED:
+        return
+    if status == UNBORN:
+        queues.take_pending(state, slot)
+    queues.finish(state, slot)
+    queues.drop_finished(state, status == WAITING)
+    state.engine[0].steady = state.engine[0].stuck = 0

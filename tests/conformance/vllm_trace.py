@@ -1,0 +1,334 @@
+"""Drive vLLM's real v1 scheduler over workloads, without a model, and write down what it decided at every step.
+
+Runs under the interpreter that has vLLM and imports nothing of this project. Reads one workload a line on standard
+input, `{"engine": {...}, "requests": [...]}`, and writes one line for each, `{"steps": [...], "coverage": {...}}`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+EOS = 0
+LONGEST_MODEL = 1 << 20
+TINY_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 256,
+    "max_position_embeddings": LONGEST_MODEL, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def base_config() -> VllmConfig:
+    """Configure vLLM for a model nobody will run; costly, so it is done once and copied for every workload."""
+    with tempfile.TemporaryDirectory() as directory:
+        with open(os.path.join(directory, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(TINY_MODEL, file)
+        model = ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST_MODEL)
+        scheduler = SchedulerConfig(max_model_len=LONGEST_MODEL, is_encoder_decoder=False)
+        return VllmConfig(model_config=model, scheduler_config=scheduler)
+
+
+def build_scheduler(base: VllmConfig, engine: dict[str, Any]) -> Scheduler:
+    """Construct the scheduler class that an engine with these settings would run."""
+    config = copy.copy(base)
+    config.model_config = copy.copy(base.model_config)
+    config.model_config.max_model_len = engine["max_model_len"]
+    config.scheduler_config = SchedulerConfig(
+        max_model_len=engine["max_model_len"],
+        is_encoder_decoder=False,
+        max_num_seqs=engine["max_num_seqs"],
+        max_num_batched_tokens=engine["max_num_batched_tokens"],
+        enable_chunked_prefill=engine["enable_chunked_prefill"],
+        long_prefill_token_threshold=engine["long_prefill_token_threshold"],
+        policy=engine["scheduling_policy"],
+        watermark=engine["watermark"],
+        scheduler_reserve_full_isl=engine["scheduler_reserve_full_isl"],
+        async_scheduling=engine["async_scheduling"],
+    )
+    config.cache_config = CacheConfig(
+        block_size=engine["block_size"], enable_prefix_caching=engine["enable_prefix_caching"]
+    )
+    config.cache_config.num_gpu_blocks = engine["num_gpu_blocks"]
+    spec = FullAttentionSpec(
+        block_size=engine["block_size"], num_kv_heads=1, head_size=1, dtype=config.model_config.dtype
+    )
+    return config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=engine["num_gpu_blocks"],
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=engine["block_size"],
+    )
+
+
+class TokenSource:
+    """Token ids such that two blocks are equal exactly when the workload says so."""
+
+    def __init__(self) -> None:
+        self.last_unique = 0
+
+    def fresh(self, count: int) -> list[int]:
+        """Give ids never given before; negative, so that they meet neither EOS nor a shared block."""
+        ids = list(range(self.last_unique - 1, self.last_unique - 1 - count, -1))
+        self.last_unique -= count
+        return ids
+
+    def prompt(self, spec: dict[str, Any], block_size: int) -> list[int]:
+        """Spell out a prompt: a shared block's ids follow from its hash, the rest belongs to this request alone."""
+        shared = [1 + value * block_size + i for value in spec["prefix_hashes"] or () for i in range(block_size)]
+        assert len(shared) <= spec["prompt_tokens"]
+        return shared + self.fresh(spec["prompt_tokens"] - len(shared))
+
+
+@dataclass
+class Launched:
+    """One step under way: what was scheduled, who will have sampled a token, and when it ends."""
+
+    output: SchedulerOutput
+    sampled: set[str]
+    end_s: float
+
+
+class Trace:
+    """One engine, one workload: vLLM's scheduler on a virtual clock where every step takes a second."""
+
+    def __init__(self, base: VllmConfig, workload: dict[str, Any]) -> None:
+        engine = workload["engine"]
+        self.engine = engine
+        self.scheduler = build_scheduler(base, engine)
+        assert isinstance(self.scheduler, AsyncScheduler) == engine["async_scheduling"]
+        self.tokens = TokenSource()
+        self.specs = {spec["id"]: spec for spec in workload["requests"]}
+        self.arrivals = deque(sorted(workload["requests"], key=lambda spec: spec["arrival_s"]))
+        self.steps: list[dict[str, Any]] = []
+        self.coverage: Counter[str] = Counter()
+        self.preempted: list[str] = []
+        caching = engine["enable_prefix_caching"]
+        self.hasher = get_request_block_hasher(engine["block_size"], sha256) if caching else None
+        self.probe()
+
+    def probe(self) -> None:
+        """Watch the calls that show which rule decided; none of the wrappers changes an answer."""
+        scheduler, manager, coverage = self.scheduler, self.scheduler.kv_cache_manager, self.coverage
+        preempt, allocate = scheduler._preempt_request, manager.allocate_slots
+        pop, evict = scheduler.waiting.pop_request, manager.block_pool._maybe_evict_cached_block
+        self.allocated: set[str] = set()
+        self.refused_admission = False
+        self.num_popped = 0
+        asking: list[Request] = []
+
+        def watched_preempt(request: Request, *args: Any, **kwargs: Any) -> None:
+            self.preempted.append(request.request_id)
+            coverage["preemptions"] += 1
+            coverage["preempted_itself"] += request is asking[0]
+            coverage["preempted_after_scheduled"] += request.request_id in self.allocated
+            coverage["preempted_with_output_in_flight"] += request.num_in_flight_tokens > 0
+            preempt(request, *args, **kwargs)
+
+        def watched_allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> Any:
+            asking[:] = [request]
+            hits = kwargs["new_computed_blocks"].blocks[0] if "new_computed_blocks" in kwargs else None
+            free, size = manager.block_pool.get_num_free_blocks(), self.engine["block_size"]
+            idle_hits = sum(block.ref_cnt == 0 for block in hits or ())
+            blocks = allocate(request, num_new_tokens, **kwargs)
+            if blocks is not None:
+                self.allocated.add(request.request_id)
+            if hits is None:
+                return blocks
+            if blocks is not None:
+                coverage["prefix_hits"] += bool(hits)
+                coverage["prefix_hits_on_held_blocks"] += idle_hits < len(hits)
+                coverage["resumed_with_hits"] += bool(hits) and request.num_preemptions > 0
+                coverage["resumed_after_output"] += request.num_preemptions > 0 and request.num_output_tokens > 0
+                return blocks
+            self.refused_admission = True
+            first = -(-(len(hits) * size + num_new_tokens) // size) - len(hits) + idle_hits
+            whole = -(-request.num_tokens // size) - len(hits) + idle_hits
+            reserve = self.engine["scheduler_reserve_full_isl"]
+            mark = manager.watermark_blocks if kwargs["has_scheduled_reqs"] else 0
+            coverage["admission_stops"] += 1
+            coverage["watermark_stops"] += (whole if reserve else first) <= free
+            coverage["reserve_full_isl_stops"] += reserve and first + mark <= free
+            return blocks
+
+        def watched_pop() -> Request:
+            self.num_popped += 1
+            return pop()
+
+        def watched_evict(block: Any) -> bool:
+            evicted = evict(block)
+            coverage["evictions"] += evicted
+            return evicted
+
+        scheduler._preempt_request = watched_preempt
+        manager.allocate_slots = watched_allocate
+        scheduler.waiting.pop_request = watched_pop
+        manager.block_pool._maybe_evict_cached_block = watched_evict
+
+    def absorb(self, now_s: float) -> None:
+        """Hand over every request that has arrived, as EngineCore does before each step."""
+        while self.arrivals and self.arrivals[0]["arrival_s"] <= now_s:
+            spec = self.arrivals.popleft()
+            params = SamplingParams(max_tokens=spec["max_tokens"])
+            params.update_from_generation_config({}, EOS)
+            request = Request(
+                request_id=spec["id"],
+                prompt_token_ids=self.tokens.prompt(spec, self.engine["block_size"]),
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=spec["arrival_s"],
+                priority=spec["priority"],
+                block_hasher=self.hasher,
+            )
+            self.scheduler.add_request(request)
+
+    def schedule(self, start_s: float) -> Launched:
+        """Let vLLM plan one step and record the state it leaves behind."""
+        scheduler = self.scheduler
+        self.preempted.clear()
+        self.allocated.clear()
+        self.refused_admission, self.num_popped = False, 0
+        held_before = list(scheduler.running)
+        output = scheduler.schedule()
+        waiting = list(scheduler.waiting)  # a priority queue iterates in the order it would be popped
+        self.steps.append(
+            {
+                "step": len(self.steps),
+                "start_s": start_s,
+                "end_s": start_s + 1,
+                "scheduled": dict(output.num_scheduled_tokens),
+                "running": [request.request_id for request in scheduler.running],
+                "waiting": [request.request_id for request in waiting],
+                "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                "preempted": list(self.preempted),
+            }
+        )
+        # Like the model runner, which discards what it sampled from an unfinished prefill chunk.
+        sampled = {name for name in output.num_scheduled_tokens if not scheduler.requests[name].is_prefill_chunk}
+        self.count_step(output, held_before, waiting)
+        return Launched(output, sampled, start_s + 1)
+
+    def count_step(self, output: SchedulerOutput, held_before: list[Request], waiting: list[Request]) -> None:
+        """Note which limits bound this step, as far as they show from outside."""
+        scheduler, engine, coverage = self.scheduler, self.engine, self.coverage
+        scheduled = output.num_scheduled_tokens
+        admitted = sum(request not in held_before for request in scheduler.running)
+        coverage["steps"] += 1
+        coverage["empty_steps"] += not scheduled
+        coverage["stale_skips"] += self.num_popped - admitted
+        for name, count in scheduled.items():
+            if scheduler.requests[name].is_prefill_chunk:
+                limit = "threshold" if count == engine["long_prefill_token_threshold"] else "budget"
+                coverage[f"{limit}_cuts"] += 1
+        coverage["running_left_out"] += any(request.request_id not in scheduled for request in scheduler.running)
+        if not waiting or self.preempted:
+            return
+        full = len(scheduler.running) >= engine["max_num_seqs"]
+        left = engine["max_num_batched_tokens"] - sum(scheduled.values())
+        coverage["max_num_seqs_stops"] += full
+        coverage["unchunked_stops"] += (
+            not engine["enable_chunked_prefill"] and not full and left > 0 and not self.refused_admission
+        ) and any(not request.num_stale_output_tokens for request in waiting)
+
+    def update(self, launched: Launched) -> None:
+        """Feed back one fresh token for every request that sampled, or EOS where its answer ends early."""
+        scheduler = self.scheduler
+        names = list(launched.output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        before = {name: scheduler.requests.get(name) for name in names}
+        outside = {name for name in names if before[name] is not None and before[name] not in scheduler.running}
+        for name in names:
+            request = before[name]
+            self.coverage["wasted_slots"] += request is None
+            if name not in launched.sampled:
+                sampled.append([])
+            elif request is not None and self.ends_here(request):
+                sampled.append([EOS])
+            else:
+                sampled.append(self.tokens.fresh(1))
+        scheduler.update_from_output(
+            launched.output,
+            ModelRunnerOutput(
+                req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}, sampled_token_ids=sampled
+            ),
+        )
+        for name, request in before.items():
+            if request is not None and request.is_finished():
+                self.coverage["finished"] += 1
+                self.coverage["finished_while_preempted"] += name in outside
+                self.coverage["ended_by_eos"] += request.output_token_ids[-1] == EOS
+                self.coverage["ended_by_model_len"] += request.num_output_tokens < request.max_tokens and (
+                    request.num_tokens >= self.engine["max_model_len"]
+                )
+
+    def ends_here(self, request: Request) -> bool:
+        """Whether the next token of this request is its last, before max_tokens would end it."""
+        spec = self.specs[request.request_id]
+        return spec["output_tokens"] < spec["max_tokens"] and request.num_output_tokens + 1 == spec["output_tokens"]
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end: EngineCore.step, or EngineCore.step_with_batch_queue with two steps in flight."""
+        depth = 2 if self.engine["async_scheduling"] else 1
+        in_flight: deque[Launched] = deque()
+        now_s = last_end_s = 0.0
+        while True:
+            self.absorb(now_s)
+            if len(in_flight) < depth and self.scheduler.get_num_unfinished_requests():
+                launched = self.schedule(max(now_s, last_end_s))
+                last_end_s = launched.end_s
+                in_flight.append(launched)
+                idle = not launched.output.num_scheduled_tokens and not self.preempted
+                if not (idle and not any(step.output.num_scheduled_tokens for step in in_flight)):
+                    continue
+                # Nothing under way can change this answer, only a new request can.
+                self.coverage["stuck"] += 1
+                while in_flight:
+                    now_s = max(now_s, in_flight[0].end_s)
+                    self.update(in_flight.popleft())
+            elif in_flight:
+                oldest = in_flight.popleft()
+                now_s = max(now_s, oldest.end_s)
+                self.update(oldest)
+                continue
+            if not self.arrivals:
+                break
+            now_s = max(now_s, self.arrivals[0]["arrival_s"])
+        return {"steps": self.steps, "coverage": {name: count for name, count in self.coverage.items() if count}}
+
+
+def main() -> None:
+    """Answer every workload on standard input; whatever vLLM prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    init_none_hash(sha256)
+    base = base_config()
+    for line in sys.stdin:
+        answers.write(json.dumps(Trace(base, json.loads(line)).run(), separators=(",", ":")) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

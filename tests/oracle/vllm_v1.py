@@ -1,0 +1,314 @@
+"""vLLM 0.32's v1 scheduler in plain Python, one step at a time: slow, short, and meant to be obviously right."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EngineSettings = Mapping[str, Any]
+Step = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as the scheduler sees it, with how many tokens its answer will really have."""
+
+    id: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int = 0
+    prefix_hashes: list[int] = field(default_factory=list)
+    num_output: int = 0
+    computed: int = 0  # tokens scheduled so far, including those of steps still under way
+    placeholders: int = 0  # sampled by a step still under way, not yet known (async)
+    in_flight: int = 0  # tokens scheduled by steps whose output is still to come
+    stale: int = 0  # of these, tokens scheduled before the last preemption
+    running: bool = False
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0  # how many of its blocks are in the prefix cache
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens known so far."""
+        return self.prompt_tokens + self.num_output
+
+    def block_key(self, index: int) -> Hashable:
+        """Name the content of a full block: shared if the prompt says so, otherwise this request's own."""
+        return self.prefix_hashes[index] if index < len(self.prefix_hashes) else (self.id, index)
+
+
+class BlockPool:
+    """KV blocks: a free list in order of reuse, reference counts, and the cache of full blocks (BlockPool)."""
+
+    def __init__(self, num_gpu_blocks: int) -> None:
+        self.free = deque(range(1, num_gpu_blocks))  # vLLM keeps block 0 for itself
+        self.refs = [0] * num_gpu_blocks
+        self.keys: list[Hashable] = [None] * num_gpu_blocks
+        self.cached: dict[Hashable, list[int]] = {}  # blocks of equal content, in the order they were cached
+
+    def take(self, count: int) -> list[int]:
+        """Reuse blocks from the head of the free list; what they had cached is gone."""
+        blocks = [self.free.popleft() for _ in range(count)]
+        for block in blocks:
+            key, self.keys[block] = self.keys[block], None
+            if key is not None:
+                self.cached[key].remove(block)
+            self.refs[block] += 1
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Share blocks that a prefix hit found."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                self.free.remove(block)
+            self.refs[block] += 1
+
+    def cache(self, block: int, key: Hashable) -> None:
+        """Make a full block hit-able."""
+        self.keys[block] = key
+        self.cached.setdefault(key, []).append(block)
+
+    def release(self, blocks: list[int]) -> None:
+        """Give blocks back, last first: uncached ones to be reused next, cached ones to be reused last."""
+        unheld = []
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                unheld.append(block)
+        self.free.extendleft(reversed([block for block in unheld if self.keys[block] is None]))
+        self.free.extend(block for block in unheld if self.keys[block] is not None)
+
+    def hits(self, request: Request, block_size: int) -> list[int]:
+        """Find the longest cached beginning; the last token is always computed anew (get_computed_blocks)."""
+        blocks = []
+        for index in range((request.num_tokens - 1) // block_size):
+            same = self.cached.get(request.block_key(index))
+            if not same:
+                break
+            blocks.append(same[0])
+        return blocks
+
+
+class Engine:
+    """The scheduler's state and its two verbs, schedule and update."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.is_async: bool = settings["async_scheduling"]
+        self.by_priority: bool = settings["scheduling_policy"] == "priority"
+        self.block_size: int = settings["block_size"]
+        self.watermark_blocks = int(settings["watermark"] * settings["num_gpu_blocks"])
+        self.pool = BlockPool(settings["num_gpu_blocks"])
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.unfinished: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has just arrived."""
+        self.unfinished[request.id] = request
+        self.waiting.append(request)
+        self.sort_waiting()
+
+    def sort_waiting(self) -> None:
+        """Under priority the queue is a heap on these three (Request.__lt__); fcfs keeps its order."""
+        if self.by_priority:
+            self.waiting.sort(key=lambda request: (request.priority, request.arrival_s, request.id))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Count the blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def schedule(self) -> tuple[dict[str, int], list[str]]:
+        """Plan one step (Scheduler.schedule): tokens by request, in order, and who was preempted."""
+        self.budget: int = self.settings["max_num_batched_tokens"]
+        self.threshold: int = self.settings["long_prefill_token_threshold"]
+        if len(self.running) + len(self.waiting) <= 1:
+            self.threshold = 0  # nobody to starve
+        scheduled: dict[str, int] = {}
+        preempted: list[str] = []
+        self.schedule_running(scheduled, preempted)
+        if not preempted:
+            self.schedule_waiting(scheduled)
+        for name, count in scheduled.items():
+            request = self.unfinished[name]
+            request.computed += count
+            request.in_flight += count
+        return scheduled, preempted
+
+    def schedule_running(self, scheduled: dict[str, int], preempted: list[str]) -> None:
+        """Continue the running requests, oldest admission first, preempting where blocks run out."""
+        index = 0
+        while index < len(self.running) and self.budget > 0:
+            request = self.running[index]
+            index += 1
+            if self.surely_done(request):
+                continue
+            count = request.num_tokens + request.placeholders - request.computed
+            if self.threshold:
+                count = min(count, self.threshold)
+            count = min(count, self.budget, self.settings["max_model_len"] - request.computed - 1)
+            if count <= 0:
+                continue
+            need = self.blocks_for(request.computed + count) - len(request.blocks)
+            while need > len(self.pool.free):
+                victim = self.running[-1]
+                if self.by_priority:
+                    victim = max(self.running, key=lambda other: (other.priority, other.arrival_s))
+                if self.running.index(victim) < index:
+                    index -= 1
+                self.running.remove(victim)
+                self.budget += scheduled.pop(victim.id, 0)
+                self.preempt(victim)
+                preempted.append(victim.id)
+                if victim is request:
+                    return
+            request.blocks += self.pool.take(max(need, 0))
+            self.cache_full_blocks(request, request.computed + count)
+            scheduled[request.id] = count
+            self.budget -= count
+
+    def surely_done(self, request: Request) -> bool:
+        """Whether the steps under way are known to bring its last token (async)."""
+        last = request.prompt_tokens + request.max_tokens
+        return request.placeholders > 0 and request.computed + 2 - request.placeholders >= last
+
+    def preempt(self, victim: Request) -> None:
+        """Take everything computed away (Scheduler._preempt_request); what it has answered stays."""
+        self.free(victim)
+        victim.running = False
+        victim.computed = 0
+        victim.placeholders = 0
+        victim.stale = victim.in_flight
+        self.waiting.insert(0, victim)
+        self.sort_waiting()
+
+    def free(self, request: Request) -> None:
+        """Give back all its blocks."""
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.num_cached = 0
+
+    def schedule_waiting(self, scheduled: dict[str, int]) -> None:
+        """Admit from the head of the queue until something does not fit."""
+        for request in list(self.waiting):
+            if self.budget <= 0 or len(self.running) >= self.settings["max_num_seqs"]:
+                return
+            if request.stale:
+                continue  # its output from before the preemption is still to come
+            hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
+            computed = len(hits) * self.block_size
+            count = request.num_tokens - computed
+            if self.threshold:
+                count = min(count, self.threshold)
+            if count > self.budget and not self.settings["enable_chunked_prefill"]:
+                return
+            count = min(count, self.budget)
+            need = self.blocks_for(computed + count) - len(hits)
+            must_fit = need
+            if self.settings["scheduler_reserve_full_isl"]:
+                must_fit = self.blocks_for(request.num_tokens) - len(hits)
+            idle_hits = sum(self.pool.refs[block] == 0 for block in hits)
+            kept_free = self.watermark_blocks if self.running else 0
+            if must_fit + idle_hits + kept_free > len(self.pool.free):
+                return
+            self.pool.hold(hits)
+            request.blocks = hits + self.pool.take(need)
+            request.num_cached = len(hits)
+            request.computed = computed
+            request.running = True
+            self.cache_full_blocks(request, computed + count)
+            self.waiting.remove(request)
+            self.running.append(request)
+            scheduled[request.id] = count
+            self.budget -= count
+
+    def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Put blocks full of known tokens into the prefix cache, as soon as they are scheduled (allocate_slots)."""
+        if not self.settings["enable_prefix_caching"]:
+            return
+        num_full = min(num_tokens, request.num_tokens) // self.block_size
+        for index in range(request.num_cached, num_full):
+            self.pool.cache(request.blocks[index], request.block_key(index))
+        request.num_cached = max(request.num_cached, num_full)
+
+    def samples(self, scheduled: dict[str, int]) -> set[str]:
+        """Tell who gets a token from the step just planned, and expect it (AsyncScheduler._update_after_schedule)."""
+        names = set()
+        for name in scheduled:
+            request = self.unfinished[name]
+            if request.computed < request.num_tokens + request.placeholders:
+                continue  # its prefill goes on
+            names.add(name)
+            request.placeholders += self.is_async
+        return names
+
+    def update(self, scheduled: dict[str, int], sampled: set[str]) -> None:
+        """Take in a finished step (Scheduler.update_from_output)."""
+        for name, count in scheduled.items():
+            request = self.unfinished.get(name)
+            if request is None:
+                continue  # ended while this step was under way
+            request.in_flight -= count
+            is_stale = request.stale > 0
+            if is_stale:
+                request.stale -= count
+            if name not in sampled:
+                continue
+            request.num_output += 1
+            if self.is_async and not is_stale:
+                request.placeholders -= 1
+            if self.is_async and request.running:
+                self.cache_full_blocks(request, request.computed - request.placeholders)
+            if self.is_finished(request):
+                self.free(request)
+                del self.unfinished[name]
+        self.running = [request for request in self.running if request.id in self.unfinished]
+        self.waiting = [request for request in self.waiting if request.id in self.unfinished]
+
+    def is_finished(self, request: Request) -> bool:
+        """Whether it has said all, or may say no more (check_stop)."""
+        last = min(request.output_tokens, request.max_tokens)
+        return request.num_output >= last or request.num_tokens >= self.settings["max_model_len"]
+
+
+def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]) -> list[Step]:
+    """Run an engine on a clock where every step takes a second, and describe each step right after its planning."""
+    engine = Engine(settings)
+    arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
+    depth = 2 if engine.is_async else 1  # EngineCore.step_with_batch_queue, EngineCore.step
+    under_way: deque[tuple[dict[str, int], set[str], float]] = deque()
+    steps: list[Step] = []
+    now_s = last_end_s = 0.0
+    while True:
+        while arrivals and arrivals[0].arrival_s <= now_s:
+            engine.add(arrivals.popleft())
+        if len(under_way) < depth and engine.unfinished:
+            scheduled, preempted = engine.schedule()
+            start_s = max(now_s, last_end_s)
+            last_end_s = start_s + 1
+            steps.append(
+                {
+                    "step": len(steps),
+                    "start_s": start_s,
+                    "end_s": last_end_s,
+                    "scheduled": scheduled,
+                    "running": [request.id for request in engine.running],
+                    "waiting": [request.id for request in engine.waiting],
+                    "free_blocks": len(engine.pool.free),
+                    "preempted": preempted,
+                }
+            )
+            under_way.append((scheduled, engine.samples(scheduled), last_end_s))
+            assert preempted or any(step[0] for step in under_way), "a request that can never run"
+        elif under_way:
+            scheduled, sampled, end_s = under_way.popleft()
+            now_s = max(now_s, end_s)
+            engine.update(scheduled, sampled)
+        elif arrivals:
+            now_s = max(now_s, arrivals[0].arrival_s)
+        else:
+            return steps
