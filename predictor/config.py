@@ -12,7 +12,10 @@ MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine's limits and batching rules; every field is checked, and a bad one is named."""
+    """An engine's limits and batching rules; every field is checked, and a bad one is named.
+
+    Rules left at None are as the local scheduler (`batcher`) has them by default.
+    """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
@@ -23,11 +26,11 @@ class EngineConfig:
     num_gpu_blocks: int = 4096
     max_model_len: int = 4096
     scheduling_policy: str = "fcfs"
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    async_scheduling: bool = False
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    async_scheduling: bool | None = None
     long_prefill_token_threshold: int = 0
-    watermark: float = 0.0
+    watermark: float | None = None
     scheduler_reserve_full_isl: bool = True
 
     def __post_init__(self) -> None:
@@ -38,7 +41,10 @@ class EngineConfig:
         require_count("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             raise ValueError(f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(SCHEDULING_POLICIES)}")
-        if not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
+        if self.watermark is not None and not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
 
     @property
@@ -49,7 +55,7 @@ class EngineConfig:
     @property
     def watermark_blocks(self) -> int:
         """Blocks that admissions leave free while anything runs."""
-        return int(self.watermark * self.num_gpu_blocks)
+        return int((self.watermark or 0.0) * self.num_gpu_blocks)
 
 
 FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictor import loop, queues, steps
-from predictor.batching import batcher_named, is_compiled, number_of
+from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.config import EngineConfig, require_count
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, State, allocate, widen
@@ -69,15 +69,14 @@ class Engine:
 
     def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
         """Make an idle engine; refuse limits that its local scheduler could not work with."""
-        self.config = config
+        self.config = settled(config)
         self.batcher = batcher_named(config.batcher)
-        if self.batcher.check is not None:
-            self.batcher.check(config)
         self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
-        costs = tabulate(step_time, config.max_num_batched_tokens, config.max_num_seqs)
-        self.state: State = allocate(
-            config, costs, batcher=number_of(config.batcher), num_blocks=self.num_blocks
-        )
+        largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
+        costs = tabulate(step_time, largest_step, config.max_num_seqs)
+        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks)
+        self.state.engine[0].batcher = number_of(config.batcher)
+        self.state.engine[0].decode_reserve = self.batcher.decode_reserve
         self.slots: dict[str, int] = {}
         self._ids: list[str | None] = [None] * len(self.state.requests)
         self._free_slots = list(range(len(self.state.requests) - 1, -1, -1))

@@ -114,12 +114,13 @@ def count_repeats(state: State, until_s: float) -> int:
 @kernel
 def _within_blocks(state: State, most: int) -> int:
     """Limit repetitions to those for which blocks are free."""
-    if _blocks_needed(state, most) <= state.engine[0].num_free_blocks:
+    free = state.engine[0].num_free_blocks - state.engine[0].decode_reserve
+    if _blocks_needed(state, most) <= free:
         return most
     fits, too_many = 0, most
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if _blocks_needed(state, middle) <= state.engine[0].num_free_blocks:
+        if _blocks_needed(state, middle) <= free:
             fits = middle
         else:
             too_many = middle
@@ -207,12 +208,13 @@ def _allocate_in_order(state: State, num_repeats: int) -> None:
     """
     engine = state.engine[0]
     size = engine.block_size
-    starts = np.zeros(size + 1, np.int32)  # of the requests that need a block first at each step of a cycle
+    starts = state.turn_starts[: size + 1]
+    starts[:] = 0
     for place in range(engine.num_running):
         starts[_room(state, place) + 1] += 1
     for step in range(size):
         starts[step + 1] += starts[step]
-    in_turn = np.empty(engine.num_running, np.int32)
+    in_turn = state.turns
     for place in range(engine.num_running):
         room = _room(state, place)
         in_turn[starts[room]] = place

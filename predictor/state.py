@@ -33,6 +33,7 @@ ENGINE = np.dtype(
         ("pipeline_depth", "i8"),
         ("long_prefill_token_threshold", "i8"),
         ("watermark_blocks", "i8"),
+        ("decode_reserve", "i8"),  # blocks that must be free before a decode, whether it needs one or not
         ("reserve_full_isl", "i8"),
         # the engine thread's clock: the end of the last step whose outputs it took
         ("now_s", "f8"),
@@ -133,12 +134,14 @@ class State(NamedTuple):
     blocks: np.ndarray  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     hashes: np.ndarray  # shared contents of each slot's blocks
+    turn_starts: np.ndarray  # scratch of `loop.repeat`: the order in which requests take blocks
+    turns: np.ndarray
     cached: np.ndarray  # first block that holds each shared content
     costs: Costs
 
 
-def allocate(config: EngineConfig, costs: Costs, *, batcher: int, num_blocks: int, num_slots: int = 64) -> State:
-    """Make the state of an idle, empty engine."""
+def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, num_slots: int = 64) -> State:
+    """Make the state of an idle, empty engine, of which requests can hold so many blocks."""
     tracked = num_blocks if config.enable_prefix_caching else 0
     state = State(
         engine=np.zeros(1, ENGINE).view(np.recarray),
@@ -152,11 +155,12 @@ def allocate(config: EngineConfig, costs: Costs, *, batcher: int, num_blocks: in
         blocks=np.zeros(tracked, BLOCK).view(np.recarray),
         tables=np.zeros((num_slots, 1), np.int32),
         hashes=np.zeros((num_slots, 1), np.int64),
+        turn_starts=np.zeros(config.block_size + 2, np.int32),
+        turns=np.zeros(num_slots, np.int32),
         cached=np.full(1, NOBODY, np.int32),
         costs=costs,
     )
     engine = state.engine[0]
-    engine.batcher = batcher
     engine.max_num_seqs = config.max_num_seqs
     engine.max_num_batched_tokens = config.max_num_batched_tokens
     engine.block_size = config.block_size
@@ -189,6 +193,7 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
         requests=_padded(state.requests, (slots,)).view(np.recarray),
         running=_padded(state.running, (slots,)),
         preempted=_padded(state.preempted, (slots,)),
+        turns=_padded(state.turns, (slots,)),
         waiting=_straightened(state.waiting, state.engine[0].waiting_head, slots),
         pending=_straightened(state.pending, state.engine[0].pending_head, slots),
         batch=_padded(state.batch, (2, slots)).view(np.recarray),

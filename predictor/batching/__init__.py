@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numba.extending import is_jitted
 
-from predictor.batching import vllm_v1
+from predictor.batching import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
 from predictor.compiled import inner_kernel
 from predictor.config import EngineConfig
 from predictor.state import State
@@ -20,16 +20,64 @@ class Batcher:
     """A local scheduler: `schedule` fills one step, and returns whether the next one would be the same.
 
     Where it is a kernel it runs within the compiled loop; written in Python only it works all the same, slower.
+    `defaults` are for rules that a configuration leaves open, `fixed` are those that it cannot change.
     """
 
     schedule: Callable[[State], bool]
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
+    decode_reserve: int = 0  # blocks that must be free before a decode, whether it needs one or not
+    defaults: Mapping[str, bool | float] = field(default_factory=dict)
+    fixed: Mapping[str, bool | float] = field(default_factory=dict)
     check: Callable[[EngineConfig], None] | None = None  # refuses what the engine would refuse at start
 
 
+PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
+
 BATCHERS = {
-    "vllm_v1": Batcher(schedule=vllm_v1.schedule, null_blocks=1, check=vllm_v1.check),
+    "vllm_v1": Batcher(
+        schedule=vllm_v1.schedule,
+        null_blocks=1,
+        defaults={
+            "enable_prefix_caching": True,
+            "enable_chunked_prefill": True,
+            "async_scheduling": False,
+            "watermark": 0.0,
+        },
+        check=vllm_v1.check,
+    ),
+    "vllm_v0": Batcher(
+        schedule=vllm_v0.schedule,
+        decode_reserve=1,
+        defaults={"enable_chunked_prefill": False, "watermark": 0.01},
+        fixed=PLAIN,
+        check=vllm_v0.check,
+    ),
+    "sarathi": Batcher(
+        schedule=sarathi.schedule,
+        decode_reserve=1,
+        defaults={"watermark": 0.01},
+        fixed={**PLAIN, "enable_chunked_prefill": True},
+    ),
+    "orca": Batcher(schedule=orca.schedule, fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0}),
+    "lightllm": Batcher(schedule=lightllm.schedule, fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0}),
+    "faster_transformer": Batcher(
+        schedule=faster_transformer.schedule,
+        fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0},
+    ),
 }
+
+
+def settled(config: EngineConfig) -> EngineConfig:
+    """Fill in what the configuration leaves to its local scheduler; refuse what that one cannot do."""
+    batcher = batcher_named(config.batcher)
+    for name, value in batcher.fixed.items():
+        if getattr(config, name) not in (None, value):
+            raise ValueError(f"{name}: {config.batcher} cannot have it at {getattr(config, name)}, only at {value}")
+    rules = {**batcher.defaults, **batcher.fixed}
+    complete = replace(config, **{name: value for name, value in rules.items() if getattr(config, name) is None})
+    if batcher.check is not None:
+        batcher.check(complete)
+    return complete
 
 
 def batcher_named(name: str) -> Batcher:

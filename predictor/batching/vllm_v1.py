@@ -114,6 +114,8 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
             break
         num_tokens = min(remaining, budget)
         if not fits(state, slot, num_hits, computed + num_tokens):
+            # a first chunk behind fewer hits needs fewer blocks: it may fit once decodes have evicted some
+            steady = steady and (num_hits == 0 or engine.reserve_full_isl == 1)
             break
         steady = False
         queues.admit(state, position, computed)

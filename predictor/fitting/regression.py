@@ -106,8 +106,9 @@ def predict(step_time: StepTime, steps: Steps) -> Array:
     """Predict the seconds of every step, by the same compiled function that the engine model uses."""
     most_sequences = int(max(steps.num_sampled.max(initial=0), steps.num_decodes.max(initial=0)))
     costs = tabulate(step_time, int(steps.num_tokens.max(initial=0)), most_sequences)
-    result: Array = _predict_rows(costs, np.column_stack([getattr(steps, name) for name in COLUMNS[:-1]]))
-    return result
+    seconds = np.empty(len(steps))
+    _predict_rows(costs, np.column_stack([getattr(steps, name) for name in COLUMNS[:-1]]), seconds)
+    return seconds
 
 
 def error_of(predicted: Array, actual: Array) -> HeldOutError:
@@ -212,9 +213,7 @@ def _assemble(shape: Shape, parts: Sequence[tuple[str, int]], values: Array) -> 
 
 
 @kernel
-def _predict_rows(costs: Costs, rows: Array) -> Array:
-    seconds = np.empty(len(rows))
+def _predict_rows(costs: Costs, rows: Array, seconds: Array) -> None:
     for i in range(len(rows)):
         row = rows[i]
         seconds[i] = step_seconds(costs, int(row[0]), int(row[1]), int(row[2]), row[3], int(row[4]), row[5], row[6])
-    return seconds

@@ -1,7 +1,8 @@
 """Drive vLLM's real v1 scheduler over workloads, without a model, and write down what it decided at every step.
 
 Runs under the interpreter that has vLLM and imports nothing of this project. Reads one workload a line on standard
-input, `{"engine": {...}, "requests": [...]}`, and writes one line for each, `{"steps": [...], "coverage": {...}}`.
+input, `{"engine": {...}, "requests": [...], "max_steps": n}`, and writes one line for each,
+`{"steps": [...], "coverage": {...}}`.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Trace:
     def __init__(self, base: VllmConfig, workload: dict[str, Any]) -> None:
         engine = workload["engine"]
         self.engine = engine
+        self.max_steps = workload["max_steps"]
         self.scheduler = build_scheduler(base, engine)
         assert isinstance(self.scheduler, AsyncScheduler) == engine["async_scheduling"]
         self.tokens = TokenSource()
@@ -294,7 +296,7 @@ class Trace:
         depth = 2 if self.engine["async_scheduling"] else 1
         in_flight: deque[Launched] = deque()
         now_s = last_end_s = 0.0
-        while True:
+        while len(self.steps) < self.max_steps:
             self.absorb(now_s)
             if len(in_flight) < depth and self.scheduler.get_num_unfinished_requests():
                 launched = self.schedule(max(now_s, last_end_s))
@@ -316,6 +318,7 @@ class Trace:
             if not self.arrivals:
                 break
             now_s = max(now_s, self.arrivals[0]["arrival_s"])
+        self.coverage["cut_off"] += self.scheduler.get_num_unfinished_requests() > 0
         return {"steps": self.steps, "coverage": {name: count for name, count in self.coverage.items() if count}}
 
 

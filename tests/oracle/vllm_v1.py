@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,13 +275,16 @@ class Engine:
         return request.num_output >= last or request.num_tokens >= self.settings["max_model_len"]
 
 
-def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """Run an engine on a clock where every step takes a second, and describe each step right after its planning."""
+def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+    """Run an engine on a clock where every step takes a second, and describe each step right after its planning.
+
+    Endless where vLLM is: under priority, two requests equal in priority and arrival may preempt each other for ever.
+    """
     engine = Engine(settings)
     arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
     depth = 2 if engine.is_async else 1  # EngineCore.step_with_batch_queue, EngineCore.step
     under_way: deque[tuple[dict[str, int], set[str], float]] = deque()
-    steps: list[Step] = []
+    num_steps = 0
     now_s = last_end_s = 0.0
     while True:
         while arrivals and arrivals[0].arrival_s <= now_s:
@@ -290,19 +293,18 @@ def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]
             scheduled, preempted = engine.schedule()
             start_s = max(now_s, last_end_s)
             last_end_s = start_s + 1
-            steps.append(
-                {
-                    "step": len(steps),
-                    "start_s": start_s,
-                    "end_s": last_end_s,
-                    "scheduled": scheduled,
-                    "running": [request.id for request in engine.running],
-                    "waiting": [request.id for request in engine.waiting],
-                    "free_blocks": len(engine.pool.free),
-                    "preempted": preempted,
-                }
-            )
             under_way.append((scheduled, engine.samples(scheduled), last_end_s))
+            yield {
+                "step": num_steps,
+                "start_s": start_s,
+                "end_s": last_end_s,
+                "scheduled": scheduled,
+                "running": [request.id for request in engine.running],
+                "waiting": [request.id for request in engine.waiting],
+                "free_blocks": len(engine.pool.free),
+                "preempted": preempted,
+            }
+            num_steps += 1
             assert preempted or any(step[0] for step in under_way), "a request that can never run"
         elif under_way:
             scheduled, sampled, end_s = under_way.popleft()
@@ -311,4 +313,4 @@ def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]
         elif arrivals:
             now_s = max(now_s, arrivals[0].arrival_s)
         else:
-            return steps
+            return

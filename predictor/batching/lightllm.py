@@ -1,0 +1,81 @@
+"""LightLLM with the past-future scheduler: prefills apart from decodes, admitted when the memory peak to come fits.
+
+The peak is found from expected response lengths (arXiv 2507.10150, §3): at the moment the i-th longest-lived request
+ends, those that outlive it have grown by as many tokens as it had left.
+"""
+
+from __future__ import annotations
+
+from predictor import blocks, queues, steps
+from predictor.batching import decoding
+from predictor.compiled import kernel
+from predictor.state import State
+
+DECODES_BETWEEN_PREFILLS = 10  # LightLLM's router looks at the queue only so often while it decodes
+OVERDUE_TOKENS = 10  # what is left of a request that has outlived its expected length
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Prefill new requests when it is time and they fit, else decode."""
+    engine = state.engine[0]
+    due = engine.num_running == 0 or engine.decodes_since_prefill >= DECODES_BETWEEN_PREFILLS
+    if due and admit_by_peak(state) > 0:
+        engine.decodes_since_prefill = 0
+        return False
+    decoding.decode_all(state)
+    engine.decodes_since_prefill += 1
+    queue_is_settled = engine.num_waiting == 0 or engine.num_running >= engine.max_num_seqs
+    return queue_is_settled and decoding.all_sampled_before(state)
+
+
+@kernel
+def admit_by_peak(state: State) -> int:
+    """Admit whole prompts from the head of the queue while the coming memory peak stays within the pool."""
+    engine = state.engine[0]
+    budget = engine.max_num_batched_tokens
+    num_admitted = 0
+    while engine.num_waiting > 0 and engine.num_running < engine.max_num_seqs:
+        slot = queues.waiting_at(state, 0)
+        num_tokens = steps.tokens_of(state, slot)
+        if num_tokens > budget and num_admitted > 0:
+            break
+        if blocks.blocks_for(num_tokens, engine.block_size) > engine.num_free_blocks:
+            break
+        if engine.num_running > 0 and peak_blocks(state, slot) > engine.num_blocks:
+            break
+        queues.admit(state, 0, 0)
+        blocks.allocate(state, slot, num_tokens)
+        steps.assign(state, slot, num_tokens)
+        budget -= num_tokens
+        num_admitted += 1
+    return num_admitted
+
+
+@kernel
+def peak_blocks(state: State, candidate: int) -> int:
+    """The most blocks that the running requests and a candidate will hold at once, were lengths as expected."""
+    engine = state.engine[0]
+    order = state.turns  # longest left first
+    for count in range(engine.num_running + 1):
+        slot = candidate if count == engine.num_running else state.running[count]
+        place = count
+        while place > 0 and tokens_left(state, order[place - 1]) < tokens_left(state, slot):
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = slot
+    peak = 0
+    for last in range(engine.num_running + 1):
+        ahead = tokens_left(state, order[last])
+        held = 0
+        for place in range(last + 1):
+            held += blocks.blocks_for(steps.tokens_of(state, order[place]) + ahead, engine.block_size)
+        peak = max(peak, held)
+    return peak
+
+
+@kernel
+def tokens_left(state: State, slot: int) -> int:
+    """Tokens that a request is still expected to produce."""
+    left = state.requests[slot].expected_tokens - state.requests[slot].output_tokens
+    return left if left > 0 else OVERDUE_TOKENS
