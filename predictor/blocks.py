@@ -100,7 +100,7 @@ def register_full(state: State, slot: int, num_tokens: int) -> None:
         content = content_of(state, slot, position)
         state.blocks[index].content = content
         if content >= 0:
-            _chain_same(state, index, content)
+            chain_same(state, index, content)
     request.full_blocks = max(request.full_blocks, num_full)
 
 
@@ -184,7 +184,8 @@ def _unchain(state: State, index: int) -> None:
 
 
 @kernel
-def _chain_same(state: State, index: int, content: int) -> None:
+def chain_same(state: State, index: int, content: int) -> None:
+    """Add a block to those that hold a shared content; the first of them is the one that is hit."""
     state.blocks[index].next_same = NOBODY
     last = state.cached[content]
     if last == NOBODY:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from predictor import loop, queues, steps
+from predictor import blocks, loop, queues, steps
 from predictor.batching import batcher_named, is_compiled, number_of, settled
-from predictor.config import EngineConfig, require_count
+from predictor.config import EngineConfig
+from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import Request
-from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, State, allocate, widen
+from predictor.state import BLANK, FINISHED, NOBODY, State, allocate, widen
 from predictor.step_time import StepTime, tabulate
 
 FOREVER = math.inf
@@ -67,20 +67,34 @@ class StepRecord:
 class Engine:
     """A simulated engine: add requests, advance its clock, and look."""
 
-    def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
-        """Make an idle engine; refuse limits that its local scheduler could not work with."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_time: StepTime,
+        residual: str = DEFAULT_RESIDUAL,
+        *,
+        track_blocks: bool = True,
+    ) -> None:
+        """Make an idle engine; refuse limits that its local scheduler could not work with.
+
+        `track_blocks` off forgets which block holds what, and with it prefix hits: for when that is not known.
+        """
         self.config = settled(config)
         self.batcher = batcher_named(config.batcher)
+        # interpreted where the local scheduler is written in Python only
+        self.drive = loop.drive if is_compiled(self.batcher) else loop.loop_with(self.batcher.schedule)
         self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
         costs = tabulate(step_time, largest_step, config.max_num_seqs)
-        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks)
+        tracked = track_blocks and bool(self.config.enable_prefix_caching)
+        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=tracked)
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
+        self.residual = residual
         self.slots: dict[str, int] = {}
-        self._ids: list[str | None] = [None] * len(self.state.requests)
+        self.contents: dict[int | str, int] = {}  # shared contents by hash, numbered
+        self._requests: list[Request | None] = [None] * len(self.state.requests)
         self._free_slots = list(range(len(self.state.requests) - 1, -1, -1))
-        self._contents: dict[object, int] = {}
         self._num_added = 0
 
     @property
@@ -90,15 +104,19 @@ class Engine:
 
     def add(self, request: Request, *, tie_break: int | None = None) -> int:
         """Let a request arrive at its `arrival_s`, or now if that is past; return its slot."""
-        self._require_possible(request)
+        slot = self.place(request, tie_break=tie_break)
+        queues.announce(self.state, slot)
+        return slot
+
+    def place(self, request: Request, *, produced_tokens: int = 0, tie_break: int | None = None) -> int:
+        """Give a request a slot, without letting it arrive."""
         if request.request_id in self.slots:
             raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
-        slot = self._take_slot(request)
+        final_tokens, max_tokens = self.lengths(request, produced_tokens)
+        self._require_possible(request, final_tokens)
+        slot = self._take_slot(request, final_tokens)
+        self.state.requests[slot] = BLANK
         row = self.state.requests[slot]
-        for name in row.dtype.names:
-            row[name] = 0
-        final_tokens, max_tokens = self._lengths(request)
-        row.status = UNBORN
         row.prompt_tokens = request.prompt_tokens
         row.final_tokens = row.expected_tokens = final_tokens
         row.max_tokens = max_tokens
@@ -106,14 +124,25 @@ class Engine:
         row.tie_break = self._num_added if tie_break is None else tie_break
         row.arrival_s = request.arrival_s
         row.serial = self._num_added
-        row.scheduled_s = row.first_token_s = row.finished_s = NOBODY
-        if self.config.enable_prefix_caching:
+        self._num_added += 1
+        if self.state.engine[0].prefix_caching:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
             row.num_hashes = len(hashes)
-            self.state.hashes[slot, : len(hashes)] = [self._contents[value] for value in hashes]
-        self._num_added += 1
-        queues.announce(self.state, slot)
+            self.state.hashes[slot, : len(hashes)] = [self.contents[value] for value in hashes]
         return slot
+
+    def unplace(self, request_id: str) -> None:
+        """Take back the slot of a request that has ended, or never arrived."""
+        slot = self.slots.pop(request_id)
+        self._requests[slot] = None
+        self._free_slots.append(slot)
+
+    def lengths(self, request: Request, produced_tokens: int = 0) -> tuple[int, int]:
+        """Where the answer ends: really, or as is expected now; and at the latest, as far as the engine knows."""
+        room = self.config.max_model_len - request.prompt_tokens
+        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        length = request.length(produced_tokens, self.residual)
+        return (max_tokens if length is None else min(length, max_tokens)), max_tokens
 
     def abort(self, request_id: str) -> None:
         """Drop a request that its client gave up on."""
@@ -121,14 +150,14 @@ class Engine:
 
     def advance(self, until_s: float = FOREVER) -> None:
         """Let everything happen that happens by then."""
-        self._drive(until_s, ANY_NUMBER, NOBODY)
+        self.drive(self.state, until_s, ANY_NUMBER, NOBODY)
 
     def next_step(self) -> StepRecord | None:
         """Go on to the planning of one more step; None when there is nothing left to do."""
         self.state.engine[0].steady = 0  # repeated steps leave no record
         engine = self.state.engine[0]
         num_steps = int(engine.num_steps)
-        self._drive(FOREVER, num_steps + 1, NOBODY)
+        self.drive(self.state, FOREVER, num_steps + 1, NOBODY)
         if engine.num_steps == num_steps:
             return None
         index = (engine.oldest + engine.num_in_flight - 1) % 2
@@ -154,11 +183,15 @@ class Engine:
         engine = self.state.engine[0]
         return [self.id_of(queues.waiting_at(self.state, place)) for place in range(engine.num_waiting)]
 
+    def request_in(self, slot: int) -> Request:
+        """Return the request in a slot."""
+        request = self._requests[slot]
+        assert request is not None
+        return request
+
     def id_of(self, slot: int) -> str:
         """Name the request in a slot."""
-        name = self._ids[slot]
-        assert name is not None
-        return name
+        return self.request_in(slot).request_id
 
     def outcome(self, request_id: str) -> Outcome:
         """Tell what a request has experienced so far."""
@@ -185,52 +218,52 @@ class Engine:
         ]
         outcomes = [self.outcome(name) for name in over]
         for name in over:
-            slot = self.slots.pop(name)
-            self._ids[slot] = None
-            self._free_slots.append(slot)
+            self.unplace(name)
         return outcomes
 
-    def _drive(self, until_s: float, last_step: int, watched: int) -> None:
-        if is_compiled(self.batcher):
-            loop.drive(self.state, until_s, last_step, watched)
-        else:
-            loop.drive_interpreted(self.batcher.schedule, self.state, until_s, last_step, watched)
+    def know_contents(self, hashes: Iterable[int | str]) -> None:
+        """Number the shared contents that blocks can hold."""
+        for value in hashes:
+            self.contents.setdefault(value, len(self.contents))
+        self.state = widen(self.state, num_slots=0, blocks_per_request=0, num_contents=len(self.contents))
 
-    def _lengths(self, request: Request) -> tuple[int, int]:
-        """Where a response ends at the latest: for the world, and as far as the engine knows."""
-        room = self.config.max_model_len - request.prompt_tokens
-        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
-        return min(request.output_tokens, max_tokens), max_tokens
+    def cache_content(self, block: int, content: int | str) -> None:
+        """Note that a block holds a shared content."""
+        self.state.blocks[block].content = self.contents[content]
+        blocks.chain_same(self.state, block, self.contents[content])
 
-    def _require_possible(self, request: Request) -> None:
+    def widen_table(self, num_blocks: int) -> None:
+        """Make room for requests that hold so many blocks."""
+        self.state = widen(self.state, num_slots=0, blocks_per_request=num_blocks, num_contents=0)
+
+    def _require_possible(self, request: Request, final_tokens: int) -> None:
         """Refuse a request that this engine could never finish."""
         if request.prompt_tokens >= self.config.max_model_len:
             raise ValueError(
                 f"prompt_tokens: {request.prompt_tokens} leave no room for an answer within max_model_len "
                 f"{self.config.max_model_len}"
             )
-        tokens = request.prompt_tokens + self._lengths(request)[0]
+        tokens = request.prompt_tokens + final_tokens
         needed = -(-tokens // self.config.block_size)
         if needed > self.num_blocks:
             raise ValueError(f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}")
 
-    def _take_slot(self, request: Request) -> int:
-        if self.config.enable_prefix_caching:
-            for value in request.prefix_hashes:
-                self._contents.setdefault(value, len(self._contents))
-        final_tokens, _ = self._lengths(request)
-        blocks = -(-(request.prompt_tokens + final_tokens) // self.config.block_size)
+    def _take_slot(self, request: Request, final_tokens: int) -> int:
+        tracked = bool(self.state.engine[0].prefix_caching)
+        if tracked:
+            self.know_contents(request.prefix_hashes)
+        old = len(self._requests)
         self.state = widen(
             self.state,
-            num_slots=len(self._ids) if self._free_slots else len(self._ids) + 1,
-            blocks_per_request=blocks if self.config.enable_prefix_caching else 1,
-            num_contents=len(self._contents),
+            num_slots=old if self._free_slots else old + 1,
+            blocks_per_request=-(-(request.prompt_tokens + final_tokens) // self.config.block_size) if tracked else 1,
+            num_contents=0,
         )
         grown = len(self.state.requests)
-        self._free_slots[:0] = range(grown - 1, len(self._ids) - 1, -1)
-        self._ids.extend([None] * (grown - len(self._ids)))
+        self._free_slots[:0] = range(grown - 1, old - 1, -1)
+        self._requests.extend([None] * (grown - old))
         slot = self._free_slots.pop()
-        self._ids[slot] = request.request_id
+        self._requests[slot] = request
         self.slots[request.request_id] = slot
         return slot
 

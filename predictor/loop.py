@@ -12,26 +12,32 @@ import numpy as np
 
 from predictor import blocks, queues, steps
 from predictor.batching import fill
-from predictor.compiled import kernel
-from predictor.state import FINISHED, NOBODY, State
+from predictor.compiled import inner_kernel, kernel
+from predictor.state import FINISHED, State
 from predictor.step_time import decode_slope, step_seconds
+
+
+TAIL_OF_QUEUE = -2  # watched: stop before a step that could look past the last waiting request
+
+
+def loop_with(schedule: Callable[[State], bool]) -> Callable[[State, float, int, int], None]:
+    """Make the loop around a local scheduler."""
+
+    def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
+        while reach_plan(state, until_s, last_step, watched):
+            state.engine[0].steady = schedule(state)
+            send(state)
+
+    return drive
+
+
+_drive = inner_kernel(loop_with(fill))
 
 
 @kernel
 def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
     """Run the engine until nothing can happen by `until_s`, `last_step` was launched, or a watched request ended."""
-    while reach_plan(state, until_s, last_step, watched):
-        state.engine[0].steady = fill(state)
-        send(state)
-
-
-def drive_interpreted(
-    schedule: Callable[[State], bool], state: State, until_s: float, last_step: int, watched: int
-) -> None:
-    """Do what `drive` does, with a local scheduler that is written in Python only."""
-    while reach_plan(state, until_s, last_step, watched):
-        state.engine[0].steady = schedule(state)
-        send(state)
+    _drive(state, until_s, last_step, watched)
 
 
 @kernel
@@ -44,11 +50,13 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
     engine = state.engine[0]
     while True:
         queues.absorb_arrivals(state)
-        if watched != NOBODY and state.requests[watched].status == FINISHED:
+        if watched >= 0 and state.requests[watched].status == FINISHED:
             return False
         unfinished = engine.num_running + engine.num_waiting
         if unfinished > 0 and not engine.stuck and engine.num_in_flight < engine.pipeline_depth:
             if engine.num_steps >= last_step or engine.now_s > until_s:
+                return False
+            if watched == TAIL_OF_QUEUE and engine.num_waiting <= engine.max_num_seqs - engine.num_running:
                 return False
             if engine.steady and engine.num_in_flight == engine.pipeline_depth - 1:
                 num_repeats = min(count_repeats(state, until_s), last_step - engine.num_steps)

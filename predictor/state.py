@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from predictor.compiled import kernel
 from predictor.config import EngineConfig
 from predictor.step_time import Costs
 
@@ -89,6 +90,10 @@ REQUEST = np.dtype(
     align=True,
 )
 
+BLANK = np.zeros((), REQUEST)  # a request that has not arrived: no times yet
+BLANK["status"] = UNBORN
+BLANK["scheduled_s"] = BLANK["first_token_s"] = BLANK["finished_s"] = NOBODY
+
 STEP = np.dtype(
     [
         ("num_scheduled", "i8"),
@@ -131,18 +136,25 @@ class State(NamedTuple):
     preempted: np.ndarray  # slots preempted by the step being made
     steps: np.ndarray  # STEP per step under way
     batch: np.ndarray  # SCHEDULED per step under way and position
-    blocks: np.ndarray  # BLOCK per KV block
-    tables: np.ndarray  # the blocks of each slot
-    hashes: np.ndarray  # shared contents of each slot's blocks
     turn_starts: np.ndarray  # scratch of `loop.repeat`: the order in which requests take blocks
     turns: np.ndarray
+    blocks: np.ndarray  # BLOCK per KV block
+    tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
+    hashes: np.ndarray  # shared contents of each slot's blocks
     costs: Costs
 
+    def shapes(self) -> tuple[int, ...]:
+        """What decides whether two states can be copied into each other."""
+        return (len(self.requests), self.tables.shape[1], len(self.cached), len(self.blocks))
 
-def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, num_slots: int = 64) -> State:
-    """Make the state of an idle, empty engine, of which requests can hold so many blocks."""
-    tracked = num_blocks if config.enable_prefix_caching else 0
+
+COPIED = State._fields.index("hashes")  # the loop writes what comes before, and only reads the rest
+
+
+def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bool, num_slots: int = 64) -> State:
+    """Make the state of an idle, empty engine, of which requests can hold so many blocks, `tracked` by content or not."""
+    tracked_blocks = num_blocks if tracked else 0
     state = State(
         engine=np.zeros(1, ENGINE).view(np.recarray),
         requests=np.zeros(num_slots, REQUEST).view(np.recarray),
@@ -152,7 +164,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, num_slots: 
         preempted=np.zeros(num_slots, np.int32),
         steps=np.zeros(2, STEP).view(np.recarray),
         batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
-        blocks=np.zeros(tracked, BLOCK).view(np.recarray),
+        blocks=np.zeros(tracked_blocks, BLOCK).view(np.recarray),
         tables=np.zeros((num_slots, 1), np.int32),
         hashes=np.zeros((num_slots, 1), np.int64),
         turn_starts=np.zeros(config.block_size + 2, np.int32),
@@ -167,18 +179,18 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, num_slots: 
     engine.num_blocks = engine.num_free_blocks = num_blocks
     engine.max_model_len = config.max_model_len
     engine.by_priority = config.scheduling_policy == "priority"
-    engine.prefix_caching = config.enable_prefix_caching
+    engine.prefix_caching = tracked
     engine.chunked_prefill = config.enable_chunked_prefill
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.pace = 1.0
-    engine.free_head, engine.free_tail = (0, tracked - 1) if tracked else (NOBODY, NOBODY)
+    engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NOBODY, NOBODY)
     state.blocks.content = NOTHING
     state.blocks.next_same = NOBODY
-    state.blocks.next_free = np.append(np.arange(1, tracked), NOBODY)[:tracked]
-    state.blocks.previous_free = np.arange(-1, tracked - 1)
+    state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NOBODY)[:tracked_blocks]
+    state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
 
 
@@ -205,15 +217,59 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
     return wide
 
 
-def copy_of(state: State) -> State:
-    """Duplicate everything that the loop writes; what it only reads stays shared."""
+def stack_like(state: State, depth: int) -> State:
+    """Make room for so many copies of a state; `layer` is one of them."""
+    own = [np.zeros((depth, *array.shape), array.dtype).view(type(array)) for array in state[:COPIED]]
+    return State(*own, *state[COPIED:])
+
+
+@kernel
+def layer(stack: State, source: State, index: int) -> State:
+    """One copy in a stack; what the loop only reads it shares with the source."""
     return State(
-        *(array.copy().view(type(array)) for array in state[:-4]),
-        tables=state.tables.copy(),
-        hashes=state.hashes,
-        cached=state.cached.copy(),
-        costs=state.costs,
-    )
+        stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
+        stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
+        stack.blocks[index], stack.tables[index], stack.cached[index], source.hashes, source.costs,
+    )  # fmt: skip
+
+
+@kernel
+def copy_into(target: State, source: State) -> None:
+    """Make one state like another of the same shape, as far as requests that have not ended are concerned."""
+    target.engine[0] = source.engine[0]
+    engine = source.engine[0]
+    for place in range(engine.num_running):
+        target.running[place] = source.running[place]
+        _copy_request(target, source, source.running[place])
+    _copy_ring(target, source, target.waiting, source.waiting, engine.waiting_head, engine.num_waiting)
+    _copy_ring(target, source, target.pending, source.pending, engine.pending_head, engine.num_pending)
+    for index in range(2):
+        target.steps[index] = source.steps[index]
+        for position in range(source.steps[index].num_scheduled if engine.num_in_flight > 0 else 0):
+            target.batch[index, position] = source.batch[index, position]
+            _copy_request(target, source, source.batch[index, position].slot)
+    if engine.prefix_caching:
+        for block in range(len(source.blocks)):
+            target.blocks[block] = source.blocks[block]
+        for content in range(len(source.cached)):
+            target.cached[content] = source.cached[content]
+
+
+@kernel
+def _copy_ring(target: State, source: State, to: np.ndarray, ring: np.ndarray, head: int, length: int) -> None:
+    for position in range(length):
+        place = (head + position) % len(ring)
+        to[place] = ring[place]
+        _copy_request(target, source, ring[place])
+
+
+@kernel
+def _copy_request(target: State, source: State, slot: int) -> None:
+    request = source.requests[slot]
+    target.requests[slot] = request
+    if source.engine[0].prefix_caching:
+        for position in range(max(request.num_blocks, request.full_blocks)):
+            target.tables[slot, position] = source.tables[slot, position]
 
 
 def _grown(old: int, needed: int) -> int:

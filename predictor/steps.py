@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from predictor import blocks, queues
 from predictor.compiled import kernel
 from predictor.state import FINISHED, RUNNING, UNBORN, WAITING, State
@@ -62,37 +64,57 @@ def launch(state: State) -> None:
     engine = state.engine[0]
     index = current(state)
     step = state.steps[index]
-    step.num_tokens = step.num_sampled = step.num_decodes = step.decode_context = step.num_prefills = 0
-    step.prefill_qq = step.prefill_qkv = 0.0
+    clear_sums(step)
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
         request = state.requests[entry.slot]
-        num_tokens, before = entry.tokens, request.computed_tokens
-        request.computed_tokens = before + num_tokens
-        request.in_flight_tokens += num_tokens
+        before = request.computed_tokens
+        request.computed_tokens = before + entry.tokens
+        request.in_flight_tokens += entry.tokens
         if request.scheduled_s < 0:
             request.scheduled_s = engine.now_s
         entry.sampled = request.computed_tokens >= tokens_of(state, entry.slot)
-        step.num_tokens += num_tokens
-        step.num_sampled += entry.sampled
-        if num_tokens == 1:
-            step.num_decodes += 1
-            step.decode_context += before + 1
-        else:
-            step.num_prefills += 1
-            step.prefill_qq += float(num_tokens) * num_tokens
-            step.prefill_qkv += float(num_tokens) * before
+        add_to_sums(step, entry, before)
         if entry.sampled and engine.pipeline_depth > 1:
             request.placeholders += 1
-    step.start_s = engine.now_s
+    put_under_way(state, engine.now_s)
+    engine.num_steps += 1
+
+
+@kernel
+def put_under_way(state: State, start_s: float) -> None:
+    """Let the step being made start: then, or when the one before it ends."""
+    engine = state.engine[0]
+    step = state.steps[current(state)]
+    step.start_s = start_s
     if engine.num_in_flight > 0:
-        step.start_s = max(engine.now_s, state.steps[engine.oldest].end_s)
+        step.start_s = max(start_s, state.steps[engine.oldest].end_s)
     step.end_s = step.start_s + engine.pace * step_seconds(
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
         step.num_prefills, step.prefill_qq, step.prefill_qkv,
     )  # fmt: skip
     engine.num_in_flight += 1
-    engine.num_steps += 1
+
+
+@kernel
+def clear_sums(step: np.record) -> None:
+    """Forget what the step's duration is reckoned from."""
+    step.num_tokens = step.num_sampled = step.num_decodes = step.decode_context = step.num_prefills = 0
+    step.prefill_qq = step.prefill_qkv = 0.0
+
+
+@kernel
+def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
+    """Count one request's part in the step, behind `before` computed tokens."""
+    step.num_tokens += entry.tokens
+    step.num_sampled += entry.sampled
+    if entry.tokens == 1:
+        step.num_decodes += 1
+        step.decode_context += before + 1
+    else:
+        step.num_prefills += 1
+        step.prefill_qq += float(entry.tokens) * entry.tokens
+        step.prefill_qkv += float(entry.tokens) * before
 
 
 @kernel

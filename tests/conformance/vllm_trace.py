@@ -16,8 +16,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+# vLLM reads its environment when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
+# ruff: noqa: E402
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -137,7 +139,9 @@ class Trace:
         scheduler, manager, coverage = self.scheduler, self.scheduler.kv_cache_manager, self.coverage
         preempt, allocate = scheduler._preempt_request, manager.allocate_slots
         pop, evict = scheduler.waiting.pop_request, manager.block_pool._maybe_evict_cached_block
-        self.allocated: set[str] = set()
+        cache, cached = manager.cache_blocks, manager.coordinator.single_type_managers[0].num_cached_block
+        self.allocated: dict[str, int] = {}
+        self.refunded = 0
         self.refused_admission = False
         self.num_popped = 0
         asking: list[Request] = []
@@ -147,6 +151,7 @@ class Trace:
             coverage["preemptions"] += 1
             coverage["preempted_itself"] += request is asking[0]
             coverage["preempted_after_scheduled"] += request.request_id in self.allocated
+            self.refunded += self.allocated.get(request.request_id, 0)
             coverage["preempted_with_output_in_flight"] += request.num_in_flight_tokens > 0
             preempt(request, *args, **kwargs)
 
@@ -157,22 +162,24 @@ class Trace:
             idle_hits = sum(block.ref_cnt == 0 for block in hits or ())
             blocks = allocate(request, num_new_tokens, **kwargs)
             if blocks is not None:
-                self.allocated.add(request.request_id)
+                self.allocated[request.request_id] = num_new_tokens
             if hits is None:
                 return blocks
+            first = -(-(len(hits) * size + num_new_tokens) // size) - len(hits) + idle_hits
+            whole = -(-request.num_tokens // size) - len(hits) + idle_hits
+            reserve = self.engine["scheduler_reserve_full_isl"]
+            needed = whole if reserve else first
             if blocks is not None:
+                coverage["watermark_waivers"] += needed + manager.watermark_blocks > free
                 coverage["prefix_hits"] += bool(hits)
                 coverage["prefix_hits_on_held_blocks"] += idle_hits < len(hits)
                 coverage["resumed_with_hits"] += bool(hits) and request.num_preemptions > 0
                 coverage["resumed_after_output"] += request.num_preemptions > 0 and request.num_output_tokens > 0
                 return blocks
             self.refused_admission = True
-            first = -(-(len(hits) * size + num_new_tokens) // size) - len(hits) + idle_hits
-            whole = -(-request.num_tokens // size) - len(hits) + idle_hits
-            reserve = self.engine["scheduler_reserve_full_isl"]
             mark = manager.watermark_blocks if kwargs["has_scheduled_reqs"] else 0
             coverage["admission_stops"] += 1
-            coverage["watermark_stops"] += (whole if reserve else first) <= free
+            coverage["watermark_stops"] += needed <= free
             coverage["reserve_full_isl_stops"] += reserve and first + mark <= free
             return blocks
 
@@ -185,10 +192,16 @@ class Trace:
             coverage["evictions"] += evicted
             return evicted
 
+        def watched_cache(request: Request, num_computed_tokens: int) -> None:
+            num_before = cached.get(request.request_id)
+            cache(request, num_computed_tokens)
+            coverage["cached_on_update"] += cached.get(request.request_id) != num_before
+
         scheduler._preempt_request = watched_preempt
         manager.allocate_slots = watched_allocate
         scheduler.waiting.pop_request = watched_pop
         manager.block_pool._maybe_evict_cached_block = watched_evict
+        manager.cache_blocks = watched_cache
 
     def absorb(self, now_s: float) -> None:
         """Hand over every request that has arrived, as EngineCore does before each step."""
@@ -212,7 +225,7 @@ class Trace:
         scheduler = self.scheduler
         self.preempted.clear()
         self.allocated.clear()
-        self.refused_admission, self.num_popped = False, 0
+        self.refused_admission, self.num_popped, self.refunded = False, 0, 0
         held_before = list(scheduler.running)
         output = scheduler.schedule()
         waiting = list(scheduler.waiting)  # a priority queue iterates in the order it would be popped
@@ -245,6 +258,7 @@ class Trace:
             if scheduler.requests[name].is_prefill_chunk:
                 limit = "threshold" if count == engine["long_prefill_token_threshold"] else "budget"
                 coverage[f"{limit}_cuts"] += 1
+        coverage["refunds_spent"] += sum(scheduled.values()) + self.refunded > engine["max_num_batched_tokens"]
         coverage["running_left_out"] += any(request.request_id not in scheduled for request in scheduler.running)
         if not waiting or self.preempted:
             return

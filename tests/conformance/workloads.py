@@ -34,7 +34,7 @@ def _engine(rng: Random) -> dict[str, Any]:
     threshold = rng.choice((rng.randint(1, 8), rng.randint(1, max_model_len // 2))) if rng.random() < 0.4 else 0
     return {
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": low + rng.choice((0, rng.randint(0, 8), rng.randint(0, 32), rng.randint(0, 256))),
+        "max_num_batched_tokens": low + rng.choice((0, rng.randint(0, 4), rng.randint(0, 16), rng.randint(0, 256))),
         "block_size": block_size,
         "num_gpu_blocks": 0,
         "max_model_len": max_model_len,
@@ -43,7 +43,7 @@ def _engine(rng: Random) -> dict[str, Any]:
         "enable_chunked_prefill": chunked,
         "async_scheduling": rng.random() < 0.55,
         "long_prefill_token_threshold": threshold,
-        "watermark": rng.choice((0.0, 0.0, 0.1, round(rng.uniform(0, 0.1), 3))),
+        "watermark": rng.choice((0.0, 0.1, round(rng.uniform(0, 0.1), 3))),
         "scheduler_reserve_full_isl": rng.random() < 0.6,
     }
 

@@ -1,0 +1,186 @@
+"""What a request would experience on an engine, and what it would do to those already there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from predictor import loop, queues
+from predictor.batching import is_compiled
+from predictor.compiled import inner_kernel, kernel
+from predictor.engine import ANY_NUMBER, FOREVER, Engine
+from predictor.request import Request
+from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
+
+RESULT = np.dtype(
+    [
+        ("scheduled_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finished_s", "f8"),
+        ("delay_sum_s", "f8"),
+        ("delay_worst_s", "f8"),
+        ("output_tokens", "i8"),
+        ("num_preemptions", "i8"),
+        ("others_preempted", "i8"),
+        ("hit_tokens", "i8"),
+    ],
+    align=True,
+)
+
+SHARED, ALONE, WITH_CANDIDATE = 0, 1, 2  # the layers of the workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a request would experience; times count from now, infinite where the engine could never get there.
+
+    The delays are what it adds to the end of the requests already there, in sum and for the worst hit, and
+    `others_preempted` the preemptions it causes among them; None where these were not asked for.
+    """
+
+    request_id: str
+    ttft_s: float
+    e2e_s: float
+    tpot_s: float
+    queue_s: float
+    output_tokens: int
+    num_preemptions: int
+    prefix_hit_tokens: int
+    others_preempted: int | None = None
+    delay_sum_s: float | None = None
+    delay_worst_s: float | None = None
+
+
+class Forecaster:
+    """Forecasts candidates on one engine, which stays as it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Prepare room for the simulations to run in."""
+        self.engine = engine
+        self._simulate = simulate if is_compiled(engine.batcher) else simulation_with(engine.drive)
+        self._workspace = stack_like(engine.state, 3)
+        self._shape = engine.state.shapes()
+
+    def forecast(self, candidates: Sequence[Request], now_s: float, *, delays: bool = True) -> list[Forecast]:
+        """Forecast each candidate as if it alone came to the engine now.
+
+        All go through the same simulation up to where the first of them could be looked at. Without `delays` each
+        simulation stops at its candidate's last token.
+        """
+        slots = np.empty(len(candidates), np.int64)
+        num_placed = 0
+        try:
+            for candidate in candidates:
+                slots[num_placed] = self.engine.place(candidate)
+                num_placed += 1
+            return self._forecast_placed(slots, now_s, delays)
+        finally:
+            for candidate in candidates[:num_placed]:
+                self.engine.unplace(candidate.request_id)
+
+    def _forecast_placed(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
+        state = self.engine.state
+        if state.shapes() != self._shape:
+            self._workspace, self._shape = stack_like(state, 3), state.shapes()
+        results = np.empty(len(slots), RESULT).view(np.recarray)
+        self._simulate(state, self._workspace, slots, now_s, delays, results)
+        return [
+            Forecast(
+                request_id=self.engine.id_of(slot),
+                ttft_s=first_token_s,
+                e2e_s=finished_s,
+                tpot_s=(finished_s - first_token_s) / max(1, output_tokens - 1) if finished_s < math.inf else math.inf,
+                queue_s=scheduled_s,
+                output_tokens=output_tokens,
+                num_preemptions=num_preemptions,
+                prefix_hit_tokens=hit_tokens,
+                others_preempted=others_preempted if delays else None,
+                delay_sum_s=delay_sum_s if delays else None,
+                delay_worst_s=delay_worst_s if delays else None,
+            )
+            for slot, (
+                scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s,
+                output_tokens, num_preemptions, others_preempted, hit_tokens,
+            ) in zip(slots, results.tolist(), strict=True)
+        ]  # fmt: skip
+
+
+def simulation_with(drive: Callable[[State, float, int, int], None]) -> Callable[..., None]:
+    """Make the simulation of candidates around a loop."""
+
+    def simulate(
+        source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
+    ) -> None:
+        shared = layer(workspace, source, SHARED)
+        copy_into(shared, source)
+        if not shared.engine[0].by_priority:
+            drive(shared, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
+        alone = layer(workspace, source, ALONE)
+        if delays:
+            copy_into(alone, shared)
+            drive(alone, FOREVER, ANY_NUMBER, NOBODY)
+        after = layer(workspace, source, WITH_CANDIDATE)
+        for place in range(len(slots)):
+            slot = slots[place]
+            copy_into(after, shared)
+            after.requests[slot] = source.requests[slot]
+            after.requests[slot].arrival_s = now_s
+            queues.announce(after, slot)
+            drive(after, FOREVER, ANY_NUMBER, NOBODY if delays else slot)
+            read_result(after, slot, now_s, results[place])
+            if delays:
+                compare(source, alone, after, slot, results[place])
+
+    return simulate
+
+
+_simulate = inner_kernel(simulation_with(loop.drive))
+
+
+@kernel
+def simulate(
+    source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
+) -> None:
+    """Run the engine on with each candidate in turn, and read off what became of it."""
+    _simulate(source, workspace, slots, now_s, delays, results)
+
+
+@kernel
+def read_result(after: State, slot: int, now_s: float, result: np.record) -> None:
+    """Note what the candidate experienced."""
+    request = after.requests[slot]
+    result.scheduled_s = request.scheduled_s - now_s if request.scheduled_s >= 0 else np.inf
+    result.first_token_s = request.first_token_s - now_s if request.first_token_s >= 0 else np.inf
+    result.finished_s = request.finished_s - now_s if request.status == FINISHED else np.inf
+    result.output_tokens = request.final_tokens
+    result.num_preemptions = request.num_preemptions
+    result.hit_tokens = request.hit_tokens
+
+
+@kernel
+def compare(source: State, alone: State, after: State, slot: int, result: np.record) -> None:
+    """Note how much later than without the candidate the others end, and how many more preemptions they suffer."""
+    engine = source.engine[0]
+    result.delay_sum_s = result.delay_worst_s = 0.0
+    for place in range(engine.num_running):
+        _add_delay(alone, after, source.running[place], result)
+    for place in range(engine.num_waiting):
+        _add_delay(alone, after, queues.waiting_at(source, place), result)
+    for place in range(engine.num_pending):
+        _add_delay(alone, after, source.pending[(engine.pending_head + place) % len(source.pending)], result)
+    preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions
+    result.others_preempted = preemptions - after.requests[slot].num_preemptions
+
+
+@kernel
+def _add_delay(alone: State, after: State, slot: int, result: np.record) -> None:
+    if alone.requests[slot].status != FINISHED:
+        return  # it would never have ended
+    delay_s = np.inf
+    if after.requests[slot].status == FINISHED:
+        delay_s = after.requests[slot].finished_s - alone.requests[slot].finished_s
+    result.delay_sum_s += delay_s
+    result.delay_worst_s = max(result.delay_worst_s, delay_s)

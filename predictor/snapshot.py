@@ -1,0 +1,120 @@
+"""An engine's state at a moment, as plain values that can be written down, sent, and read by a later version."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from predictor.config import EngineConfig, require_count
+from predictor.request import Request
+
+VERSION = 1
+STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRequest:
+    """A request on an engine, and how far it has come.
+
+    `block_ids` are the KV blocks of a running request; of a preempted one, those it left that still hold its tokens.
+    `full_blocks` of them have their content registered for prefix hits.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    request: Request
+    produced_tokens: int = 0
+    computed_tokens: int = 0
+    placeholders: int = 0
+    in_flight_tokens: int = 0
+    stale_tokens: int = 0
+    num_blocks: int = 0
+    full_blocks: int = 0
+    block_ids: tuple[int, ...] = ()
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be."""
+        for name in (
+            "produced_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
+            "full_blocks", "num_preemptions",
+        ):  # fmt: skip
+            require_count(name, getattr(self, name), at_least=0)
+        known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
+        if self.computed_tokens > known:
+            raise ValueError(f"computed_tokens: {self.computed_tokens} is more than the {known} tokens there are")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUnderWay:
+    """A step that the engine has planned and not finished: its requests in order, and which of them will sample."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    start_s: float
+    scheduled: dict[str, int]
+    sampled: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse steps that cannot be."""
+        if not math.isfinite(self.start_s):
+            raise ValueError(f"start_s: must be a time, not {self.start_s}")
+        for name, tokens in self.scheduled.items():
+            require_count(f"scheduled.{name}", tokens, at_least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """What each KV block holds, and in which order the free ones will be reused.
+
+    `contents` maps a block's id to the hash of its content; a content that only one request can hit is written as
+    that request's id and the block's position in it.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    free_block_ids: tuple[int, ...]
+    contents: dict[int, int | str] = field(default_factory=dict)
+    own_contents: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An engine's state at `taken_s`; times are on the engine's clock.
+
+    `reserved` are requests promised to the engine that it has not shown yet. Without `kv_cache` nothing is known of
+    the blocks' contents, and no prefix hits are foreseen.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    version: int
+    taken_s: float
+    config: EngineConfig
+    num_free_blocks: int
+    running: tuple[LiveRequest, ...] = ()
+    waiting: tuple[LiveRequest, ...] = ()
+    reserved: tuple[Request, ...] = ()
+    steps: tuple[StepUnderWay, ...] = ()
+    kv_cache: KvCache | None = None
+    decodes_since_prefill: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what this version cannot read or no engine could be in."""
+        if self.version != VERSION:
+            raise ValueError(f"version: {self.version} is not {VERSION}, the one that can be read here")
+        if not (math.isfinite(self.taken_s) and self.taken_s >= 0):
+            raise ValueError(f"taken_s: must be a time from 0 on, not {self.taken_s}")
+        require_count("num_free_blocks", self.num_free_blocks, at_least=0)
+        require_count("decodes_since_prefill", self.decodes_since_prefill, at_least=0)
+        if len(self.running) > self.config.max_num_seqs:
+            raise ValueError(f"running: {len(self.running)} requests are more than max_num_seqs allows")
+        seen: set[str] = set()
+        live = [item.request for item in (*self.running, *self.waiting)]
+        for request in (*live, *self.reserved):
+            if request.request_id in seen:
+                raise ValueError(f"request_id: {request.request_id!r} is there twice")
+            seen.add(request.request_id)
+        if len(self.steps) > 2:
+            raise ValueError(f"steps: at most 2 can be under way, not {len(self.steps)}")

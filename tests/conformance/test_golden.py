@@ -1,0 +1,33 @@
+"""The engine model against recorded decisions of vLLM 0.32's scheduler; `scripts/record_golden.py` records them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.compare import first_difference
+from tests.conformance.ours import our_steps
+from tests.oracle import vllm_v1
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_v1.jsonl.gz"
+RECORDS = [json.loads(line) for line in gzip.open(GOLDEN, "rt", encoding="utf-8")]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"seed{record['seed']}")
+def test_the_engine_model_repeats_a_golden_trace(record: dict[str, Any]) -> None:
+    """Our engine decides at every step what vLLM decided when the trace was recorded."""
+    difference = first_difference(record, record["steps"], our_steps(record))
+    assert difference is None, difference
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"seed{record['seed']}")
+def test_the_oracle_repeats_a_golden_trace(record: dict[str, Any]) -> None:
+    """So does the plain model that other tests trust."""
+    steps = vllm_v1.replay_steps(record["engine"], record["requests"])
+    difference = first_difference(record, record["steps"], islice(steps, record["max_steps"]))
+    assert difference is None, difference

@@ -1,0 +1,32 @@
+"""Running `vllm_trace.py` under the interpreter that has vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("vllm_trace.py")
+
+
+def interpreter() -> Path:
+    """Name the Python that has vLLM; it may not exist."""
+    return Path(os.environ.get("BLOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+
+
+def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
+    """Trace the workloads in one process; the answers stay JSON, for together they are large."""
+    run = subprocess.run(
+        [interpreter(), "-I", SCRIPT],  # isolated: nothing of this project can be imported there
+        input="".join(json.dumps(workload) + "\n" for workload in workloads),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode != 0:
+        raise RuntimeError(f"{SCRIPT.name} ended with {run.returncode}:\n{run.stderr[-4000:]}")
+    return run.stdout.splitlines()
