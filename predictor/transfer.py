@@ -68,16 +68,17 @@ def _under_way(engine: Engine, place: int) -> StepUnderWay:
 
 def _kv_cache(engine: Engine) -> KvCache:
     blocks = engine.state.blocks
-    hashes = list(engine.contents)
     rows = engine.state.requests
     by_serial = {int(rows[slot].serial): name for name, slot in engine.slots.items() if rows[slot].status != FINISHED}
     contents, own_contents = {}, {}
-    for index in np.flatnonzero(blocks.content != NOTHING):
-        content = int(blocks.content[index])
-        serial, position = divmod(-2 - content, OWN_CONTENTS)
-        if content >= 0:
-            contents[int(index)] = hashes[content]
-        elif serial in by_serial:
+    for content, value in enumerate(engine.contents):  # of blocks that hold the same, the first is the one that is hit
+        block = int(engine.state.cached[content])
+        while block != NOBODY:
+            contents[block] = value
+            block = int(blocks[block].next_same)
+    for index in np.flatnonzero(blocks.content < NOTHING):
+        serial, position = divmod(-2 - int(blocks.content[index]), OWN_CONTENTS)
+        if serial in by_serial:
             own_contents[int(index)] = (by_serial[serial], position)
     free, block = [], int(engine.state.engine[0].free_head)
     while block != NOBODY:

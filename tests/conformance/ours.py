@@ -14,12 +14,22 @@ from services.simulator.replay import replay_steps
 ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
 
 
-def our_steps(workload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Replay a workload on the engine model, every step taking one second."""
+def our_config(workload: dict[str, Any]) -> EngineConfig:
+    """Translate a workload's engine, whose settings bear vLLM's names, as ours do."""
+    return EngineConfig(**workload["engine"])
+
+
+def our_requests(workload: dict[str, Any]) -> list[Request]:
+    """Translate a workload's requests."""
     requests = []
     for spec in workload["requests"]:
         fields = {**spec, "request_id": spec["id"], "prefix_hashes": tuple(spec["prefix_hashes"])}
         del fields["id"]
         requests.append(Request(**fields))
-    steps = replay_steps(EngineConfig(**workload["engine"]), ONE_SECOND, requests)
+    return requests
+
+
+def our_steps(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Replay a workload on the engine model, every step taking one second."""
+    steps = replay_steps(our_config(workload), ONE_SECOND, our_requests(workload))
     return [asdict(step) for step in islice(steps, workload["max_steps"])]
