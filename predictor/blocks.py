@@ -6,19 +6,19 @@ caching only the number of free blocks matters, so no block has an identity then
 
 from __future__ import annotations
 
-from predictor.compiled import kernel
+from predictor.compiled import kernel, small_kernel
 from predictor.state import NOBODY, NOTHING, State
 
 OWN_CONTENTS = 1 << 20  # private contents per request; more blocks than any request can hold
 
 
-@kernel
+@small_kernel
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """How many blocks hold so many tokens."""
     return (num_tokens + block_size - 1) // block_size
 
 
-@kernel
+@small_kernel
 def content_of(state: State, slot: int, position: int) -> int:
     """What the request's block at this position holds once it is full."""
     request = state.requests[slot]
@@ -74,13 +74,17 @@ def adopt_hits(state: State, slot: int, num_hits: int) -> None:
     state.requests[slot].full_blocks = num_hits
 
 
-@kernel
+@small_kernel
 def allocate(state: State, slot: int, num_tokens: int) -> None:
     """Give the request enough blocks for its first `num_tokens` tokens; they must be free."""
+    needed = blocks_for(num_tokens, state.engine[0].block_size) - state.requests[slot].num_blocks
+    if needed > 0:
+        _take_free(state, slot, needed)
+
+
+@kernel
+def _take_free(state: State, slot: int, needed: int) -> None:
     engine, request = state.engine[0], state.requests[slot]
-    needed = blocks_for(num_tokens, engine.block_size) - request.num_blocks
-    if needed <= 0:
-        return
     engine.num_free_blocks -= needed
     if engine.prefix_caching:
         for position in range(request.num_blocks, request.num_blocks + needed):
@@ -88,20 +92,24 @@ def allocate(state: State, slot: int, num_tokens: int) -> None:
     request.num_blocks += needed
 
 
-@kernel
+@small_kernel
 def register_full(state: State, slot: int, num_tokens: int) -> None:
     """Make the request's blocks that `num_tokens` tokens fill available to prefix hits."""
     engine, request = state.engine[0], state.requests[slot]
-    if not engine.prefix_caching:
-        return
-    num_full = num_tokens // engine.block_size
+    if engine.prefix_caching and num_tokens >= (request.full_blocks + 1) * engine.block_size:
+        _register(state, slot, num_tokens // engine.block_size)
+
+
+@kernel
+def _register(state: State, slot: int, num_full: int) -> None:
+    request = state.requests[slot]
     for position in range(request.full_blocks, num_full):
         index = state.tables[slot, position]
         content = content_of(state, slot, position)
         state.blocks[index].content = content
         if content >= 0:
             chain_same(state, index, content)
-    request.full_blocks = max(request.full_blocks, num_full)
+    request.full_blocks = num_full
 
 
 @kernel

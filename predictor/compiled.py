@@ -44,6 +44,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(cache=True, **OPTIONS)(function)
 
 
+def small_kernel(function: Callable[..., Any]) -> Any:
+    """Compile a function of a few lines into each kernel that calls it: passing it the state would cost more."""
+    return numba.njit(cache=True, forceinline=True, **OPTIONS)(function)
+
+
 def inner_kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that only other kernels call, such as a closure, whose code is cached as part of theirs."""
     return numba.njit(**OPTIONS)(function)

@@ -11,7 +11,7 @@ from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import Request
-from predictor.state import BLANK, FINISHED, NOBODY, State, allocate, widen
+from predictor.state import FINISHED, NOBODY, State, allocate, new_request, widen
 from predictor.step_time import StepTime, tabulate
 
 FOREVER = math.inf
@@ -115,20 +115,22 @@ class Engine:
         final_tokens, max_tokens = self.lengths(request, produced_tokens)
         self._require_possible(request, final_tokens)
         slot = self._take_slot(request, final_tokens)
-        self.state.requests[slot] = BLANK
-        row = self.state.requests[slot]
-        row.prompt_tokens = request.prompt_tokens
-        row.final_tokens = row.expected_tokens = final_tokens
-        row.max_tokens = max_tokens
-        row.priority = request.priority
-        row.tie_break = self._num_added if tie_break is None else tie_break
-        row.arrival_s = request.arrival_s
-        row.serial = self._num_added
-        self._num_added += 1
-        if self.state.engine[0].prefix_caching:
+        num_hashes = 0
+        if request.prefix_hashes and self.state.engine[0].prefix_caching:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
-            row.num_hashes = len(hashes)
-            self.state.hashes[slot, : len(hashes)] = [self.contents[value] for value in hashes]
+            num_hashes = len(hashes)
+            self.state.hashes[slot, :num_hashes] = [self.contents[value] for value in hashes]
+        self.state.requests[slot] = new_request(
+            prompt_tokens=request.prompt_tokens,
+            final_tokens=final_tokens,
+            max_tokens=max_tokens,
+            priority=request.priority,
+            tie_break=self._num_added if tie_break is None else tie_break,
+            arrival_s=request.arrival_s,
+            num_hashes=num_hashes,
+            serial=self._num_added,
+        )
+        self._num_added += 1
         return slot
 
     def unplace(self, request_id: str) -> None:

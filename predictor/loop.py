@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor import blocks, queues, steps
 from predictor.batching import fill
-from predictor.compiled import inner_kernel, kernel
+from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
 from predictor.step_time import decode_slope, step_seconds
 
@@ -48,13 +48,13 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
     whenever the pipeline has room and any request is unfinished, else the oldest step is awaited.
     """
     engine = state.engine[0]
-    while True:
+    while engine.num_steps < last_step:
         queues.absorb_arrivals(state)
         if watched >= 0 and state.requests[watched].status == FINISHED:
             return False
         unfinished = engine.num_running + engine.num_waiting
         if unfinished > 0 and not engine.stuck and engine.num_in_flight < engine.pipeline_depth:
-            if engine.num_steps >= last_step or engine.now_s > until_s:
+            if engine.now_s > until_s:
                 return False
             if watched == TAIL_OF_QUEUE and engine.num_waiting <= engine.max_num_seqs - engine.num_running:
                 return False
@@ -68,12 +68,12 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
         if engine.num_in_flight > 0:
             if state.steps[engine.oldest].end_s > until_s:
                 return False
-            if steps.retire(state) > 0:
-                engine.steady = 0
+            steps.retire(state)
         else:
             if engine.num_pending == 0 or queues.next_arrival_s(state) > until_s:
                 return False
             engine.now_s = queues.next_arrival_s(state)
+    return False
 
 
 @kernel
@@ -85,7 +85,7 @@ def send(state: State) -> None:
         steps.launch(state)
 
 
-@kernel
+@small_kernel
 def nothing_will_change(state: State) -> bool:
     """Tell whether the step just made is empty and no step under way will free anything: only an arrival can help."""
     engine = state.engine[0]
@@ -97,12 +97,16 @@ def nothing_will_change(state: State) -> bool:
 
 @kernel
 def count_repeats(state: State, until_s: float) -> int:
-    """How often the steady decode step can be repeated before anything about it changes."""
+    """How often the steady decode step can be repeated before anything about it changes.
+
+    The last repetition may bring requests to their end, unless a step behind it is planned before that is known.
+    """
     engine = state.engine[0]
     most = 1 << 40
     for place in range(engine.num_running):
         request = state.requests[state.running[place]]
-        most = min(most, request.final_tokens - request.output_tokens - 1)
+        most = min(most, request.final_tokens - request.output_tokens)
+    most -= engine.pipeline_depth - 1
     if most <= 0:
         return 0
     most = _within_blocks(state, most)
@@ -197,6 +201,7 @@ def repeat(state: State, num_repeats: int) -> None:
         step.end_s = engine.now_s + _series_s(state, context + engine.num_running * (num_repeats - 1), 1)
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
+    num_finished = 0
     for place in range(engine.num_running):
         slot = state.running[place]
         request = state.requests[slot]
@@ -204,8 +209,20 @@ def repeat(state: State, num_repeats: int) -> None:
         request.output_tokens += num_repeats
         blocks.allocate(state, slot, request.computed_tokens)
         blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
+        num_finished += request.output_tokens >= request.final_tokens
+    if num_finished > 0:
+        _finish_repeated(state)
     engine.num_steps += num_repeats
     engine.decodes_since_prefill += num_repeats
+
+
+@kernel
+def _finish_repeated(state: State) -> None:
+    for place in range(state.engine[0].num_running):
+        slot = state.running[place]
+        if state.requests[slot].output_tokens >= state.requests[slot].final_tokens:
+            queues.finish(state, slot)
+    queues.drop_finished(state, False)
 
 
 @kernel
@@ -236,7 +253,7 @@ def _allocate_in_order(state: State, num_repeats: int) -> None:
                 blocks.allocate(state, slot, state.requests[slot].computed_tokens + ahead)
 
 
-@kernel
+@small_kernel
 def _room(state: State, place: int) -> int:
     size = state.engine[0].block_size
     return -state.requests[state.running[place]].computed_tokens % size

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from predictor import blocks
-from predictor.compiled import kernel
+from predictor.compiled import kernel, small_kernel
 from predictor.state import FINISHED, NOBODY, RUNNING, WAITING, State
 
+# vLLM can go in circles: of two requests equal in priority and arrival that do not fit together, admission favours
+# one and preemption the other.
+FRUITLESS = 10_000
 
-@kernel
+
+@small_kernel
 def at(ring_head: int, position: int, size: int) -> int:
     """Where a ring of `size` places keeps the element at `position`."""
     place = ring_head + position
     return place - size if place >= size else place
 
 
-@kernel
+@small_kernel
 def waiting_at(state: State, position: int) -> int:
     """Return the slot at a position of the waiting queue; 0 is the head."""
     return state.waiting[at(state.engine[0].waiting_head, position, len(state.waiting))]
 
 
-@kernel
+@small_kernel
 def goes_before(state: State, slot: int, other: int) -> bool:
     """Order by priority, then arrival, then id, as vLLM's `Request.__lt__` does: lower goes first."""
     a, b = state.requests[slot], state.requests[other]
@@ -89,6 +93,9 @@ def preempt(state: State, position: int) -> int:
     request.placeholders = 0
     request.num_preemptions += 1
     engine.num_preemptions += 1
+    engine.fruitless_preemptions += 1
+    if engine.fruitless_preemptions > FRUITLESS:
+        engine.stuck = 1
     if engine.by_priority:
         enqueue(state, slot)
     else:
@@ -104,11 +111,17 @@ def preempt(state: State, position: int) -> int:
 
 @kernel
 def finish(state: State, slot: int) -> None:
-    """End a request and free its blocks; the caller drops it from its queue."""
-    request = state.requests[slot]
+    """End a request and free its blocks; the caller drops it from its queue.
+
+    Nobody takes the freed seat and blocks where nobody waits: the others go on as they did. Only a request that is
+    still in a step under way, its end having been foreseen by nobody, leaves a gap there.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if engine.num_waiting > 0 or request.in_flight_tokens > 0:
+        engine.steady = 0
     blocks.release(state, slot)
     request.status = FINISHED
-    request.finished_s = state.engine[0].now_s
+    request.finished_s = engine.now_s
 
 
 @kernel
@@ -162,21 +175,25 @@ def take_pending(state: State, slot: int) -> None:
     engine.num_pending = kept
 
 
-@kernel
+@small_kernel
 def absorb_arrivals(state: State) -> None:
     """Queue every pending request that has arrived by now."""
+    if next_arrival_s(state) <= state.engine[0].now_s:
+        _absorb(state)
+
+
+@kernel
+def _absorb(state: State) -> None:
     engine = state.engine[0]
-    while engine.num_pending > 0:
+    while next_arrival_s(state) <= engine.now_s:
         slot = state.pending[engine.pending_head]
-        if state.requests[slot].arrival_s > engine.now_s:
-            return
         engine.pending_head = at(engine.pending_head, 1, len(state.pending))
         engine.num_pending -= 1
         engine.steady = engine.stuck = 0
         enqueue(state, slot)
 
 
-@kernel
+@small_kernel
 def next_arrival_s(state: State) -> float:
     """When the first pending request arrives; infinity when none is pending."""
     engine = state.engine[0]

@@ -57,7 +57,8 @@ ENGINE = np.dtype(
         ("num_preemptions", "i8"),
         ("decodes_since_prefill", "i8"),
         ("steady", "i8"),  # the last step will repeat until something finishes, arrives or runs short
-        ("stuck", "i8"),  # nothing runs, and what waits cannot be admitted
+        ("fruitless_preemptions", "i8"),  # since a request last produced a token
+        ("stuck", "i8"),  # only an arrival can bring this engine on: what waits cannot enter, or all go in circles
     ],
     align=True,
 )
@@ -90,9 +91,25 @@ REQUEST = np.dtype(
     align=True,
 )
 
-BLANK = np.zeros((), REQUEST)  # a request that has not arrived: no times yet
-BLANK["status"] = UNBORN
-BLANK["scheduled_s"] = BLANK["first_token_s"] = BLANK["finished_s"] = NOBODY
+
+def new_request(  # noqa: PLR0913 a row has so many columns
+    *,
+    prompt_tokens: int,
+    final_tokens: int,
+    max_tokens: int,
+    priority: int,
+    tie_break: int,
+    arrival_s: float,
+    num_hashes: int,
+    serial: int,
+) -> tuple[float, ...]:
+    """Make the row of a request that has not arrived, in one assignment, as each field by itself would be slow."""
+    return (
+        UNBORN, prompt_tokens, final_tokens, max_tokens, final_tokens, priority, tie_break, arrival_s,
+        0, 0, 0, 0, 0, 0, 0,  # nothing produced, computed, under way or held
+        num_hashes, serial, 0, 0, NOBODY, NOBODY, NOBODY,
+    )  # fmt: skip
+
 
 STEP = np.dtype(
     [

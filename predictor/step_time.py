@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.compiled import kernel
+from predictor.compiled import kernel, small_kernel
 
 Array = NDArray[np.float64]
 
@@ -72,9 +72,10 @@ class StepTime:
     A step costs `constant_s`, plus what its token count alone decides (`by_tokens`, `token_s`), plus what the number
     of sequences that sample decides (`by_sequences`), plus attention. Attention of prefill chunks of l_q new tokens
     behind l_kv old ones is `prefill_s` once, and `prefill_token_s`·l_q + `prefill_qq_s`·l_q² + `prefill_qkv_s`·l_q·l_kv
-    + `prefill_kv_s`·l_kv for each. Attention of n decodes is `decode_base[n]` + `decode_slope[n]`·Σ context; beside
-    prefill chunks engines run another kernel, whose numbers are `mixed_base`, `mixed_slope` and `mixed_grid_s`, the
-    cost of a decode in a launch grid as wide as the longest chunk, per token of that width.
+    + `prefill_kv_s`·l_kv for each. Attention of n decodes is `decode_base[n]` + `decode_slope[n]`·Σ context +
+    `decode_longest[n]`·longest context, for a kernel waits for its longest sequence. Beside prefill chunks engines run
+    another kernel, whose numbers are `mixed_base`, `mixed_slope`, `mixed_longest` and `mixed_grid_s`, the cost of a
+    decode in a launch grid as wide as the longest chunk, per token of that width.
     """
 
     constant_s: float = 0.0
@@ -90,8 +91,10 @@ class StepTime:
     by_sequences: Curve = NOTHING
     decode_base: Curve = NOTHING
     decode_slope: Curve = NOTHING
+    decode_longest: Curve = NOTHING
     mixed_base: Curve = NOTHING
     mixed_slope: Curve = NOTHING
+    mixed_longest: Curve = NOTHING
 
     def __post_init__(self) -> None:
         """Refuse coefficients that could make a step take no or negative time."""
@@ -110,7 +113,16 @@ NUMBERS = (
     "prefill_kv_s",
     "mixed_grid_s",
 )
-CURVES = ("by_tokens", "by_sequences", "decode_base", "decode_slope", "mixed_base", "mixed_slope")
+CURVES = (
+    "by_tokens",
+    "by_sequences",
+    "decode_base",
+    "decode_slope",
+    "decode_longest",
+    "mixed_base",
+    "mixed_slope",
+    "mixed_longest",
+)
 
 
 class Costs(NamedTuple):
@@ -121,8 +133,10 @@ class Costs(NamedTuple):
     by_sequences: Array
     decode_base: Array
     decode_slope: Array
+    decode_longest: Array
     mixed_base: Array
     mixed_slope: Array
+    mixed_longest: Array
 
 
 def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int) -> Costs:
@@ -143,12 +157,14 @@ def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int
         by_sequences=step_time.by_sequences.table(max_num_seqs),
         decode_base=step_time.decode_base.table(max_num_seqs),
         decode_slope=step_time.decode_slope.table(max_num_seqs),
+        decode_longest=step_time.decode_longest.table(max_num_seqs),
         mixed_base=step_time.mixed_base.table(max_num_seqs),
         mixed_slope=step_time.mixed_slope.table(max_num_seqs),
+        mixed_longest=step_time.mixed_longest.table(max_num_seqs),
     )
 
 
-@kernel
+@small_kernel
 def step_seconds(
     costs: Costs,
     num_tokens: int,
@@ -158,20 +174,24 @@ def step_seconds(
     num_prefills: int,
     prefill_qq: float,
     prefill_qkv: float,
+    decode_longest: float = 0.0,
 ) -> float:
     """Give the seconds of one step.
 
     `num_tokens` counts all tokens of the batch, `num_sampled` the sequences that produce one; `decode_context` sums
-    the context lengths of the decodes, the new token included; `prefill_qq` and `prefill_qkv` sum l_q² and l_q·l_kv
-    over the prefill chunks, l_kv being the context before the chunk. Counts must lie within the limits that the
-    costs were tabulated for.
+    the context lengths of the decodes, the new token included, and `decode_longest` is the largest of them, or 0
+    where only the mean is known; `prefill_qq` and `prefill_qkv` sum l_q² and l_q·l_kv over the prefill chunks, l_kv
+    being the context before the chunk. Counts must lie within the limits that the costs were tabulated for.
     """
     coefficients = costs.coefficients
     if num_tokens == 0:
         return coefficients[EMPTY]
     seconds = coefficients[CONSTANT] + costs.by_tokens[num_tokens] + costs.by_sequences[num_sampled]
+    if num_decodes > 0 and decode_longest == 0.0:
+        decode_longest = decode_context / num_decodes
     if num_prefills == 0:
-        return seconds + costs.decode_base[num_decodes] + costs.decode_slope[num_decodes] * decode_context
+        seconds += costs.decode_base[num_decodes] + costs.decode_slope[num_decodes] * decode_context
+        return seconds + costs.decode_longest[num_decodes] * decode_longest
     prefill_tokens = num_tokens - num_decodes
     # Sums are all that is known: the chunk length below is the mean over tokens, exact for chunks of one length.
     chunk = prefill_qq / prefill_tokens
@@ -180,11 +200,12 @@ def step_seconds(
     seconds += coefficients[PREFILL_KV] * prefill_qkv * num_prefills / prefill_tokens
     if num_decodes > 0:
         seconds += costs.mixed_base[num_decodes] + costs.mixed_slope[num_decodes] * decode_context
+        seconds += costs.mixed_longest[num_decodes] * decode_longest
         seconds += coefficients[MIXED_GRID] * chunk * num_decodes
     return seconds
 
 
-@kernel
+@small_kernel
 def decode_slope(costs: Costs, num_decodes: int) -> float:
-    """Give the seconds that one more token of context adds to a step that only decodes."""
-    return costs.decode_slope[num_decodes]
+    """Give the seconds per token of context by which a step that only decodes grows when all contexts grow alike."""
+    return costs.decode_slope[num_decodes] + costs.decode_longest[num_decodes] / num_decodes

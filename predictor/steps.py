@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import blocks, queues
-from predictor.compiled import kernel
+from predictor.compiled import kernel, small_kernel
 from predictor.state import FINISHED, RUNNING, UNBORN, WAITING, State
 from predictor.step_time import step_seconds
 
 
-@kernel
+@small_kernel
 def current(state: State) -> int:
     """Index of the step being made: the place after those under way."""
     return queues.at(state.engine[0].oldest, state.engine[0].num_in_flight, 2)
 
 
-@kernel
+@small_kernel
 def begin(state: State) -> None:
     """Start an empty step, to be filled by a local scheduler."""
     step = state.steps[current(state)]
@@ -24,7 +24,7 @@ def begin(state: State) -> None:
     step.num_preempted = 0
 
 
-@kernel
+@small_kernel
 def assign(state: State, slot: int, num_tokens: int) -> None:
     """Put so many tokens of a request into the step being made."""
     index = current(state)
@@ -51,7 +51,7 @@ def unassign(state: State, slot: int) -> int:
     return 0
 
 
-@kernel
+@small_kernel
 def tokens_of(state: State, slot: int) -> int:
     """Tokens that the request has: prompt, output, and output still under way."""
     request = state.requests[slot]
@@ -81,7 +81,7 @@ def launch(state: State) -> None:
     engine.num_steps += 1
 
 
-@kernel
+@small_kernel
 def put_under_way(state: State, start_s: float) -> None:
     """Let the step being made start: then, or when the one before it ends."""
     engine = state.engine[0]
@@ -96,14 +96,14 @@ def put_under_way(state: State, start_s: float) -> None:
     engine.num_in_flight += 1
 
 
-@kernel
+@small_kernel
 def clear_sums(step: np.record) -> None:
     """Forget what the step's duration is reckoned from."""
     step.num_tokens = step.num_sampled = step.num_decodes = step.decode_context = step.num_prefills = 0
     step.prefill_qq = step.prefill_qkv = 0.0
 
 
-@kernel
+@small_kernel
 def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
     """Count one request's part in the step, behind `before` computed tokens."""
     step.num_tokens += entry.tokens
@@ -118,8 +118,8 @@ def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
 
 
 @kernel
-def retire(state: State) -> int:
-    """Take the outputs of the oldest step at its end; return how many requests that finished."""
+def retire(state: State) -> None:
+    """Take the outputs of the oldest step at its end."""
     engine = state.engine[0]
     index = engine.oldest
     step = state.steps[index]
@@ -137,6 +137,7 @@ def retire(state: State) -> int:
             request.stale_tokens -= entry.tokens
         if request.status == FINISHED or not entry.sampled:
             continue
+        engine.fruitless_preemptions = 0
         request.output_tokens += 1
         if request.output_tokens == 1:
             request.first_token_s = engine.now_s
@@ -150,7 +151,6 @@ def retire(state: State) -> int:
             num_finished += 1
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
-    return num_finished
 
 
 @kernel

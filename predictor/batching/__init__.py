@@ -9,7 +9,7 @@ from typing import Any
 
 from numba.extending import is_jitted
 
-from predictor.batching import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
+from predictor.batching import faster_transformer, lightllm, orca, sarathi, vllm_limits, vllm_v0, vllm_v1
 from predictor.compiled import inner_kernel
 from predictor.config import EngineConfig
 from predictor.state import State
@@ -43,14 +43,14 @@ BATCHERS = {
             "async_scheduling": False,
             "watermark": 0.0,
         },
-        check=vllm_v1.check,
+        check=vllm_limits.check,
     ),
     "vllm_v0": Batcher(
         schedule=vllm_v0.schedule,
         decode_reserve=1,
         defaults={"enable_chunked_prefill": False, "watermark": 0.01},
         fixed=PLAIN,
-        check=vllm_v0.check,
+        check=vllm_limits.check,
     ),
     "sarathi": Batcher(
         schedule=sarathi.schedule,

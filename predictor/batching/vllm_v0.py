@@ -9,7 +9,6 @@ from __future__ import annotations
 from predictor import blocks, queues, steps
 from predictor.batching import decoding
 from predictor.compiled import kernel
-from predictor.config import EngineConfig
 from predictor.state import State
 
 
@@ -87,12 +86,3 @@ def resolve_inversion(state: State) -> None:
         if (seated and fits) or not queues.goes_before(state, head, state.running[worst]):
             return
         queues.preempt(state, worst)
-
-
-def check(config: EngineConfig) -> None:
-    """Refuse what vLLM refuses at start."""
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
-        raise ValueError(
-            f"max_num_batched_tokens: {config.max_num_batched_tokens} is below max_model_len "
-            f"{config.max_model_len}, which needs enable_chunked_prefill"
-        )

@@ -6,8 +6,7 @@ Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text reques
 from __future__ import annotations
 
 from predictor import blocks, queues, steps
-from predictor.compiled import kernel
-from predictor.config import EngineConfig
+from predictor.compiled import kernel, small_kernel
 from predictor.state import State
 
 
@@ -35,13 +34,17 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         ending = request.placeholders > 0 and (
             request.computed_tokens + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens
         )
-        num_tokens = 0 if ending else wanted(state, slot, threshold, budget)
+        if ending:
+            position += 1
+            continue
+        num_tokens = wanted(state, slot, threshold, budget)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
         if num_tokens <= 0:
             steady = False
             position += 1
             continue
-        prefilling = num_tokens > 1 or request.output_tokens + request.placeholders == 0
+        last_token = request.computed_tokens + 1 == steps.tokens_of(state, slot)
+        prefilling = not last_token or request.output_tokens + request.placeholders == 0
         if prefilling or request.num_hashes > request.full_blocks:
             steady = False
         position, freed = make_room(state, position, slot, request.computed_tokens + num_tokens)
@@ -55,7 +58,7 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
     return budget, steady and position == engine.num_running
 
 
-@kernel
+@small_kernel
 def wanted(state: State, slot: int, threshold: int, budget: int) -> int:
     """Tokens that the request has but has not computed, within the threshold for long prefills and the budget."""
     num_tokens = steps.tokens_of(state, slot) - state.requests[slot].computed_tokens
@@ -64,13 +67,22 @@ def wanted(state: State, slot: int, threshold: int, budget: int) -> int:
     return min(num_tokens, budget)
 
 
-@kernel
+@small_kernel
 def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
     """Preempt until the request's tokens have blocks.
 
     Returns its position, or -1 when it had to go itself, and the budget given back by victims that were already
     in this step (which only happens under priorities).
     """
+    engine = state.engine[0]
+    if blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks <= engine.num_free_blocks:
+        return position, 0
+    return preempt_for(state, position, slot, num_tokens)
+
+
+@kernel
+def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
+    """Preempt the last in the list, or the lowest ranked, until the request's tokens have blocks; see `make_room`."""
     engine = state.engine[0]
     freed = 0
     while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:
@@ -84,7 +96,7 @@ def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[
     return position, freed
 
 
-@kernel
+@small_kernel
 def give_blocks(state: State, slot: int, num_tokens: int) -> None:
     """Allocate for so many tokens, and register the blocks that known tokens fill, at once."""
     request = state.requests[slot]
@@ -136,12 +148,3 @@ def fits(state: State, slot: int, num_hits: int, num_tokens: int) -> bool:
     if engine.reserve_full_isl:
         num_tokens = max(num_tokens, request.prompt_tokens + request.output_tokens)
     return blocks.blocks_for(num_tokens, engine.block_size) <= spare
-
-
-def check(config: EngineConfig) -> None:
-    """Refuse what vLLM refuses at start."""
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
-        raise ValueError(
-            f"max_num_batched_tokens: {config.max_num_batched_tokens} is below max_model_len "
-            f"{config.max_model_len}, which needs enable_chunked_prefill"
-        )

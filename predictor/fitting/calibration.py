@@ -14,8 +14,9 @@ from predictor.step_time import StepTime
 
 Array = NDArray[np.float64]
 
-# What may be calibrated, and where the search starts: a millisecond of CPU a step, 10 µs of communication a token.
-STARTS = {"constant_s": 1e-3, "token_s": 1e-5}
+# What may be calibrated, and where the search starts: CPU time of every step, more of it where prefill chunks keep the
+# step from being one CUDA graph, and communication per token.
+STARTS = {"constant_s": 1e-3, "prefill_s": 3e-3, "token_s": 1e-5}
 # Queueing makes the first token swing widest, so it has least to say.
 WEIGHTS = {"tpot": 1.0, "e2e": 1.0, "ttft": 0.25}
 TOLERANCE = 1e-3
@@ -56,16 +57,20 @@ def calibrate(
     num_requests: int,
     constants: Sequence[str] = ("constant_s",),
 ) -> StepTime:
-    """Set the constants so that the first requests, replayed among all the others, come out as measured."""
+    """Add to the constants what makes the first requests, replayed among all the others, come out as measured."""
     for name in constants:
         if name not in STARTS:
             raise ValueError(f"constants: {name!r} is none of {', '.join(STARTS)}")
     truth = measured.head(num_requests).metrics()
-    starts = np.array([STARTS[name] for name in constants])
 
     def with_constants(factors: Array) -> StepTime:
-        values = np.maximum(0.0, factors) * starts
-        return replace(step_time, **{name: rounded(value) for name, value in zip(constants, values, strict=True)})
+        return replace(
+            step_time,
+            **{
+                name: rounded(getattr(step_time, name) + max(0.0, factor) * STARTS[name])
+                for name, factor in zip(constants, factors, strict=True)
+            },
+        )
 
     def distance(factors: Array) -> float:
         replayed = replay(with_constants(factors)).head(num_requests).metrics()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from sklearn.linear_model import LinearRegression
 
 from predictor.compiled import kernel
 from predictor.profile import HeldOutError
-from predictor.step_time import Costs, Curve, StepTime, step_seconds, tabulate
+from predictor.step_time import CURVES, Costs, Curve, StepTime, step_seconds, tabulate
 
 Array = NDArray[np.float64]
 
@@ -31,6 +31,7 @@ COLUMNS = (
     "num_prefills",
     "prefill_qq",
     "prefill_qkv",
+    "decode_longest",
     "seconds",
 )
 
@@ -46,6 +47,7 @@ class Steps:
     num_prefills: Array
     prefill_qq: Array
     prefill_qkv: Array
+    decode_longest: Array
     seconds: Array
 
     def __len__(self) -> int:
@@ -71,7 +73,8 @@ def joined(*parts: Steps) -> Steps:
 class Shape:
     """Which numbers a fit may use: single coefficients by name, and the knots of each curve.
 
-    Without knots for mixed batches, decodes beside prefill chunks are taken to cost what they cost alone.
+    Without knots for mixed batches, decodes beside prefill chunks are taken to cost what they cost alone. A knot
+    listed in `zeros` is held at zero.
     """
 
     numbers: Sequence[str] = ("constant_s",)
@@ -79,8 +82,16 @@ class Shape:
     by_sequences: Sequence[float] = ()
     decode_base: Sequence[float] = ()
     decode_slope: Sequence[float] = ()
+    decode_longest: Sequence[float] = ()
     mixed_base: Sequence[float] = ()
     mixed_slope: Sequence[float] = ()
+    mixed_longest: Sequence[float] = ()
+    zeros: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def has_mixed_kernel(shape: Shape) -> bool:
+    """Tell whether decodes beside prefill chunks are fitted apart."""
+    return bool(shape.mixed_base or shape.mixed_slope)
 
 
 def fit(steps: Steps, shape: Shape, *, scale: Array | None = None) -> StepTime:
@@ -179,21 +190,23 @@ def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
         "prefill_kv_s": steps.prefill_qkv * steps.num_prefills / prefill_tokens,
         "mixed_grid_s": mixed * steps.prefill_qq / prefill_tokens * steps.num_decodes,
     }
-    own_kernel = bool(shape.mixed_base or shape.mixed_slope)
+    own_kernel = has_mixed_kernel(shape)
     alone = (steps.num_decodes > 0) & ~mixed if own_kernel else steps.num_decodes > 0
     curved = {
         "by_tokens": (steps.num_tokens, 1.0),
         "by_sequences": (steps.num_sampled, 1.0),
         "decode_base": (steps.num_decodes, alone),
         "decode_slope": (steps.num_decodes, alone * steps.decode_context),
+        "decode_longest": (steps.num_decodes, alone * steps.decode_longest),
         "mixed_base": (steps.num_decodes, mixed),
         "mixed_slope": (steps.num_decodes, mixed * steps.decode_context),
+        "mixed_longest": (steps.num_decodes, mixed * steps.decode_longest),
     }
     columns = [(name, 0, single[name]) for name in shape.numbers]
     for name, (count, factor) in curved.items():
         knots = getattr(shape, name)
         if knots:
-            weights = hat(count, knots)
+            weights = hat(count, knots) * ~np.isin(knots, shape.zeros.get(name, ()))
             columns += [(name, index, weights[:, index] * factor) for index in range(len(knots))]
     return columns
 
@@ -202,18 +215,25 @@ def _assemble(shape: Shape, parts: Sequence[tuple[str, int]], values: Array) -> 
     """Put the numbers found where they belong."""
     numbers = {name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers}
     curves = {}
-    for name in ("by_tokens", "by_sequences", "decode_base", "decode_slope", "mixed_base", "mixed_slope"):
+    for name in CURVES:
         y = tuple(rounded(value) for (part, _), value in zip(parts, values, strict=True) if part == name)
         if y:
             curves[name] = Curve(x=tuple(float(x) for x in getattr(shape, name)), y=y)
     step_time = StepTime(**numbers, **curves)
-    if not (shape.mixed_base or shape.mixed_slope):
-        step_time = replace(step_time, mixed_base=step_time.decode_base, mixed_slope=step_time.decode_slope)
-    return step_time
+    if has_mixed_kernel(shape):
+        return step_time
+    return replace(
+        step_time,
+        mixed_base=step_time.decode_base,
+        mixed_slope=step_time.decode_slope,
+        mixed_longest=step_time.decode_longest,
+    )
 
 
 @kernel
 def _predict_rows(costs: Costs, rows: Array, seconds: Array) -> None:
     for i in range(len(rows)):
         row = rows[i]
-        seconds[i] = step_seconds(costs, int(row[0]), int(row[1]), int(row[2]), row[3], int(row[4]), row[5], row[6])
+        seconds[i] = step_seconds(
+            costs, int(row[0]), int(row[1]), int(row[2]), row[3], int(row[4]), row[5], row[6], row[7]
+        )

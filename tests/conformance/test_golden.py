@@ -15,7 +15,7 @@ from tests.conformance.ours import our_steps
 from tests.oracle import vllm_v1
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_v1.jsonl.gz"
-RECORDS = [json.loads(line) for line in gzip.open(GOLDEN, "rt", encoding="utf-8")]
+RECORDS = [json.loads(line) for line in gzip.decompress(GOLDEN.read_bytes()).splitlines()]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"seed{record['seed']}")

@@ -14,12 +14,12 @@ import sys
 import tempfile
 from collections import Counter, deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # vLLM reads its environment when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
-# ruff: noqa: E402
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -44,8 +44,7 @@ TINY_MODEL = {
 def base_config() -> VllmConfig:
     """Configure vLLM for a model nobody will run; costly, so it is done once and copied for every workload."""
     with tempfile.TemporaryDirectory() as directory:
-        with open(os.path.join(directory, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(TINY_MODEL, file)
+        Path(directory, "config.json").write_text(json.dumps(TINY_MODEL), encoding="utf-8")
         model = ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST_MODEL)
         scheduler = SchedulerConfig(max_model_len=LONGEST_MODEL, is_encoder_decoder=False)
         return VllmConfig(model_config=model, scheduler_config=scheduler)

@@ -82,19 +82,26 @@ def _requests(rng: Random, engine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer(request: dict[str, Any], engine: dict[str, Any]) -> int:
-    return min(request["output_tokens"], engine["max_model_len"] - request["prompt_tokens"])
+    """Count the tokens of an answer, which max_model_len may cut."""
+    room: int = engine["max_model_len"] - request["prompt_tokens"]
+    return min(request["output_tokens"], room)
 
 
 def _arrivals(rng: Random, count: int) -> list[float]:
     """Draw arrival times in quarters of a second: all at once, in bursts, evenly, or with idle gaps between."""
     shape = rng.choice(("at once", "bursts", "steady", "gaps"))
-    now, times = rng.choice((0, 0, 7)), []
+    now = rng.choice((0, 0, 7))
+    times: list[float] = []
     while len(times) < count:
         burst = {"at once": count, "bursts": rng.randint(1, 8), "steady": 1, "gaps": rng.randint(1, 4)}[shape]
         times += [now / 4] * burst
-        now += {"at once": 1, "bursts": rng.randint(8, 120), "steady": rng.randint(0, 16), "gaps": rng.randint(0, 400)}[
-            shape
-        ]
+        pauses = {
+            "at once": 1,
+            "bursts": rng.randint(8, 120),
+            "steady": rng.randint(0, 16),
+            "gaps": rng.randint(0, 400),
+        }
+        now += pauses[shape]
     return times[:count]
 
 

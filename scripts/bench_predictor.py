@@ -1,0 +1,126 @@
+"""How long a forecast takes, and how many requests a replay gets through: one core, ShareGPT-like lengths.
+
+Engines are Block's testbed: Llama-2-7B on an A30, 1056 blocks of 16, chunks of 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+from predictor.config import EngineConfig
+from predictor.engine import Engine
+from predictor.forecast import Forecaster
+from predictor.profile import load_profile
+from predictor.request import Request
+from services.simulator.replay import loaded_engine
+
+PROFILE = "llama-2-7b-a30"
+CASES = ((4, 0), (24, 0), (46, 0), (48, 10), (48, 20), (48, 50), (48, 100), (256, 200))
+BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=200, help="forecasts per case")
+    arguments = parser.parse_args()
+    results = [*measure_forecasts(arguments.rounds), *measure_replay()]
+    if arguments.json:
+        machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
+        json.dump({"bench": "predictor", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for result in results:
+        print(f"{result['name']:40} {result['value']:>12.1f} {result['unit']:12} n={result['n']}")
+
+
+def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
+    """Time forecasts on engines in each of the cases, to the candidate's last token and with all delays."""
+    for caching in (False, True):
+        for running, waiting in CASES:
+            for delays in (False, True):
+                times_us = [microseconds(running, waiting, caching=caching, delays=delays, seed=seed) for seed in range(10)]
+                name = f"forecast_us.r{running}.w{waiting}"
+                name += ".caching" if caching else ""
+                name += ".delays" if delays else ""
+                yield {"name": name, "value": statistics.median(times_us), "unit": "us", "n": rounds}
+
+
+def microseconds(running: int, waiting: int, *, caching: bool, delays: bool, seed: int, rounds: int = 20) -> float:
+    """Median time of one forecast on one random engine of the wanted size."""
+    rng = random.Random(seed)
+    engine = engine_with(running, waiting, rng, caching=caching)
+    candidate = sharegpt_like("candidate", rng)
+    forecaster = Forecaster(engine)
+    now_s = engine.now_s
+    times = []
+    for _ in range(rounds):
+        start_ns = time.perf_counter_ns()
+        forecaster.forecast([candidate], now_s, delays=delays)
+        times.append((time.perf_counter_ns() - start_ns) / 1000)
+    return statistics.median(times)
+
+
+def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool) -> Engine:
+    """Bring an engine to where so many requests run, each somewhere in its answer, and so many wait."""
+    config = EngineConfig(
+        max_num_seqs=max(48, running),
+        max_num_batched_tokens=512,
+        num_gpu_blocks=1057 if running <= 48 else 6000,
+        max_model_len=2048,
+        enable_prefix_caching=caching,
+    )
+    engine = Engine(config, load_profile(PROFILE).step_time)
+    for number in range(running):
+        engine.add(sharegpt_like(f"r{number}", rng))
+    engine.advance(engine_time_for(engine, running))
+    for number in range(waiting):
+        engine.add(sharegpt_like(f"w{number}", rng, arrival_s=engine.now_s))
+    return engine
+
+
+def engine_time_for(engine: Engine, running: int) -> float:
+    """A moment at which all have been admitted and few have ended."""
+    return 0.12 * running ** 0.5
+
+
+def sharegpt_like(name: str, rng: random.Random, arrival_s: float = 0.0) -> Request:
+    """Draw lengths like ShareGPT's (medians 36 and 283 tokens, heavy tails)."""
+    prompt = min(1000, 1 + int(rng.lognormvariate(3.6, 1.5)))
+    answer = min(1000, 1 + int(rng.lognormvariate(5.5, 0.9)))
+    return Request(request_id=name, prompt_tokens=prompt, output_tokens=answer, arrival_s=arrival_s)
+
+
+def measure_replay(num_requests: int = 20_000) -> Iterator[dict[str, object]]:
+    """Time one saturated engine over many requests."""
+    for caching in (False, True):
+        rates = []
+        for seed in range(5):
+            rng = random.Random(seed)
+            config = EngineConfig(
+                max_num_seqs=48,
+                max_num_batched_tokens=512,
+                num_gpu_blocks=1057,
+                max_model_len=2048,
+                enable_prefix_caching=caching,
+            )
+            requests = [sharegpt_like(f"r{number}", rng) for number in range(num_requests)]
+            start_s = time.process_time()
+            engine = loaded_engine(config, load_profile(PROFILE).step_time, requests)
+            engine.advance()
+            outcomes = [engine.outcome(request.request_id) for request in requests]
+            rates.append(len(outcomes) / (time.process_time() - start_s))
+        name = "replay_requests_per_cpu_s" + (".caching" if caching else "")
+        yield {"name": name, "value": statistics.median(rates), "unit": "requests/s", "n": num_requests}
+
+
+if __name__ == "__main__":
+    main()
