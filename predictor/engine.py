@@ -150,6 +150,12 @@ class Engine:
         """Drop a request that its client gave up on."""
         steps.abort(self.state, self.slots[request_id])
 
+    def set_pace(self, pace: float) -> None:
+        """Let steps take so many times as long as the profile says: noise, a slow engine, an online correction."""
+        if not (math.isfinite(pace) and pace > 0):
+            raise ValueError(f"pace: must be above 0, not {pace}")
+        self.state.engine[0].pace = pace
+
     def advance(self, until_s: float = FOREVER) -> None:
         """Let everything happen that happens by then."""
         self.drive(self.state, until_s, ANY_NUMBER, NOBODY)

@@ -30,6 +30,8 @@ def loaded_engine(config: EngineConfig, step_time: StepTime, requests: Sequence[
     by_id = {request.request_id: rank for rank, request in enumerate(sorted(requests, key=lambda r: r.request_id))}
     for place, request in enumerate(requests):
         try:
+            if request.length() is None:
+                raise ValueError("output_tokens: is missing")  # noqa: TRY301 one place names the request
             engine.add(request, tie_break=by_id[request.request_id])
         except ValueError as error:
             raise ValueError(f"requests[{place}].{error}") from error

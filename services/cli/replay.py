@@ -1,0 +1,117 @@
+"""`block replay`: one engine over a list of requests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TextIO
+
+import click
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.engine import Outcome
+from predictor.request import Request
+from predictor.step_time import StepTime
+from services.cli.engine_options import engine_config, engine_options, profile_named
+from services.codec import plain, requests_from_file
+from services.simulator.replay import replay as replay_requests
+from services.simulator.replay import replay_steps
+
+METRICS = ("ttft_s", "tpot_s", "e2e_s")
+
+
+@click.command()
+@click.argument("requests_file", metavar="REQUESTS")
+@engine_options
+@click.option(
+    "--steps",
+    "steps_file",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value="-",
+    default=None,
+    help="One JSON line per step, to a file or, alone, to standard output instead of the table.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def replay(
+    requests_file: str, profile_name: str, engine_file: str | None, steps_file: str | None, *, as_json: bool, **flags: Any
+) -> None:
+    """Serve REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and tell when each got its tokens.
+
+    A request has prompt_tokens (a count, or the token ids), output_tokens, and may have arrival_s, max_tokens,
+    priority, prefix_hashes and request_id.
+    """
+    profile = profile_named(profile_name)
+    config = engine_config(profile, engine_file, flags)
+    requests = requests_from_file(requests_file, block_size=config.block_size)
+    if steps_file is not None:
+        if as_json and steps_file == "-":
+            raise ValueError("--steps: name a file when --json has standard output")
+        with _opened(steps_file) as out:
+            _write_steps(config, profile.step_time, requests, out)
+        if steps_file == "-":
+            return
+    outcomes = replay_requests(config, profile.step_time, requests)
+    if as_json:
+        json.dump(plain({"profile": profile.name, "requests": [_row(o) for o in outcomes], "summary": summary(outcomes)}), sys.stdout)
+        print()
+    else:
+        _print_table(outcomes)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[TextIO]:
+    if path == "-":
+        yield sys.stdout
+        return
+    try:
+        with Path(path).open("w", encoding="utf-8") as out:
+            yield out
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[Request], out: TextIO) -> None:
+    for step in replay_steps(config, step_time, requests):
+        out.write(json.dumps(plain(step)) + "\n")
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    return {**plain(outcome), **{name: getattr(outcome, name) for name in METRICS}}
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Sum a replay up."""
+    ended = [o.finished_s for o in outcomes if o.finished_s is not None]
+    result: dict[str, Any] = {
+        "num_requests": len(outcomes),
+        "num_unfinished": len(outcomes) - len(ended),
+        "makespan_s": max(ended, default=0.0) - min(o.arrival_s for o in outcomes),
+        "num_preemptions": sum(o.num_preemptions for o in outcomes),
+    }
+    for name in METRICS:
+        values = [value for o in outcomes if (value := getattr(o, name)) is not None]
+        if values:
+            p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+            result[name] = {"mean": fmean(values), "p50": p50, "p90": p90, "p99": p99}
+    return result
+
+
+def _print_table(outcomes: list[Outcome]) -> None:
+    print(f"{'request':>12}{'arrival_s':>12}{'prompt':>8}{'output':>8}{'hits':>7}{'ttft_s':>10}{'tpot_s':>10}{'e2e_s':>10}{'preempted':>11}")
+    for o in outcomes:
+        times = "".join(f"{'never' if value is None else f'{value:.4f}':>10}" for value in (o.ttft_s, o.tpot_s, o.e2e_s))
+        counts = f"{o.prompt_tokens:>8}{o.output_tokens:>8}{o.prefix_hit_tokens:>7}"
+        print(f"{o.request_id:>12}{o.arrival_s:>12.3f}{counts}{times}{o.num_preemptions:>11}")
+    total = summary(outcomes)
+    print()
+    for name in METRICS:
+        if name in total:
+            print(f"{name:>8}  " + "  ".join(f"{key} {value:.4f}" for key, value in total[name].items()))
+    print(f"{total['num_requests']} requests in {total['makespan_s']:.3f} s, {total['num_preemptions']} preemptions", end="")
+    print(f", {total['num_unfinished']} never finish" if total["num_unfinished"] else "")
