@@ -6,10 +6,12 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import config as numba_config
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _cache_directory() -> Path:
@@ -29,26 +31,26 @@ def _cache_directory() -> Path:
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba_config.CACHE_DIR = str(_cache_directory())
+    numba_config.CACHE_DIR = str(_cache_directory())  # type: ignore[attr-defined]  # it sets its names at import
 
 
-OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: F) -> F:
     """Compile a function, cache the machine code, and let it run without the interpreter lock.
 
     Kernels borrow the arrays they work on and make none, so that they need no reference counts: counting made the
     loop eight times slower.
     """
-    return numba.njit(cache=True, **OPTIONS)(function)
+    return cast("F", numba.njit(cache=True, **OPTIONS)(function))
 
 
-def small_kernel(function: Callable[..., Any]) -> Any:
+def small_kernel(function: F) -> F:
     """Compile a function of a few lines into each kernel that calls it: passing it the state would cost more."""
-    return numba.njit(cache=True, forceinline=True, **OPTIONS)(function)
+    return cast("F", numba.njit(cache=True, forceinline=True, **OPTIONS)(function))
 
 
-def inner_kernel(function: Callable[..., Any]) -> Any:
+def inner_kernel(function: F) -> F:
     """Compile a function that only other kernels call, such as a closure, whose code is cached as part of theirs."""
-    return numba.njit(**OPTIONS)(function)
+    return cast("F", numba.njit(**OPTIONS)(function))

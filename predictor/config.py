@@ -40,7 +40,9 @@ class EngineConfig:
         require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
         require_count("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
         if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ValueError(f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(SCHEDULING_POLICIES)}")
+            raise ValueError(
+                f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(SCHEDULING_POLICIES)}"
+            )
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")

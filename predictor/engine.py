@@ -254,7 +254,9 @@ class Engine:
         tokens = request.prompt_tokens + final_tokens
         needed = -(-tokens // self.config.block_size)
         if needed > self.num_blocks:
-            raise ValueError(f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}")
+            raise ValueError(
+                f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}"
+            )
 
     def _take_slot(self, request: Request, final_tokens: int) -> int:
         tracked = bool(self.state.engine[0].prefix_caching)

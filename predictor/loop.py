@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from predictor import blocks, queues, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
 from predictor.step_time import decode_slope, step_seconds
-
 
 TAIL_OF_QUEUE = -2  # watched: stop before a step that could look past the last waiting request
 

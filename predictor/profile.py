@@ -233,9 +233,7 @@ def _under(path: str, kind: Callable[..., T], given: Mapping[str, Any]) -> T:
         raise ValueError(f"{path}.{error}") from None
 
 
-def _require_fields(
-    path: str, data: object, names: list[str], required_first: str | None = None
-) -> Mapping[str, Any]:
+def _require_fields(path: str, data: object, names: list[str], required_first: str | None = None) -> Mapping[str, Any]:
     """Refuse all but a mapping with exactly these fields; a foreign version explains the rest, so it is looked at first."""
     prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,7 @@ REQUEST = np.dtype(
 )
 
 
-def new_request(  # noqa: PLR0913 a row has so many columns
+def new_request(
     *,
     prompt_tokens: int,
     final_tokens: int,
@@ -145,17 +145,17 @@ BLOCK = np.dtype(
 class State(NamedTuple):
     """Everything the loop reads and writes; requests are known by their slot, a row of `requests`."""
 
-    engine: np.ndarray  # one ENGINE
-    requests: np.ndarray  # REQUEST per slot
+    engine: np.recarray[Any, Any]  # one ENGINE
+    requests: np.recarray[Any, Any]  # REQUEST per slot
     running: np.ndarray  # slots, in vLLM's order
     waiting: np.ndarray  # ring of slots
     pending: np.ndarray  # ring of slots that have not arrived, by arrival
     preempted: np.ndarray  # slots preempted by the step being made
-    steps: np.ndarray  # STEP per step under way
-    batch: np.ndarray  # SCHEDULED per step under way and position
+    steps: np.recarray[Any, Any]  # STEP per step under way
+    batch: np.recarray[Any, Any]  # SCHEDULED per step under way and position
     turn_starts: np.ndarray  # scratch of `loop.repeat`: the order in which requests take blocks
     turns: np.ndarray
-    blocks: np.ndarray  # BLOCK per KV block
+    blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
     hashes: np.ndarray  # shared contents of each slot's blocks
@@ -170,7 +170,7 @@ COPIED = State._fields.index("hashes")  # the loop writes what comes before, and
 
 
 def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bool, num_slots: int = 64) -> State:
-    """Make the state of an idle, empty engine, of which requests can hold so many blocks, `tracked` by content or not."""
+    """Make the state of an idle engine with so many blocks for requests, their contents `tracked` or not."""
     tracked_blocks = num_blocks if tracked else 0
     state = State(
         engine=np.zeros(1, ENGINE).view(np.recarray),
@@ -236,7 +236,10 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
 
 def stack_like(state: State, depth: int) -> State:
     """Make room for so many copies of a state; `layer` is one of them."""
-    own = [np.zeros((depth, *array.shape), array.dtype).view(type(array)) for array in state[:COPIED]]
+    own: list[Any] = []
+    for array in state[:COPIED]:
+        assert isinstance(array, np.ndarray)
+        own.append(np.zeros((depth, *array.shape), array.dtype).view(type(array)))
     return State(*own, *state[COPIED:])
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.compiled import kernel, small_kernel
+from predictor.compiled import small_kernel
 
 Array = NDArray[np.float64]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from predictor import queues, steps
@@ -93,23 +96,29 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     if snapshot.num_free_blocks > engine.num_blocks:
         raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks} are more than the engine's {engine.num_blocks}")
     for place, item in enumerate(snapshot.running):
-        _named(f"running[{place}]", _put_back, engine, item, RUNNING)
+        with _at(f"running[{place}]"):
+            _put_back(engine, item, RUNNING)
     for place, item in enumerate(snapshot.waiting):
-        _named(f"waiting[{place}]", _put_back, engine, item, WAITING)
+        with _at(f"waiting[{place}]"):
+            _put_back(engine, item, WAITING)
     _put_back_blocks(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_prefill = snapshot.decodes_since_prefill
     for place, step in enumerate(snapshot.steps):
-        _named(f"steps[{place}]", _put_back_step, engine, step, snapshot.taken_s)
+        with _at(f"steps[{place}]"):
+            _put_back_step(engine, step, snapshot.taken_s)
     for place, request in enumerate(snapshot.reserved):
-        _named(f"reserved[{place}]", engine.add, request)
+        with _at(f"reserved[{place}]"):
+            engine.add(request)
     return engine
 
 
-def _named(where, function, *arguments):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN202
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Say where a complaint belongs."""
     try:
-        return function(*arguments)
+        yield
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error
 
@@ -133,7 +142,10 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         return
     if item.num_blocks * engine.config.block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
-    most = -(-min(request.prompt_tokens + engine.lengths(request)[1], engine.config.max_model_len) // engine.config.block_size)
+    most = -(
+        -min(request.prompt_tokens + engine.lengths(request)[1], engine.config.max_model_len)
+        // engine.config.block_size
+    )
     if item.num_blocks > most:
         raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can ever need")
     row.status = RUNNING
@@ -144,39 +156,51 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
 
 def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:
     head = engine.state.engine[0]
-    held = sum(item.num_blocks for item in snapshot.running)
-    if snapshot.kv_cache is None:
-        if engine.config.enable_prefix_caching is False and held + snapshot.num_free_blocks > engine.num_blocks:
-            raise ValueError(
-                f"num_free_blocks: {snapshot.num_free_blocks} free and {held} held are more than the engine's "
-                f"{engine.num_blocks}"
-            )
-        head.num_free_blocks = snapshot.num_free_blocks
+    head.num_free_blocks = snapshot.num_free_blocks
+    if snapshot.kv_cache is not None:
+        _put_back_tables(engine, snapshot)
+        _put_back_holders(engine, snapshot)
+        _put_back_contents(engine, snapshot.kv_cache)
         return
-    blocks = engine.state.blocks
-    num_refs = np.zeros(len(blocks), np.int64)
+    held = sum(item.num_blocks for item in snapshot.running)
+    # where prefixes are shared a block counts once for each request that holds it
+    if not engine.config.enable_prefix_caching and held + snapshot.num_free_blocks > engine.num_blocks:
+        raise ValueError(
+            f"num_free_blocks: {snapshot.num_free_blocks} free and {held} held are more than the engine's "
+            f"{engine.num_blocks}"
+        )
+
+
+def _put_back_tables(engine: Engine, snapshot: Snapshot) -> None:
     for item in (*snapshot.running, *snapshot.waiting):
         name = item.request.request_id
-        if any(not 0 <= block < len(blocks) for block in item.block_ids):
-            raise ValueError(f"block_ids: of {name!r} lie outside the engine's {len(blocks)} blocks")
+        if any(not 0 <= block < engine.num_blocks for block in item.block_ids):
+            raise ValueError(f"block_ids: of {name!r} lie outside the engine's {engine.num_blocks} blocks")
+        if len(set(item.block_ids)) < len(item.block_ids):
+            raise ValueError(f"block_ids: of {name!r} hold a block twice")
         if item.full_blocks > len(item.block_ids):
             raise ValueError(f"full_blocks: of {name!r} are more than its block_ids")
-        slot = engine.slots[name]
         engine.widen_table(len(item.block_ids))
+        slot = engine.slots[name]
         engine.state.tables[slot, : len(item.block_ids)] = item.block_ids
         engine.state.requests[slot].full_blocks = item.full_blocks
+
+
+def _put_back_holders(engine: Engine, snapshot: Snapshot) -> None:
+    """Count who holds each block, and chain those that nobody does."""
+    assert snapshot.kv_cache is not None
+    blocks, head = engine.state.blocks, engine.state.engine[0]
+    num_refs = np.zeros(len(blocks), np.int64)
     for item in snapshot.running:
         if len(item.block_ids) != item.num_blocks:
             raise ValueError(f"block_ids: {len(item.block_ids)} are listed, {item.num_blocks} are held")
         np.add.at(num_refs, list(item.block_ids), 1)
     free = snapshot.kv_cache.free_block_ids
-    if sorted(free) != [int(block) for block in np.flatnonzero(num_refs == 0)]:
+    if sorted(free) != np.flatnonzero(num_refs == 0).tolist():
         raise ValueError("kv_cache.free_block_ids: are not the blocks that nobody holds")
     if len(free) != snapshot.num_free_blocks:
         raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks}, but {len(free)} are listed as free")
     blocks.num_refs = num_refs
-    _put_back_contents(engine, snapshot.kv_cache)
-    head.num_free_blocks = len(free)
     head.free_head, head.free_tail = (free[0], free[-1]) if free else (NOBODY, NOBODY)
     for before, after in zip((NOBODY, *free), (*free, NOBODY), strict=True):
         if before != NOBODY:
@@ -205,7 +229,9 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
     state, sampled = engine.state, set(step.sampled)
-    planned_before = [entry.slot for entry in state.batch[state.engine[0].oldest]] if state.engine[0].num_in_flight else []
+    planned_before = (
+        [entry.slot for entry in state.batch[state.engine[0].oldest]] if state.engine[0].num_in_flight else []
+    )
     index = steps.current(state)
     record = state.steps[index]
     steps.begin(state)

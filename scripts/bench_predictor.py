@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import statistics
@@ -47,7 +48,9 @@ def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
     for caching in (False, True):
         for running, waiting in CASES:
             for delays in (False, True):
-                times_us = [microseconds(running, waiting, caching=caching, delays=delays, seed=seed) for seed in range(10)]
+                times_us = [
+                    microseconds(running, waiting, caching=caching, delays=delays, seed=seed) for seed in range(10)
+                ]
                 name = f"forecast_us.r{running}.w{waiting}"
                 name += ".caching" if caching else ""
                 name += ".delays" if delays else ""
@@ -81,15 +84,10 @@ def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool
     engine = Engine(config, load_profile(PROFILE).step_time)
     for number in range(running):
         engine.add(sharegpt_like(f"r{number}", rng))
-    engine.advance(engine_time_for(engine, running))
+    engine.advance(0.12 * math.sqrt(running))  # all have been admitted, and few have ended
     for number in range(waiting):
         engine.add(sharegpt_like(f"w{number}", rng, arrival_s=engine.now_s))
     return engine
-
-
-def engine_time_for(engine: Engine, running: int) -> float:
-    """A moment at which all have been admitted and few have ended."""
-    return 0.12 * running ** 0.5
 
 
 def sharegpt_like(name: str, rng: random.Random, arrival_s: float = 0.0) -> Request:

@@ -58,7 +58,9 @@ def needed(python: Path, wheel: Path) -> list[str]:
     with ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
-    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    lines = [
+        line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")
+    ]
     code = (
         "import sys; from packaging.requirements import Requirement as R\n"
         "for r in map(R, sys.stdin.read().splitlines()):\n"
@@ -66,7 +68,9 @@ def needed(python: Path, wheel: Path) -> list[str]:
     )
     done = subprocess.run([python, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=True)
     names = done.stdout.splitlines()
-    return [line for line in names if line.split("=")[0].split("<")[0].split(">")[0].split("[")[0].strip() not in LEFT_OUT]
+    return [
+        line for line in names if line.split("=")[0].split("<")[0].split(">")[0].split("[")[0].strip() not in LEFT_OUT
+    ]
 
 
 def alias(python: Path) -> None:

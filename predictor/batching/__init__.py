@@ -73,7 +73,7 @@ def settled(config: EngineConfig) -> EngineConfig:
     for name, value in batcher.fixed.items():
         if getattr(config, name) not in (None, value):
             raise ValueError(f"{name}: {config.batcher} cannot have it at {getattr(config, name)}, only at {value}")
-    rules = {**batcher.defaults, **batcher.fixed}
+    rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed}
     complete = replace(config, **{name: value for name, value in rules.items() if getattr(config, name) is None})
     if batcher.check is not None:
         batcher.check(complete)
@@ -99,7 +99,7 @@ def is_compiled(batcher: Batcher) -> bool:
     return bool(is_jitted(batcher.schedule))
 
 
-def _choice(rules: list[tuple[int, Any]]) -> Any:
+def _choice(rules: list[tuple[int, Callable[[State], bool]]]) -> Callable[[State], bool]:
     """Build the kernel that calls the rule whose number the engine carries."""
     (number, schedule), *others = rules
 

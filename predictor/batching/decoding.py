@@ -35,7 +35,7 @@ def decode_all(state: State) -> int:
 
 @kernel
 def make_room(state: State, slot: int) -> bool:
-    """Preempt the last of the running list until a decode of this request has blocks; False when it had to go itself."""
+    """Preempt from the end of the list until a decode of this request has blocks; False when it had to go itself."""
     engine, request = state.engine[0], state.requests[slot]
     needed = blocks.blocks_for(request.computed_tokens + 1, engine.block_size) - request.num_blocks
     while engine.num_free_blocks < max(needed, engine.decode_reserve):

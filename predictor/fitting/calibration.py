@@ -84,7 +84,12 @@ def calibrate(
         distance,
         np.ones(len(constants)),
         method="Nelder-Mead",
-        options={"xatol": TOLERANCE, "fatol": TOLERANCE / 10, "maxfev": MOST_REPLAYS, "initial_simplex": _simplex(len(constants))},
+        options={
+            "xatol": TOLERANCE,
+            "fatol": TOLERANCE / 10,
+            "maxfev": MOST_REPLAYS,
+            "initial_simplex": _simplex(len(constants)),
+        },
     )
     return with_constants(found.x)
 

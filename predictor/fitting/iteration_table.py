@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from predictor.fitting.regression import Array, Shape, Steps, error_of, fit, held_out, predict, rounded
+from predictor.fitting.roofline import Gpu, ModelShape
 from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime
 
@@ -72,6 +73,17 @@ def fit_prefill_attention(chunk_tokens: Array, seconds: Array) -> StepTime:
     return replace(fitted, prefill_qkv_s=rounded(2 * fitted.prefill_qq_s))
 
 
+def is_possible(chunk_tokens: Array, seconds: Array, *, model: ModelShape, gpu: Gpu) -> bool:
+    """Tell whether causal attention this fast needs no more than the GPU's peak; a windowed kernel would."""
+    operations = 2 * model.num_heads * model.head_dim * model.num_layers * chunk_tokens**2
+    return bool(np.all(operations / seconds <= gpu.flops))
+
+
+def with_attention(steps: Steps, *, counted: StepTime, actual: StepTime) -> Steps:
+    """Replace the prefill attention that was counted into a table's rows."""
+    return replace(steps, seconds=steps.seconds - predict(counted, steps) + predict(actual, steps))
+
+
 def fit_iteration_table(steps: Steps, prefill_attention: StepTime) -> tuple[StepTime, HeldOutError, ValidRange]:
     """Fit a step time on four fifths of the rows and tell its error on the rest.
 
@@ -81,7 +93,9 @@ def fit_iteration_table(steps: Steps, prefill_attention: StepTime) -> tuple[Step
     unseen = held_out(len(steps))
     rest = replace(steps, seconds=steps.seconds - predict(prefill_attention, steps))
     fitted = fit(rest.where(~unseen), REST, scale=steps.seconds[~unseen])
-    step_time = replace(fitted, **{name: getattr(prefill_attention, name) for name in (*PREFILL.numbers, "prefill_qkv_s")})
+    step_time = replace(
+        fitted, **{name: getattr(prefill_attention, name) for name in (*PREFILL.numbers, "prefill_qkv_s")}
+    )
     test = steps.where(unseen)
     valid = ValidRange(
         max_tokens=int(steps.num_tokens.max()),

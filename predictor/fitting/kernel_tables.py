@@ -189,7 +189,9 @@ def _read_attention(path: Path) -> Steps:
     """Read attention times; each row is a batch of one prefill chunk, or none, and equal decodes, or none."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = {
-            (int(r["prefill_chunk"]), int(r["kv_prefill"]), int(r["n_decode"]), int(r["kv_decode"])): float(r["time_us"])
+            (int(r["prefill_chunk"]), int(r["kv_prefill"]), int(r["n_decode"]), int(r["kv_decode"])): float(
+                r["time_us"]
+            )
             for r in csv.DictReader(lines)
         }
     chunk, before, decodes, context = np.array(sorted(rows), dtype=float).T

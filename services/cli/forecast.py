@@ -15,13 +15,30 @@ from predictor.transfer import engine_from
 from services.cli.engine_options import profile_named
 from services.codec import plain, read_json, request_from, snapshot_from
 
-COLUMNS = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "num_preemptions", "prefix_hit_tokens", "delay_sum_s", "delay_worst_s")
+COLUMNS = (
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "queue_s",
+    "num_preemptions",
+    "prefix_hit_tokens",
+    "delay_sum_s",
+    "delay_worst_s",
+)
 
 
 @click.command()
 @click.argument("snapshot")
 @click.argument("request_file", metavar="REQUEST")
-@click.option("--profile", "-p", "profile_name", metavar="NAME|FILE", default="llama-2-7b-a30", show_default=True, envvar="BLOCK_PROFILE")
+@click.option(
+    "--profile",
+    "-p",
+    "profile_name",
+    metavar="NAME|FILE",
+    default="llama-2-7b-a30",
+    show_default=True,
+    envvar="BLOCK_PROFILE",
+)
 @click.option(
     "--residual",
     type=click.Choice(tuple(RESIDUALS)),
@@ -47,7 +64,9 @@ def forecast(
     many = data if isinstance(data, list) else [data]
     block_size = state.config.block_size
     try:
-        candidates = [request_from(one, block_size=block_size, default_id=f"candidate-{n}") for n, one in enumerate(many)]
+        candidates = [
+            request_from(one, block_size=block_size, default_id=f"candidate-{n}") for n, one in enumerate(many)
+        ]
         forecasts = Forecaster(engine).forecast(candidates, state.taken_s, delays=delays)
     except ValueError as error:
         raise ValueError(f"{request_file}: {error}") from None

@@ -33,7 +33,12 @@ def show(name: str | None, *, as_json: bool) -> None:
 
 
 def _line(chosen: Profile) -> str:
-    error = "exact by definition" if chosen.error is None else f"{chosen.error.mape:.1%} off on {chosen.error.n} held-out rows"
+    error = (
+        "exact by definition"
+        if chosen.error is None
+        else f"{chosen.error.mape:.1%} off on {chosen.error.n} held-out rows"
+    )
     if chosen.kind == "roofline":
         error = "estimated from data sheets, not measured"
-    return f"{chosen.name:32} {chosen.model} on {chosen.tensor_parallel} x {chosen.gpu}, {chosen.dtype}: {chosen.kind}, {error}"
+    engine = f"{chosen.model} on {chosen.tensor_parallel} x {chosen.gpu}, {chosen.dtype}"
+    return f"{chosen.name:32} {engine}: {chosen.kind}, {error}"

@@ -39,7 +39,13 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def replay(
-    requests_file: str, profile_name: str, engine_file: str | None, steps_file: str | None, *, as_json: bool, **flags: Any
+    requests_file: str,
+    profile_name: str,
+    engine_file: str | None,
+    steps_file: str | None,
+    *,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Serve REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and tell when each got its tokens.
 
@@ -58,7 +64,10 @@ def replay(
             return
     outcomes = replay_requests(config, profile.step_time, requests)
     if as_json:
-        json.dump(plain({"profile": profile.name, "requests": [_row(o) for o in outcomes], "summary": summary(outcomes)}), sys.stdout)
+        json.dump(
+            plain({"profile": profile.name, "requests": [_row(o) for o in outcomes], "summary": summary(outcomes)}),
+            sys.stdout,
+        )
         print()
     else:
         _print_table(outcomes)
@@ -77,8 +86,7 @@ def _opened(path: str) -> Iterator[TextIO]:
 
 
 def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[Request], out: TextIO) -> None:
-    for step in replay_steps(config, step_time, requests):
-        out.write(json.dumps(plain(step)) + "\n")
+    out.writelines(json.dumps(plain(step)) + "\n" for step in replay_steps(config, step_time, requests))
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
@@ -103,9 +111,13 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def _print_table(outcomes: list[Outcome]) -> None:
-    print(f"{'request':>12}{'arrival_s':>12}{'prompt':>8}{'output':>8}{'hits':>7}{'ttft_s':>10}{'tpot_s':>10}{'e2e_s':>10}{'preempted':>11}")
+    print(
+        f"{'request':>12}{'arrival_s':>12}{'prompt':>8}{'output':>8}{'hits':>7}{'ttft_s':>10}{'tpot_s':>10}{'e2e_s':>10}{'preempted':>11}"
+    )
     for o in outcomes:
-        times = "".join(f"{'never' if value is None else f'{value:.4f}':>10}" for value in (o.ttft_s, o.tpot_s, o.e2e_s))
+        times = "".join(
+            f"{'never' if value is None else f'{value:.4f}':>10}" for value in (o.ttft_s, o.tpot_s, o.e2e_s)
+        )
         counts = f"{o.prompt_tokens:>8}{o.output_tokens:>8}{o.prefix_hit_tokens:>7}"
         print(f"{o.request_id:>12}{o.arrival_s:>12.3f}{counts}{times}{o.num_preemptions:>11}")
     total = summary(outcomes)
@@ -113,5 +125,8 @@ def _print_table(outcomes: list[Outcome]) -> None:
     for name in METRICS:
         if name in total:
             print(f"{name:>8}  " + "  ".join(f"{key} {value:.4f}" for key, value in total[name].items()))
-    print(f"{total['num_requests']} requests in {total['makespan_s']:.3f} s, {total['num_preemptions']} preemptions", end="")
+    print(
+        f"{total['num_requests']} requests in {total['makespan_s']:.3f} s, {total['num_preemptions']} preemptions",
+        end="",
+    )
     print(f", {total['num_unfinished']} never finish" if total["num_unfinished"] else "")

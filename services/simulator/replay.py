@@ -31,7 +31,7 @@ def loaded_engine(config: EngineConfig, step_time: StepTime, requests: Sequence[
     for place, request in enumerate(requests):
         try:
             if request.length() is None:
-                raise ValueError("output_tokens: is missing")  # noqa: TRY301 one place names the request
+                raise ValueError("output_tokens: is missing")
             engine.add(request, tie_break=by_id[request.request_id])
         except ValueError as error:
             raise ValueError(f"requests[{place}].{error}") from error

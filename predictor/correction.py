@@ -1,0 +1,62 @@
+"""Online correction of a step time: a smoothed ratio of real to predicted seconds (ProServe §4.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from predictor.profile import require_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionRule:
+    """How a correction follows its samples.
+
+    `momentum` is ProServe's θ, the share of the old factor that stays; the mean is taken over the last `window`
+    steps; a factor, and each sample, is held between `lowest` and `highest`, so that no hiccup can make it useless.
+    """
+
+    momentum: float = 0.9
+    window: int = 32
+    lowest: float = 0.25
+    highest: float = 4.0
+
+    def __post_init__(self) -> None:
+        """Refuse rules under which a factor would not converge."""
+        if not (math.isfinite(self.momentum) and 0 <= self.momentum < 1):
+            raise ValueError(f"momentum: must be at least 0 and below 1, not {self.momentum}")
+        require_count("window", self.window)
+        if not (math.isfinite(self.lowest) and 0 < self.lowest <= 1):
+            raise ValueError(f"lowest: must be above 0 and at most 1, not {self.lowest}")
+        if not (math.isfinite(self.highest) and self.highest >= 1):
+            raise ValueError(f"highest: must be finite and at least 1, not {self.highest}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What to multiply predicted seconds with, as far as the steps observed so far tell."""
+
+    rule: CorrectionRule = field(default_factory=CorrectionRule)
+    factor: float = 1.0
+    ratios: tuple[float, ...] = ()
+    num_refused: int = 0
+
+    def observe(self, *, predicted_s: float, real_s: float) -> Correction:
+        """Take in one step: what the uncorrected step time said, and what it really took.
+
+        β ← θ·β + (1 − θ)·mean(real / predicted). A sample that is no pair of positive times is counted and left out.
+        """
+        if not (_is_time(predicted_s) and _is_time(real_s)):
+            return replace(self, num_refused=self.num_refused + 1)
+        ratio = self._held(real_s / predicted_s)
+        ratios = (*self.ratios, ratio)[-self.rule.window :]
+        mean = math.fsum(ratios) / len(ratios)
+        kept = self.rule.momentum
+        return replace(self, factor=self._held(kept * self.factor + (1 - kept) * mean), ratios=ratios)
+
+    def _held(self, value: float) -> float:
+        return min(self.rule.highest, max(self.rule.lowest, value))
+
+
+def _is_time(value: float) -> bool:
+    return math.isfinite(value) and value > 0
