@@ -27,9 +27,9 @@ class Tag:
     def __post_init__(self) -> None:
         """Refuse what is no length."""
         if not (math.isfinite(self.median_tokens) and 0 < self.median_tokens <= MOST_TOKENS):
-            raise ValueError(f"tag.median_tokens: must be above 0 and at most {MOST_TOKENS}, not {self.median_tokens}")
+            raise ValueError(f"median_tokens: must be above 0 and at most {MOST_TOKENS}, not {self.median_tokens}")
         if not (math.isfinite(self.spread) and 0 <= self.spread <= 10):
-            raise ValueError(f"tag.spread: must lie between 0 and 10, not {self.spread}")
+            raise ValueError(f"spread: must lie between 0 and 10, not {self.spread}")
 
 
 def plus_ten(tag: Tag, tokens_so_far: int) -> float:

@@ -26,7 +26,7 @@ class Slo:
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"slo.{name}: must be above 0, not {value}")
+                raise ValueError(f"{name}: must be above 0, not {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,10 @@ class Request:
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), at_least=1)
         if isinstance(self.tag, int | float):
-            object.__setattr__(self, "tag", Tag(median_tokens=self.tag))
+            try:
+                object.__setattr__(self, "tag", Tag(median_tokens=self.tag))
+            except ValueError as error:
+                raise ValueError(f"tag.{error}") from None
         if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
             raise ValueError(f"arrival_s: must be a time from 0 on, not {self.arrival_s}")
         if abs(self.priority) > 2**31:

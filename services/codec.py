@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -39,7 +40,7 @@ def read_json(path: str) -> Any:
 def read_text(path: str) -> str:
     """Read a file, or standard input for `-`."""
     try:
-        return Path("/dev/stdin" if path == "-" else path).read_text(encoding="utf-8")
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

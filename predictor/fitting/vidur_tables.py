@@ -96,22 +96,22 @@ def read_attention_table(path: Path) -> Steps:
 
 def fit_vidur_tables(layer: LayerTable, attention: StepTime, *, model: ModelShape, gpu: Gpu) -> StepTime:
     """Put a step time together from a layer's kernels and the attention of all layers."""
-    dense = model.num_layers * sum((count * layer.seconds[name] for name, count in PER_LAYER.items()), np.zeros(1))
-    dense = dense + layer.seconds[PER_STEP]
-    seen = ~held_out(len(layer.tokens)) | np.isin(layer.tokens, (layer.tokens[0], layer.tokens[-1]))
-    return replace(
-        attention,
-        by_tokens=extend_curve(thin_curve(layer.tokens[seen], dense[seen], tolerance=TOLERANCE), factor=TAIL),
-        by_sequences=Curve(y=(head_s(model, gpu),)),
-    )
+    return replace(attention, by_tokens=_layers_curve(layer, model), by_sequences=Curve(y=(head_s(model, gpu),)))
+
+
+def error_of_layers(layer: LayerTable, *, model: ModelShape) -> HeldOutError:
+    """Give the error of all that is not attention, on token counts held out."""
+    unseen = held_out(len(layer.tokens))
+    curve = _layers_curve(layer, model)
+    predicted = curve.table(int(layer.tokens[-1]))[layer.tokens[unseen].astype(int)]
+    return error_of(predicted, _layers_s(layer, model)[unseen])
 
 
 def fit_attention(
     steps: Steps, layer: LayerTable, *, model: ModelShape, gpu: Gpu
 ) -> tuple[StepTime, HeldOutError, ValidRange]:
     """Fit attention in the company of the other kernels, and the error of whole steps on rows held out."""
-    dense = model.num_layers * sum((count * layer.seconds[name] for name, count in PER_LAYER.items()), np.zeros(1))
-    rest = np.interp(steps.num_tokens, layer.tokens, dense + layer.seconds[PER_STEP]) + head_s(model, gpu)
+    rest = np.interp(steps.num_tokens, layer.tokens, _layers_s(layer, model)) + head_s(model, gpu)
     layered = replace(steps, seconds=steps.seconds * model.num_layers)
     whole = replace(layered, seconds=layered.seconds + rest)
     unseen = held_out(len(steps))
@@ -155,6 +155,19 @@ def scaled_attention(attention: StepTime, *, measured: ModelShape, wanted: Model
 def head_s(model: ModelShape, gpu: Gpu) -> float:
     """Estimate the output embedding: its weights are read once a step."""
     return rounded(model.head_weights * model.bytes_per_weight / (gpu.bandwidth * HEAD_BANDWIDTH_SHARE))
+
+
+def _layers_s(layer: LayerTable, model: ModelShape) -> Array:
+    """Sum the kernels of all layers, and the embedding, by token count."""
+    kernels = [count * layer.seconds[name] for name, count in PER_LAYER.items()]
+    total: Array = model.num_layers * np.sum(kernels, axis=0) + layer.seconds[PER_STEP]
+    return total
+
+
+def _layers_curve(layer: LayerTable, model: ModelShape) -> Curve:
+    seen = ~held_out(len(layer.tokens)) | np.isin(layer.tokens, (layer.tokens[0], layer.tokens[-1]))
+    curve = thin_curve(layer.tokens[seen], _layers_s(layer, model)[seen], tolerance=TOLERANCE)
+    return extend_curve(curve, factor=TAIL)
 
 
 def _looked_up(curve: Curve, *, by: float, times: float) -> Curve:

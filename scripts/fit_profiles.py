@@ -1,0 +1,403 @@
+"""Fit every shipped latency profile anew from the data that BLOCK_DATA names."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.fitting.calibration import Latencies, calibrate
+from predictor.fitting.iteration_table import (
+    fit_iteration_table,
+    fit_prefill_attention,
+    is_possible,
+    read_iteration_table,
+    with_attention,
+)
+from predictor.fitting.kernel_tables import fit_kernel_tables, read_kernel_tables
+from predictor.fitting.roofline import BLOCK_SIZE, GPUS, ModelShape, model_shape, num_gpu_blocks
+from predictor.fitting.vidur_tables import (
+    error_of_layers,
+    fit_attention,
+    fit_vidur_tables,
+    read_attention_table,
+    read_layer_table,
+    scaled_attention,
+)
+from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
+from predictor.request import Request
+from predictor.step_time import StepTime
+from services.simulator.replay import replay
+
+CALIBRATION_REQUESTS = 30
+# Block's engines are a quarter slower than their kernels at a full batch of the paper's work, about 36 ms of kernels.
+V0_CPU_S = 9e-3
+V0_NOTE = (
+    "9 ms a step of CPU time are assumed, not measured: by about a quarter the paper's engines (vLLM 0.7.2) are slower "
+    "than their kernels. The output embedding is not in the tables and is its bytes at 80 % of the bandwidth."
+)
+
+LLAMA_2_7B = model_shape(
+    {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "torch_dtype": "float16",
+    }
+)
+QWEN2_7B = model_shape(
+    {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "torch_dtype": "bfloat16",
+    }
+)
+LLAMA_31_8B = model_shape(
+    {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    }
+)
+QWEN3_32B = model_shape(
+    {
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 25600,
+        "vocab_size": 151936,
+        "torch_dtype": "bfloat16",
+    }
+)
+
+
+def main() -> int:
+    """Write the profiles asked for, all of them by default, and print one line about each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="profiles to fit (default: all)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "predictor" / "profiles")
+    arguments = parser.parse_args()
+    data = Path(os.environ.get("BLOCK_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not data.is_dir():
+        sys.stderr.write(f"BLOCK_DATA: {data} is no directory\n")
+        return 2
+    unknown = sorted(set(arguments.names) - set(PROFILES))
+    if unknown:
+        sys.stderr.write(f"names: {unknown[0]!r} is none of {', '.join(PROFILES)}\n")
+        return 2
+    for name in arguments.names or PROFILES:
+        profile = PROFILES[name](data)
+        (arguments.output / f"{name}.json").write_text(profile_to_json(profile), encoding="utf-8")
+        error = profile.error
+        figures = f"mape {error.mape:.2%}, p90 {error.p90:.2%} on {error.n} rows held out" if error else "no error figure"
+        sys.stdout.write(f"{name}: {figures}\n")
+    return 0
+
+
+def llama_2_7b_a30(data: Path) -> Profile:
+    """Block's testbed. The attention of Llama-2-7B was not profiled there: it is carried over from Qwen2-7B's."""
+    gpu, folder = GPUS["A30"], data / "profiles/block/compute/a30"
+    layer = read_layer_table(folder / "meta-llama/Llama-2-7b-hf/mlp.csv", model=LLAMA_2_7B, gpu=gpu)
+    other = read_layer_table(folder / "Qwen/Qwen-2-7B/mlp.csv", model=QWEN2_7B, gpu=gpu)
+    rows = read_attention_table(folder / "Qwen/Qwen-2-7B/attention.csv")
+    attention, _, valid = fit_attention(rows, other, model=QWEN2_7B, gpu=gpu)
+    scaled = scaled_attention(attention, measured=QWEN2_7B, wanted=LLAMA_2_7B)
+    return Profile(
+        name="llama-2-7b-a30",
+        model="meta-llama/Llama-2-7b-hf",
+        gpu="A30",
+        tensor_parallel=1,
+        dtype="float16",
+        kind=FITTED,
+        step_time=replace(fit_vidur_tables(layer, scaled, model=LLAMA_2_7B, gpu=gpu), constant_s=V0_CPU_S),
+        valid=valid,
+        error=error_of_layers(layer, model=LLAMA_2_7B),
+        source=(
+            "Block's A30 kernel tables (profiles/block, in Vidur's format). Dropped as blank or faster than the GPU's "
+            f"bandwidth and peak allow, and bridged from their neighbours: {layer.filtered()}. No attention of this "
+            "model was measured: Qwen2-7B's on the same GPU is scaled, decoding by bytes read with 8 times the KV "
+            f"heads, prefill by query width; the error is that of the other kernels. {V0_NOTE}"
+        ),
+        engine=SuggestedEngine(num_gpu_blocks=1056, block_size=16, max_num_seqs=48, max_num_batched_tokens=512),
+    )
+
+
+def qwen2_7b_a30(data: Path) -> Profile:
+    """Block's testbed with its other model."""
+    gpu, folder = GPUS["A30"], data / "profiles/block/compute/a30/Qwen/Qwen-2-7B"
+    layer = read_layer_table(folder / "mlp.csv", model=QWEN2_7B, gpu=gpu)
+    rows = read_attention_table(folder / "attention.csv")
+    attention, error, valid = fit_attention(rows, layer, model=QWEN2_7B, gpu=gpu)
+    return Profile(
+        name="qwen2-7b-a30",
+        model="Qwen/Qwen2-7B",
+        gpu="A30",
+        tensor_parallel=1,
+        dtype="bfloat16",
+        kind=FITTED,
+        step_time=replace(fit_vidur_tables(layer, attention, model=QWEN2_7B, gpu=gpu), constant_s=V0_CPU_S),
+        valid=valid,
+        error=error,
+        source=(
+            "Block's A30 kernel tables (profiles/block, in Vidur's format). Dropped as blank or faster than the GPU's "
+            f"bandwidth and peak allow, and bridged from their neighbours: {layer.filtered()}. {V0_NOTE} The number of "
+            "blocks is the memory that the paper's 1056 blocks of Llama-2-7B and its weights take, less these weights."
+        ),
+        engine=SuggestedEngine(
+            num_gpu_blocks=_blocks_in_place_of(LLAMA_2_7B, 1056, QWEN2_7B),
+            block_size=16,
+            max_num_seqs=48,
+            max_num_batched_tokens=512,
+        ),
+    )
+
+
+def llama_31_8b_sxm(data: Path, *, name: str, gpu: str, system: str, vllm: str) -> Profile:
+    """Llama-3.1-8B on a data-centre GPU, from whole steps that were put together of measured kernels."""
+    steps = read_iteration_table(data / "derived/iter_ms_llama31_8b_bf16_tp1.csv", system)
+    counted = _prefill_attention(data, system, vllm)
+    actual, note = counted, f"attention of prefill chunks from profiles/aiconfigurator/{system}"
+    if not _is_possible(data, system, vllm, gpu):
+        # A windowed kernel was measured instead; the H100 has the same multiprocessors at the same clock.
+        actual = _prefill_attention(data, "h100_sxm", "0.19.0")
+        note = (
+            f"attention of prefill chunks from profiles/aiconfigurator/h100_sxm, put in the table's rows too, as that "
+            f"of {system} is faster than the GPU's peak (a windowed kernel)"
+        )
+    step_time, error, valid = fit_iteration_table(with_attention(steps, counted=counted, actual=actual), actual)
+    return Profile(
+        name=name,
+        model="meta-llama/Llama-3.1-8B",
+        gpu=gpu,
+        tensor_parallel=1,
+        dtype="bfloat16",
+        kind=FITTED,
+        step_time=step_time,
+        valid=valid,
+        error=error,
+        source=f"derived/iter_ms_llama31_8b_bf16_tp1.csv, rows of {system}; {note}. Kernels only, no CPU time.",
+        engine=_estimated_engine(LLAMA_31_8B, gpu, 1),
+    )
+
+
+def llama_31_8b_rtxpro6000(data: Path) -> Profile:
+    """Llama-3.1-8B on the GPU of the measured runs."""
+    return _rtxpro6000(
+        data,
+        name="llama-3.1-8b-rtxpro6000",
+        model="meta-llama/Llama-3.1-8B",
+        shape=LLAMA_31_8B,
+        tensor_parallel=1,
+        max_model_len=131072,
+        constants=("constant_s", "prefill_s"),
+        meaning="CPU time a step, and more of it where prefill chunks keep the step from being one CUDA graph",
+    )
+
+
+def qwen3_32b_rtxpro6000_tp2(data: Path) -> Profile:
+    """Qwen3-32B on two of the GPUs of the measured runs."""
+    return _rtxpro6000(
+        data,
+        name="qwen3-32b-rtxpro6000-tp2",
+        model="Qwen/Qwen3-32B",
+        shape=QWEN3_32B,
+        tensor_parallel=2,
+        max_model_len=40960,
+        constants=("constant_s", "token_s"),
+        meaning="CPU time a step, and communication a token",
+    )
+
+
+PROFILES: dict[str, Callable[[Path], Profile]] = {
+    "llama-2-7b-a30": llama_2_7b_a30,
+    "qwen2-7b-a30": qwen2_7b_a30,
+    "llama-3.1-8b-a100": lambda data: llama_31_8b_sxm(
+        data, name="llama-3.1-8b-a100", gpu="A100", system="a100_sxm", vllm="0.14.0"
+    ),
+    "llama-3.1-8b-h100": lambda data: llama_31_8b_sxm(
+        data, name="llama-3.1-8b-h100", gpu="H100", system="h100_sxm", vllm="0.19.0"
+    ),
+    "llama-3.1-8b-h200": lambda data: llama_31_8b_sxm(
+        data, name="llama-3.1-8b-h200", gpu="H200", system="h200_sxm", vllm="0.19.0"
+    ),
+    "llama-3.1-8b-rtxpro6000": llama_31_8b_rtxpro6000,
+    "qwen3-32b-rtxpro6000-tp2": qwen3_32b_rtxpro6000_tp2,
+}
+
+
+def _rtxpro6000(
+    data: Path,
+    *,
+    name: str,
+    model: str,
+    shape: ModelShape,
+    tensor_parallel: int,
+    max_model_len: int,
+    constants: tuple[str, ...],
+    meaning: str,
+) -> Profile:
+    """Fit from kernel tables, then find the constants that they do not hold in the first measured requests."""
+    tables = read_kernel_tables(data / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{tensor_parallel}")
+    kernels, error, valid = fit_kernel_tables(
+        tables,
+        num_layers=shape.num_layers,
+        kv_heads_per_gpu=shape.num_kv_heads // tensor_parallel,
+        num_sms=GPUS["RTX-PRO-6000"].num_sms,
+    )
+    engine = _estimated_engine(shape, "RTX-PRO-6000", tensor_parallel, max_num_seqs=128, max_num_batched_tokens=2048)
+    config = EngineConfig(
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks=engine.num_gpu_blocks or 0,
+        max_model_len=max_model_len,
+        async_scheduling=True,
+    )
+    requests, measured = _measured_run(data, model)
+
+    def replayed(step_time: StepTime) -> Latencies:
+        outcomes = replay(config, step_time, requests)
+        return Latencies(
+            first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
+            last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
+            output_tokens=measured.output_tokens,
+        )
+
+    step_time = calibrate(kernels, replayed, measured, num_requests=CALIBRATION_REQUESTS, constants=constants)
+    found = ", ".join(f"{which} +{getattr(step_time, which) - getattr(kernels, which):.3g}" for which in constants)
+    return Profile(
+        name=name,
+        model=model,
+        gpu="RTX-PRO-6000",
+        tensor_parallel=tensor_parallel,
+        dtype="bfloat16",
+        kind=FITTED,
+        step_time=step_time,
+        valid=valid,
+        error=error,
+        source=(
+            "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), batches of at "
+            f"most 200,000 tokens of context; the error is theirs. Calibrated by replaying the first "
+            f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}): {found}."
+        ),
+        engine=engine,
+    )
+
+
+def _measured_run(data: Path, model: str) -> tuple[list[Request], Latencies]:
+    """Read a measured run: what was asked, and when the tokens came."""
+    short = model.rsplit("/", 1)[-1]
+    lines = (data / f"measured/vllm_RTXPRO6000_{short}_requests.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    # Arrivals and events are on two clocks; the request that waited least tells how far apart these are.
+    apart_s = min(row["queued_ts"] - row["arrival_time"] for row in rows)
+    arrivals_s = [row["arrival_time"] + apart_s for row in rows]
+    start_s = min(arrivals_s)
+    hashes = _prefix_hashes(data, short, len(rows))
+    requests = [
+        Request(
+            request_id=row["request_id"],
+            arrival_s=arrival_s - start_s,
+            prompt_tokens=row["input_toks"],
+            output_tokens=row["output_toks"],
+            prefix_hashes=prefix,
+        )
+        for row, arrival_s, prefix in zip(rows, arrivals_s, hashes, strict=True)
+    ]
+    return requests, Latencies(
+        first_token_s=np.array([row["first_token_ts"] for row in rows]) - np.array(arrivals_s),
+        last_token_s=np.array([row["last_token_ts"] for row in rows]) - np.array(arrivals_s),
+        output_tokens=np.array([float(row["output_toks"]) for row in rows]),
+    )
+
+
+def _prefix_hashes(data: Path, short: str, count: int) -> Iterator[tuple[str, ...]]:
+    """Hash the prompts' blocks, each with all before it, where the trace is there that holds their tokens."""
+    if short != "Llama-3.1-8B":
+        yield from ((),) * count
+        return
+    trace = data / "traces/llmservingsim_sharegpt300_llama3.1-8b.jsonl"
+    for line in trace.read_text(encoding="utf-8").splitlines():
+        tokens = json.loads(line)["input_tok_ids"]
+        digest, hashes = hashlib.sha256(), []
+        for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            digest.update(repr(tokens[start : start + BLOCK_SIZE]).encode())
+            hashes.append(digest.hexdigest()[:16])
+        yield tuple(hashes)
+
+
+def _prefill_attention(data: Path, system: str, vllm: str) -> StepTime:
+    chunk, seconds = _context_attention(data, system, vllm)
+    return fit_prefill_attention(chunk, seconds)
+
+
+def _is_possible(data: Path, system: str, vllm: str, gpu: str) -> bool:
+    chunk, seconds = _context_attention(data, system, vllm)
+    return is_possible(chunk, seconds, model=LLAMA_31_8B, gpu=GPUS[gpu])
+
+
+def _context_attention(data: Path, system: str, vllm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read Llama-3.1-8B's prefill attention, all layers, by chunk length; repeated measurements by their median."""
+    from pyarrow import parquet
+
+    path = data / f"profiles/aiconfigurator/{system}/attention/vllm/{vllm}/context_attention_perf.parquet"
+    wanted = {
+        "batch_size": 1,
+        "num_heads": LLAMA_31_8B.num_heads,
+        "num_key_value_heads": LLAMA_31_8B.num_kv_heads,
+        "head_dim": LLAMA_31_8B.head_dim,
+        "attn_dtype": "bfloat16",
+        "kv_cache_dtype": "bfloat16",
+        "window_size": 0,
+    }
+    by_length: dict[int, list[float]] = {}
+    for row in parquet.read_table(path).to_pylist():
+        if all(row.get(column, value) == value for column, value in wanted.items()) and row["isl"] >= BLOCK_SIZE:
+            by_length.setdefault(row["isl"], []).append(row["latency"] * 1e-3 * LLAMA_31_8B.num_layers)
+    lengths = sorted(by_length)
+    return np.array(lengths, dtype=float), np.array([float(np.median(by_length[length])) for length in lengths])
+
+
+def _blocks_in_place_of(held: ModelShape, num_blocks: int, wanted: ModelShape) -> int:
+    """Count the blocks that fit where another model and its blocks did."""
+    room = held.weight_bytes + num_blocks * BLOCK_SIZE * held.kv_bytes_per_token - wanted.weight_bytes
+    return room // (BLOCK_SIZE * wanted.kv_bytes_per_token)
+
+
+def _estimated_engine(
+    shape: ModelShape,
+    gpu: str,
+    tensor_parallel: int,
+    *,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> SuggestedEngine:
+    return SuggestedEngine(
+        num_gpu_blocks=num_gpu_blocks(shape, GPUS[gpu], tensor_parallel=tensor_parallel),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

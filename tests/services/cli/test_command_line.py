@@ -1,0 +1,248 @@
+"""The block command, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from services.cli import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SNAPSHOT, REQUEST, REQUESTS = (str(EXAMPLES / name) for name in ("snapshot.json", "request.json", "requests.jsonl"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """How a command ended and what it printed."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def block(*arguments: str, stdin: str = "", **environment: str) -> Done:
+    """Run the command here, with its own streams and environment."""
+    out, err = StringIO(), StringIO()
+    with (
+        patch.object(sys, "argv", ["block", *arguments]),
+        patch.object(sys, "stdin", StringIO(stdin)),
+        patch.dict(os.environ, environment),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return Done(returncode=ended.value.code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_the_installed_command_reads_standard_input() -> None:
+    """The entry point works as a process of its own."""
+    command = [str(Path(sys.executable).with_name("block")), "replay", "-", "-p", "constant", "--json"]
+    line = '{"prompt_tokens": 4, "output_tokens": 3}'
+    done = subprocess.run(command, input=line, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["summary"]["makespan_s"] == 3.0
+
+
+def answer(*arguments: str, stdin: str = "", **environment: str) -> Any:
+    """Run the command with --json and parse what it prints."""
+    done = block(*arguments, "--json", stdin=stdin, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refusal(*arguments: str, stdin: str = "", **environment: str) -> str:
+    """Run the command on bad input and return its one line."""
+    done = block(*arguments, stdin=stdin, **environment)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_forecast_tells_times_and_delays() -> None:
+    """A forecast has the times of the request and what it does to the others."""
+    (forecast,) = answer("forecast", SNAPSHOT, REQUEST)["forecasts"]
+    assert 0 <= forecast["queue_s"] < forecast["ttft_s"] < forecast["e2e_s"]
+    assert forecast["output_tokens"] == 210
+    assert forecast["delay_sum_s"] >= forecast["delay_worst_s"] >= 0
+
+
+def test_forecast_of_several_requests_equals_each_alone() -> None:
+    """Candidates in one call do not see each other."""
+    request = json.loads(Path(REQUEST).read_text())
+    many = [{**request, "request_id": f"c{n}", "prompt_tokens": 100 * (n + 1)} for n in range(3)]
+    together = answer("forecast", SNAPSHOT, "-", stdin=json.dumps(many))["forecasts"]
+    alone = [answer("forecast", SNAPSHOT, "-", stdin=json.dumps(one))["forecasts"][0] for one in many]
+    assert together == alone
+
+
+def test_residual_rules_are_selectable_by_name() -> None:
+    """What is left of answers that go on is reckoned by the rule that was named."""
+    snapshot = json.loads(Path(SNAPSHOT).read_text())
+    for item in snapshot["running"]:
+        item["request"]["tag"] = {"median_tokens": 5, "spread": 1.0}
+    text = json.dumps(snapshot)
+    delays = {
+        rule: answer("forecast", "-", REQUEST, "--residual", rule, "-p", "llama-2-7b-a30", stdin=text)["forecasts"][0]["e2e_s"]
+        for rule in ("plus_ten", "conditional_median")
+    }
+    assert delays["plus_ten"] < delays["conditional_median"]
+
+
+def test_replay_gives_times_and_steps(tmp_path: Path) -> None:
+    """A replay tells each request's times; with --steps, each step's batch and queues."""
+    steps_file = tmp_path / "steps.jsonl"
+    result = answer("replay", REQUESTS, "--profile", "constant", "--steps", str(steps_file))
+    steps = [json.loads(line) for line in steps_file.read_text().splitlines()]
+    assert list(steps[0]) == ["step", "start_s", "end_s", "scheduled", "running", "waiting", "free_blocks", "preempted"]
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    asked = [json.loads(line) for line in Path(REQUESTS).read_text().splitlines()]
+    tokens = sum(sum(step["scheduled"].values()) for step in steps)
+    assert tokens == sum(r["prompt_tokens"] + r["output_tokens"] - 1 for r in asked)
+    assert steps[-1]["end_s"] == max(r["finished_s"] for r in result["requests"])
+    assert result["summary"]["num_unfinished"] == 0
+
+
+def test_steps_alone_go_to_standard_output() -> None:
+    """`--steps` without a file prints the steps and nothing else."""
+    done = block("replay", REQUESTS, "--profile", "constant", "--steps")
+    assert done.returncode == 0
+    assert all("scheduled" in json.loads(line) for line in done.stdout.splitlines())
+
+
+def test_settings_come_from_flag_environment_and_file_in_that_order(tmp_path: Path) -> None:
+    """A flag beats the environment, which beats the file."""
+    settings = tmp_path / "engine.toml"
+    settings.write_text("[engine]\nmax_num_seqs = 1\n")
+
+    def makespan(*arguments: str, **environment: str) -> float:
+        result = answer("replay", REQUESTS, "-p", "constant", *arguments, **environment)
+        return float(result["summary"]["makespan_s"])
+
+    alone, two, four = (makespan("--max-num-seqs", str(n)) for n in (1, 2, 4))
+    assert alone > two > four
+    assert makespan("-c", str(settings)) == alone
+    assert makespan("-c", str(settings), BLOCK_MAX_NUM_SEQS="2") == two
+    assert makespan("-c", str(settings), "--max-num-seqs", "4", BLOCK_MAX_NUM_SEQS="2") == four
+
+
+def test_token_ids_are_counted_and_share_prefixes() -> None:
+    """Prompts given as token ids hit each other's prefix."""
+    lines = [{"prompt_tokens": list(range(40)), "output_tokens": 2, "arrival_s": n * 10.0} for n in range(2)]
+    text = "\n".join(json.dumps(line) for line in lines)
+    first, second = answer("replay", "-", "-p", "constant", "--block-size", "16", stdin=text)["requests"]
+    assert (first["prefix_hit_tokens"], second["prefix_hit_tokens"]) == (0, 32)
+
+
+def test_csv_is_read_as_well(tmp_path: Path) -> None:
+    """A CSV with a header does for a trace."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,10,3\n1.5,20,4\n")
+    assert len(answer("replay", str(trace), "-p", "constant")["requests"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"prompt_tokens": -4, "output_tokens": 3}', "requests[0].prompt_tokens"),
+        ('{"prompt_tokens": 4, "output_tokens": 0}', "requests[0].output_tokens"),
+        ('{"prompt_tokens": 4}', "requests[0].output_tokens"),
+        ('{"output_tokens": 4}', "requests[0].prompt_tokens"),
+        ('{"prompt_tokens": 4.5, "output_tokens": 3}', "requests[0].prompt_tokens"),
+        ('{"prompt_tokens": true, "output_tokens": 3}', "requests[0].prompt_tokens"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "arrival_s": -1}', "requests[0].arrival_s"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "arrival_s": NaN}', "NaN"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "arrival_s": 1e999}', "requests[0].arrival_s"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "prioritty": 1}', "did you mean priority"),
+        ('{"prompt_tokens": 99999, "output_tokens": 3}', "max_model_len"),
+        ('{"prompt_tokens": 99999999999999999999, "output_tokens": 3}', "requests[0].prompt_tokens"),
+        ('{"prompt_tokens": ["a"], "output_tokens": 3}', "prompt_token_ids"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "slo": {"ttft_s": -1}}', "requests[0].slo.ttft_s"),
+        ('{"prompt_tokens": 4, "output_tokens": 3, "prefix_hashes": 3}', "requests[0].prefix_hashes"),
+        ("[1]", "requests[0]"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("", "no requests"),
+    ],
+)
+def test_a_bad_request_is_named(line: str, named: str) -> None:
+    """Bad requests get one line naming place and field, and exit status 2."""
+    assert named in refusal("replay", "-", "-p", "constant", stdin=line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--max-num-seqs", "-1"), "max_num_seqs"),
+        (("--block-size", "0"), "block_size"),
+        (("--num-gpu-blocks", "1"), "num_gpu_blocks"),
+        (("--watermark", "nan"), "watermark"),
+        (("--watermark", "1.5"), "watermark"),
+        (("--scheduling-policy", "lifo"), "scheduling-policy"),
+        (("--batcher", "vllm_v2"), "batcher"),
+        (("--batcher", "orca", "--async-scheduling"), "async_scheduling"),
+        (("--no-enable-chunked-prefill",), "max_num_batched_tokens"),
+        (("--max-num-batched-tokens", "2", "--max-num-seqs", "4"), "max_num_batched_tokens"),
+        (("--num-gpu-blocks", "3"), "KV blocks"),
+        (("--max-num-sqs", "4"), "--max-num-seqs"),
+        (("--profile", "llama-on-a-toaster"), "profile"),
+        (("--engine", "missing.toml"), "missing.toml"),
+    ],
+)
+def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
+    """Bad engine settings get one line naming the setting, and exit status 2."""
+    profile = () if "--profile" in arguments else ("-p", "constant")
+    assert named in refusal("replay", REQUESTS, *profile, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 2}, "version: 2 is newer"),
+        ({"version": "1"}, "version"),
+        ({"taken_s": None}, "taken_s"),
+        ({"num_free_blocks": -1}, "num_free_blocks"),
+        ({"num_free_blocks": 5000}, "num_free_blocks"),
+        ({"num_free_blocks": 1056}, "num_free_blocks"),
+        ({"surprise": 1}, "surprise: is unknown"),
+        ({"config": {"max_num_seqs": 0}}, "config.max_num_seqs"),
+        ({"config": {"max_num_seqs": 2}}, "running"),
+        ({"running": {}}, "running"),
+        ({"running": [{}]}, "running[0].request: is missing"),
+        ({"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "num_blocks": 999}]}, "running[0].num_blocks"),
+        ({"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "computed_tokens": 9}]}, "computed_tokens"),
+        ({"steps": [{"start_s": 0.0, "scheduled": {"nobody": 1}}]}, "steps[0].scheduled.nobody"),
+        ({"reserved": [{"request_id": "x", "prompt_tokens": 1}] * 2}, "request_id"),
+    ],
+)
+def test_a_bad_snapshot_is_named(change: dict[str, Any], named: str) -> None:
+    """Snapshots that are newer, incomplete or contradict themselves are refused by field."""
+    snapshot = {**json.loads(Path(SNAPSHOT).read_text()), **change}
+    assert named in refusal("forecast", "-", REQUEST, "-p", "constant", stdin=json.dumps(snapshot))
+
+
+@pytest.mark.parametrize("field", ["version", "taken_s", "config", "num_free_blocks"])
+def test_a_missing_field_of_a_snapshot_is_named(field: str) -> None:
+    """A snapshot with a field missing is refused by that field."""
+    snapshot = json.loads(Path(SNAPSHOT).read_text())
+    del snapshot[field]
+    assert f"{field}: is missing" in refusal("forecast", "-", REQUEST, "-p", "constant", stdin=json.dumps(snapshot))
+
+
+def test_profiles_are_listed_and_shown() -> None:
+    """Every listed profile can be shown."""
+    done = block("profile", "show")
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert "constant" in names
+    for name in names:
+        assert block("profile", "show", name, "--json").returncode == 0
