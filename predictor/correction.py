@@ -44,7 +44,7 @@ class Correction:
     def observe(self, *, predicted_s: float, real_s: float) -> Correction:
         """Take in one step: what the uncorrected step time said, and what it really took.
 
-        β ← θ·β + (1 − θ)·mean(real / predicted). A sample that is no pair of positive times is counted and left out.
+        β becomes θ·β + (1-θ)·mean(real / predicted). What is no pair of positive times is counted and left out.
         """
         if not (_is_time(predicted_s) and _is_time(real_s)):
             return replace(self, num_refused=self.num_refused + 1)

@@ -139,7 +139,7 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile from JSON, refusing what is not a whole and sound one."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"profile: not JSON: {error}") from None
     return profile_from_dict(data)
 
@@ -234,7 +234,7 @@ def _under(path: str, kind: Callable[..., T], given: Mapping[str, Any]) -> T:
 
 
 def _require_fields(path: str, data: object, names: list[str], required_first: str | None = None) -> Mapping[str, Any]:
-    """Refuse all but a mapping with exactly these fields; a foreign version explains the rest, so it is looked at first."""
+    """Refuse all but a mapping with exactly these fields; a foreign version, which explains the rest, before all."""
     prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):
         raise ValueError(f"{path or 'profile'}: must be an object, not {type(data).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,13 +23,16 @@ PREFILL_KV = 6
 MIXED_GRID = 7
 NUM_COEFFICIENTS = 8
 
+# No count and no time is larger; it keeps sums finite.
+LARGEST = 1e10
+
 
 def require_seconds(name: str, value: object) -> None:
     """Refuse what is not a finite number at or above zero, naming the field."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: must be a number, not {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}: must be finite and at least 0, not {value}")
+    if not 0 <= value <= LARGEST:
+        raise ValueError(f"{name}: must be at least 0 and at most {LARGEST:.0e}, not {value:.6g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +51,8 @@ class Curve:
         for name, values in (("x", self.x), ("y", self.y)):
             for value in values:
                 require_seconds(name, value)
-        if any(later <= earlier for earlier, later in zip(self.x, self.x[1:], strict=False)):
-            raise ValueError("x: knots must increase")
+        if any(later - earlier < 1 for earlier, later in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError("x: knots are counts and must increase by at least 1")
 
     def table(self, largest: int) -> Array:
         """Evaluate at 0, 1, …, largest; a slope that ends downwards is not carried on."""

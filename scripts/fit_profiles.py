@@ -108,9 +108,9 @@ def main() -> int:
     for name in arguments.names or PROFILES:
         profile = PROFILES[name](data)
         (arguments.output / f"{name}.json").write_text(profile_to_json(profile), encoding="utf-8")
-        error = profile.error
-        figures = f"mape {error.mape:.2%}, p90 {error.p90:.2%} on {error.n} rows held out" if error else "no error figure"
-        sys.stdout.write(f"{name}: {figures}\n")
+        if profile.error:
+            error = profile.error
+            sys.stdout.write(f"{name}: mape {error.mape:.2%}, p90 {error.p90:.2%} on {error.n} rows held out\n")
     return 0
 
 

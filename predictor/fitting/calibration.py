@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +65,11 @@ def calibrate(
     truth = measured.head(num_requests).metrics()
 
     def with_constants(factors: Array) -> StepTime:
-        return replace(
-            step_time,
-            **{
-                name: rounded(getattr(step_time, name) + max(0.0, factor) * STARTS[name])
-                for name, factor in zip(constants, factors, strict=True)
-            },
-        )
+        changed: dict[str, Any] = {
+            name: rounded(getattr(step_time, name) + max(0.0, factor) * STARTS[name])
+            for name, factor in zip(constants, factors, strict=True)
+        }
+        return replace(step_time, **changed)
 
     def distance(factors: Array) -> float:
         replayed = replay(with_constants(factors)).head(num_requests).metrics()

@@ -89,10 +89,7 @@ def shape_for(steps: Steps) -> Shape:
     """Allow as many knots as there are steps to place them, and no number that nothing in the data speaks of."""
     numbers = [name for name in ("prefill_qq_s", "prefill_qkv_s") if np.any(getattr(steps, name[:-2]) > 0)]
     decoding = steps.num_decodes > 0
-    if np.any(decoding):
-        slopes = _knots(steps.num_decodes[decoding], growth=4.0)
-    else:
-        slopes = ()
+    slopes = _knots(steps.num_decodes[decoding], growth=4.0) if np.any(decoding) else ()
     if np.any(steps.num_prefills > 0):
         numbers.append("prefill_s")
     return Shape(numbers=tuple(numbers), by_tokens=_knots(steps.num_tokens, growth=2.0), decode_slope=slopes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,7 +193,7 @@ def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
     }
     own_kernel = has_mixed_kernel(shape)
     alone = (steps.num_decodes > 0) & ~mixed if own_kernel else steps.num_decodes > 0
-    curved = {
+    curved: dict[str, tuple[Array, Any]] = {
         "by_tokens": (steps.num_tokens, 1.0),
         "by_sequences": (steps.num_sampled, 1.0),
         "decode_base": (steps.num_decodes, alone),
@@ -213,8 +214,10 @@ def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
 
 def _assemble(shape: Shape, parts: Sequence[tuple[str, int]], values: Array) -> StepTime:
     """Put the numbers found where they belong."""
-    numbers = {name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers}
-    curves = {}
+    numbers: dict[str, Any] = {
+        name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers
+    }
+    curves: dict[str, Any] = {}
     for name in CURVES:
         y = tuple(rounded(value) for (part, _), value in zip(parts, values, strict=True) if part == name)
         if y:

@@ -70,7 +70,7 @@ class LayerTable:
 
 
 def read_layer_table(path: Path, *, model: ModelShape, gpu: Gpu) -> LayerTable:
-    """Read `mlp.csv` for one GPU; what is blank, or faster than memory and peak allow, is bridged from its neighbours."""
+    """Read `mlp.csv` for one GPU; what is blank, or faster than the GPU can be, is bridged from its neighbours."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["num_tensor_parallel_workers"] == "1"]
     rows.sort(key=lambda row: int(row["num_tokens"]))
@@ -88,7 +88,7 @@ def read_layer_table(path: Path, *, model: ModelShape, gpu: Gpu) -> LayerTable:
 
 
 def read_attention_table(path: Path) -> Steps:
-    """Read `attention.csv`: rows of one prefill chunk, or of equal decodes; a layer's seconds, its KV writes included."""
+    """Read `attention.csv`: rows of one prefill chunk or of equal decodes, in one layer, KV writes included."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     return joined(_prefill_rows(rows), _decode_rows(rows))

@@ -1,0 +1,228 @@
+"""Engines and request streams for property tests: small, and short of blocks, seats and budget more often than not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from predictor.batching import BATCHERS, settled
+from predictor.config import FIELD_NAMES, EngineConfig
+from predictor.engine import Engine
+from predictor.request import Request
+from predictor.step_time import Curve, StepTime
+from tests.oracle.engine import Part
+
+MAX_STEPS = 400  # under priorities vLLM can go in circles; a run is looked at as far as this
+
+# Sums of these are exact in binary, whatever their order, so that times can be compared with ==.
+ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
+# Any step takes another time, and grows with its contexts.
+AFFINE = StepTime(
+    constant_s=0.0071,
+    empty_s=0.0013,
+    token_s=0.00037,
+    prefill_s=0.0019,
+    prefill_token_s=0.00011,
+    prefill_qq_s=0.0000131,
+    prefill_qkv_s=0.0000057,
+    by_sequences=Curve(x=(0.0, 3.0, 9.0), y=(0.0005, 0.0011, 0.0071)),
+    decode_base=Curve(x=(1.0, 8.0), y=(0.0021, 0.0093)),
+    decode_slope=Curve(x=(1.0, 8.0), y=(0.000031, 0.000011)),
+    mixed_base=Curve(x=(1.0, 8.0), y=(0.0043, 0.0104)),
+    mixed_slope=Curve(x=(1.0, 8.0), y=(0.000017, 0.000029)),
+)
+
+CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
+KEEPS_WATERMARK = ("vllm_v0", "sarathi")
+RESERVES = ("orca", "faster_transformer")
+
+
+def examples(count: int) -> settings:
+    """Run so many examples, the same ones every time; BLOCK_EXAMPLES multiplies them, and then draws them anew."""
+    factor = int(os.environ.get("BLOCK_EXAMPLES", "1"))
+    return settings(
+        max_examples=count * factor,
+        derandomize=factor == 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+
+
+def affine_seconds(parts: list[Part]) -> float:
+    """Say plainly how long a step takes with the coefficients of `AFFINE`; a part of one token is a decode."""
+    if not parts:
+        return AFFINE.empty_s
+    decodes = [before + 1 for tokens, before, _ in parts if tokens == 1]
+    prefills = [(tokens, before) for tokens, before, _ in parts if tokens > 1]
+    seconds = AFFINE.constant_s + AFFINE.token_s * sum(tokens for tokens, _, _ in parts)
+    seconds += straight_lines(AFFINE.by_sequences, sum(samples for _, _, samples in parts))
+    for tokens, before in prefills:
+        seconds += AFFINE.prefill_token_s * tokens + AFFINE.prefill_qq_s * tokens**2
+        seconds += AFFINE.prefill_qkv_s * tokens * before
+    seconds += AFFINE.prefill_s if prefills else 0
+    if decodes:
+        base, slope = AFFINE.decode_base, AFFINE.decode_slope
+        if prefills:
+            base, slope = AFFINE.mixed_base, AFFINE.mixed_slope
+        seconds += straight_lines(base, len(decodes)) + straight_lines(slope, len(decodes)) * sum(decodes)
+    return seconds
+
+
+def straight_lines(curve: Curve, count: int) -> float:
+    """Read a curve off: flat before the first knot, a slope that ends downwards not carried on."""
+    knots = list(zip(curve.x, curve.y, strict=True))
+    if count <= knots[0][0]:
+        return knots[0][1]
+    for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False):
+        if count <= x1:
+            return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+    (x0, y0), (x1, y1) = knots[-2:]
+    return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (count - x1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """An engine's settings under vLLM's names, and the requests that come to it."""
+
+    engine: dict[str, Any]
+    requests: list[dict[str, Any]]
+
+    @property
+    def config(self) -> EngineConfig:
+        """Give the settings as the engine model takes them."""
+        return EngineConfig(**self.engine)
+
+    def our_requests(self) -> list[Request]:
+        """Give the requests as the engine model takes them, by arrival."""
+        requests = []
+        for spec in sorted(self.requests, key=lambda spec: spec["arrival_s"]):
+            fields = {name: value for name, value in spec.items() if name != "id"}
+            fields["prefix_hashes"] = tuple(spec["prefix_hashes"])
+            requests.append(Request(request_id=spec["id"], **fields))
+        return requests
+
+    def loaded(self, step_time: StepTime = ONE_SECOND) -> Engine:
+        """Make an engine that knows when each request will arrive."""
+        engine = Engine(self.config, step_time)
+        for request, rank in zip(self.our_requests(), self.ranks(), strict=True):
+            engine.add(request, tie_break=rank)
+        return engine
+
+    def ranks(self) -> list[int]:
+        """Rank the requests of `our_requests` by id, which is how vLLM breaks ties."""
+        names = sorted(spec["id"] for spec in self.requests)
+        return [names.index(request.request_id) for request in self.our_requests()]
+
+
+@st.composite
+def loads(  # noqa: PLR0913 each argument pins one thing that is drawn otherwise
+    draw: st.DrawFn,
+    batcher: str,
+    *,
+    policy: str | None = None,
+    chunked: bool | None = None,
+    distinct_arrivals: bool = False,
+    tick_s: float = 0.25,
+    max_requests: int = 10,
+) -> Load:
+    """Draw an engine and its requests, every one of which fits into the engine, some of them barely."""
+    engine = draw(engines(batcher, policy=policy, chunked=chunked))
+    requests = draw(
+        request_lists(engine, distinct_arrivals=distinct_arrivals, tick_s=tick_s, max_requests=max_requests)
+    )
+    size = engine["block_size"]
+    largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
+    slack = draw(st.sampled_from((0, 0, 1, 2, 3, largest, 4 * largest)))
+    num_blocks = max(2, largest + slack + BATCHERS[batcher].null_blocks)
+    if batcher in KEEPS_WATERMARK:
+        while num_blocks - int((engine["watermark"] or 0.0) * num_blocks) < largest:
+            num_blocks += 1
+    return Load(engine={**engine, "num_gpu_blocks": num_blocks}, requests=requests)
+
+
+def _most_tokens(engine: dict[str, Any], request: dict[str, Any]) -> int:
+    answer = request["max_tokens"] if engine["batcher"] in RESERVES else request["output_tokens"]
+    return int(min(request["prompt_tokens"] + answer, engine["max_model_len"]))
+
+
+@st.composite
+def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool | None) -> dict[str, Any]:
+    """Draw an engine's settings, but for its number of blocks; rules that it has no say in are as they must be."""
+    block_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
+    max_num_seqs = draw(st.integers(1, 6))
+    max_model_len = block_size * draw(st.integers(3, 12)) + draw(st.integers(0, block_size - 1))
+    chunking = draw(st.sampled_from(CHUNKING.get(batcher, (False,)))) if chunked is None else chunked
+    lowest = max_num_seqs
+    if batcher in ("vllm_v0", "vllm_v1") and not chunking:
+        lowest = max(max_num_seqs, max_model_len)
+    config = EngineConfig(
+        batcher=batcher,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=lowest + draw(st.sampled_from((0, 1, 2, 5, 16, 64))),
+        scheduling_policy=policy or draw(st.sampled_from(("fcfs", "priority"))),
+        enable_chunked_prefill=chunking,
+    )
+    if batcher == "vllm_v1":
+        config = replace(
+            config,
+            enable_prefix_caching=draw(st.booleans()),
+            async_scheduling=draw(st.booleans()),
+            long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
+            scheduler_reserve_full_isl=draw(st.booleans()),
+        )
+    if batcher == "vllm_v1" or batcher in KEEPS_WATERMARK:
+        config = replace(config, watermark=draw(st.sampled_from((0.0, 0.01, 0.1, 0.3))))
+    complete = settled(config)
+    return {name: getattr(complete, name) for name in FIELD_NAMES}
+
+
+@st.composite
+def request_lists(
+    draw: st.DrawFn, engine: dict[str, Any], *, distinct_arrivals: bool, tick_s: float, max_requests: int
+) -> list[dict[str, Any]]:
+    """Draw requests in bursts and with gaps, some ending early, some sharing beginnings."""
+    longest_prompt = draw(st.sampled_from((engine["block_size"] + 1, engine["max_model_len"] // 2, 10**9)))
+    longest_answer = draw(st.sampled_from((3, 12, 40)))
+    least_pause = 1 if distinct_arrivals else 0
+    num_priorities = draw(st.sampled_from((1, 2, 3)))
+    num_requests = draw(st.integers(1, max_requests))
+    names = draw(st.permutations([f"r{place:02}" for place in range(num_requests)]))
+    tick = draw(st.integers(0, 3))
+    requests = []
+    for name in names:
+        prompt = draw(st.integers(1, min(longest_prompt, engine["max_model_len"] - 1)))
+        room = engine["max_model_len"] - prompt
+        max_tokens = draw(st.integers(1, min(longest_answer, room + 2)))
+        output = draw(st.sampled_from((max_tokens, max_tokens, draw(st.integers(1, max_tokens)))))
+        requests.append(
+            {
+                "id": name,
+                "arrival_s": tick * tick_s,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+                "max_tokens": max_tokens,
+                "priority": draw(st.integers(0, num_priorities - 1)),
+                "prefix_hashes": draw(shared_prefixes(prompt // engine["block_size"])),
+            }
+        )
+        tick += least_pause + draw(st.sampled_from((0, 0, 0, 1, 2, 5, 17, 90)))
+    return requests
+
+
+@st.composite
+def shared_prefixes(draw: st.DrawFn, num_blocks: int) -> list[int]:
+    """Draw a path down a tree of prompt beginnings; a hash names all that leads to it."""
+    depth = draw(st.integers(0, num_blocks))
+    path, node = [], 0
+    for _ in range(min(depth, 6)):
+        node = 2 * node + draw(st.integers(1, 2)) if node < 7 else node + 100
+        path.append(node)
+    return path
