@@ -75,16 +75,22 @@ def adopt_hits(state: State, slot: int, num_hits: int) -> None:
 
 
 @small_kernel
+def has_room(state: State, slot: int, num_tokens: int) -> bool:
+    """Tell whether the request's blocks hold so many tokens; without a division, as each step asks it of each."""
+    return num_tokens <= state.requests[slot].num_blocks * state.engine[0].block_size
+
+
+@small_kernel
 def allocate(state: State, slot: int, num_tokens: int) -> None:
     """Give the request enough blocks for its first `num_tokens` tokens; they must be free."""
-    needed = blocks_for(num_tokens, state.engine[0].block_size) - state.requests[slot].num_blocks
-    if needed > 0:
-        _take_free(state, slot, needed)
+    if not has_room(state, slot, num_tokens):
+        _take_free(state, slot, num_tokens)
 
 
 @kernel
-def _take_free(state: State, slot: int, needed: int) -> None:
+def _take_free(state: State, slot: int, num_tokens: int) -> None:
     engine, request = state.engine[0], state.requests[slot]
+    needed = blocks_for(num_tokens, engine.block_size) - request.num_blocks
     engine.num_free_blocks -= needed
     if engine.prefix_caching:
         for position in range(request.num_blocks, request.num_blocks + needed):

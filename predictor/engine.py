@@ -86,8 +86,8 @@ class Engine:
         self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
         costs = tabulate(step_time, largest_step, config.max_num_seqs)
-        tracked = track_blocks and bool(self.config.enable_prefix_caching)
-        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=tracked)
+        self.tracks_blocks = track_blocks and bool(self.config.enable_prefix_caching)
+        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=self.tracks_blocks)
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
         self.residual = residual
@@ -116,7 +116,7 @@ class Engine:
         self._require_possible(request, final_tokens)
         slot = self._take_slot(request, final_tokens)
         num_hashes = 0
-        if request.prefix_hashes and self.state.engine[0].prefix_caching:
+        if request.prefix_hashes and self.tracks_blocks:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
             num_hashes = len(hashes)
             self.state.hashes[slot, :num_hashes] = [self.contents[value] for value in hashes]
@@ -259,14 +259,13 @@ class Engine:
             )
 
     def _take_slot(self, request: Request, final_tokens: int) -> int:
-        tracked = bool(self.state.engine[0].prefix_caching)
-        if tracked:
+        if self.tracks_blocks and request.prefix_hashes:
             self.know_contents(request.prefix_hashes)
         old = len(self._requests)
         self.state = widen(
             self.state,
             num_slots=old if self._free_slots else old + 1,
-            blocks_per_request=-(-(request.prompt_tokens + final_tokens) // self.config.block_size) if tracked else 1,
+            blocks_per_request=-(-(request.prompt_tokens + final_tokens) // self.config.block_size) if self.tracks_blocks else 1,
             num_contents=0,
         )
         grown = len(self.state.requests)

@@ -61,8 +61,7 @@ class Forecaster:
         """Prepare room for the simulations to run in."""
         self.engine = engine
         self._simulate = simulate if is_compiled(engine.batcher) else simulation_with(engine.drive)
-        self._workspace = stack_like(engine.state, 3)
-        self._shape = engine.state.shapes()
+        self._make_room(num_candidates=1)
 
     def forecast(self, candidates: Sequence[Request], now_s: float, *, delays: bool = True) -> list[Forecast]:
         """Forecast each candidate as if it alone came to the engine now.
@@ -81,11 +80,16 @@ class Forecaster:
             for candidate in candidates[:num_placed]:
                 self.engine.unplace(candidate.request_id)
 
+    def _make_room(self, num_candidates: int) -> None:
+        self._shaped_like = self.engine.state
+        self._workspace = stack_like(self.engine.state, 3)
+        self._results = np.empty(num_candidates, RESULT).view(np.recarray)
+
     def _forecast_placed(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
         state = self.engine.state
-        if state.shapes() != self._shape:
-            self._workspace, self._shape = stack_like(state, 3), state.shapes()
-        results = np.empty(len(slots), RESULT).view(np.recarray)
+        if state is not self._shaped_like or len(slots) != len(self._results):
+            self._make_room(len(slots))
+        results = self._results
         self._simulate(state, self._workspace, slots, now_s, delays, results)
         return [
             Forecast(

@@ -139,6 +139,9 @@ def _within_blocks(state: State, most: int) -> int:
 @kernel
 def _blocks_needed(state: State, num_repeats: int) -> int:
     engine = state.engine[0]
+    needed = engine.num_running * (num_repeats // engine.block_size + 1)
+    if needed <= engine.num_free_blocks - engine.decode_reserve:
+        return needed  # at most; there is no need to know better
     needed = 0
     for place in range(engine.num_running):
         request = state.requests[state.running[place]]

@@ -139,7 +139,7 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile from JSON, refusing what is not a whole and sound one."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"profile: not JSON: {error}") from None
     return profile_from_dict(data)
 

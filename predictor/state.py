@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from predictor.compiled import kernel
+from predictor.compiled import kernel, small_kernel
 from predictor.config import EngineConfig
 from predictor.step_time import Costs
 
@@ -65,28 +65,31 @@ ENGINE = np.dtype(
 
 REQUEST = np.dtype(
     [
-        ("status", "i8"),
-        ("prompt_tokens", "i8"),
-        ("final_tokens", "i8"),  # the response length at which it really ends
-        ("max_tokens", "i8"),  # the response length at which the engine knows that it ends
-        ("expected_tokens", "i8"),  # the response length that a local scheduler may reckon with
-        ("priority", "i8"),
-        ("tie_break", "i8"),
-        ("arrival_s", "f8"),
-        ("output_tokens", "i8"),
-        ("computed_tokens", "i8"),
-        ("placeholders", "i8"),  # async: tokens scheduled whose values are still under way
-        ("in_flight_tokens", "i8"),
-        ("stale_tokens", "i8"),  # in flight when it was preempted
-        ("num_blocks", "i8"),
-        ("full_blocks", "i8"),  # of those, how many have their content registered
-        ("num_hashes", "i8"),
-        ("serial", "i8"),
-        ("num_preemptions", "i8"),
-        ("hit_tokens", "i8"),
+        # what every step looks at, within one cache line
+        ("status", "i4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("computed_tokens", "i4"),
+        ("placeholders", "i4"),  # async: tokens scheduled whose values are still under way
+        ("in_flight_tokens", "i4"),
+        ("stale_tokens", "i4"),  # in flight when it was preempted
+        ("final_tokens", "i4"),  # the response length at which it really ends
+        ("max_tokens", "i4"),  # the response length at which the engine knows that it ends
+        ("num_blocks", "i4"),
+        ("full_blocks", "i4"),  # of those, how many have their content registered
+        ("num_hashes", "i4"),
         ("scheduled_s", "f8"),
         ("first_token_s", "f8"),
+        # the rest
         ("finished_s", "f8"),
+        ("arrival_s", "f8"),
+        ("serial", "i8"),
+        ("tie_break", "i8"),
+        ("priority", "i8"),
+        ("expected_tokens", "i4"),  # the response length that a local scheduler may reckon with
+        ("num_preemptions", "i4"),
+        ("hit_tokens", "i4"),
+        ("unused", "i4"),
     ],
     align=True,
 )
@@ -105,9 +108,8 @@ def new_request(
 ) -> tuple[float, ...]:
     """Make the row of a request that has not arrived, in one assignment, as each field by itself would be slow."""
     return (
-        UNBORN, prompt_tokens, final_tokens, max_tokens, final_tokens, priority, tie_break, arrival_s,
-        0, 0, 0, 0, 0, 0, 0,  # nothing produced, computed, under way or held
-        num_hashes, serial, 0, 0, NOBODY, NOBODY, NOBODY,
+        UNBORN, prompt_tokens, 0, 0, 0, 0, 0, final_tokens, max_tokens, 0, 0, num_hashes, NOBODY, NOBODY,
+        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, 0, 0, 0,
     )  # fmt: skip
 
 
@@ -161,11 +163,9 @@ class State(NamedTuple):
     hashes: np.ndarray  # shared contents of each slot's blocks
     costs: Costs
 
-    def shapes(self) -> tuple[int, ...]:
-        """What decides whether two states can be copied into each other."""
-        return (len(self.requests), self.tables.shape[1], len(self.cached), len(self.blocks))
 
-
+REQUEST_WORDS = REQUEST.itemsize // 8
+BLOCK_WORDS = BLOCK.itemsize // 8
 COPIED = State._fields.index("hashes")  # the loop writes what comes before, and only reads the rest
 
 
@@ -263,31 +263,42 @@ def copy_into(target: State, source: State) -> None:
         _copy_request(target, source, source.running[place])
     _copy_ring(target, source, target.waiting, source.waiting, engine.waiting_head, engine.num_waiting)
     _copy_ring(target, source, target.pending, source.pending, engine.pending_head, engine.num_pending)
-    for index in range(2):
+    for ahead in range(engine.num_in_flight):
+        index = (engine.oldest + ahead) % 2
         target.steps[index] = source.steps[index]
-        for position in range(source.steps[index].num_scheduled if engine.num_in_flight > 0 else 0):
+        for position in range(source.steps[index].num_scheduled):
             target.batch[index, position] = source.batch[index, position]
             _copy_request(target, source, source.batch[index, position].slot)
     if engine.prefix_caching:
-        for block in range(len(source.blocks)):
-            target.blocks[block] = source.blocks[block]
+        _copy_words(target.blocks.view(np.int64), source.blocks.view(np.int64), 0, len(source.blocks) * BLOCK_WORDS)
         for content in range(len(source.cached)):
             target.cached[content] = source.cached[content]
 
 
+@small_kernel
+def _copy_words(to: np.ndarray, words: np.ndarray, first: int, count: int) -> None:
+    """Copy records word by word: as values, compiled code copies them byte by byte."""
+    for word in range(first, first + count):
+        to[word] = words[word]
+
+
 @kernel
 def _copy_ring(target: State, source: State, to: np.ndarray, ring: np.ndarray, head: int, length: int) -> None:
-    for position in range(length):
-        place = (head + position) % len(ring)
+    place = head
+    for _ in range(length):
         to[place] = ring[place]
         _copy_request(target, source, ring[place])
+        place += 1
+        if place == len(ring):
+            place = 0
 
 
-@kernel
+@small_kernel
 def _copy_request(target: State, source: State, slot: int) -> None:
-    request = source.requests[slot]
-    target.requests[slot] = request
+    to, words = target.requests.view(np.int64), source.requests.view(np.int64)
+    _copy_words(to, words, slot * REQUEST_WORDS, REQUEST_WORDS)
     if source.engine[0].prefix_caching:
+        request = source.requests[slot]
         for position in range(max(request.num_blocks, request.full_blocks)):
             target.tables[slot, position] = source.tables[slot, position]
 

@@ -32,7 +32,7 @@ def require_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: must be a number, not {value!r}")
     if not 0 <= value <= LARGEST:
-        raise ValueError(f"{name}: must be at least 0 and at most {LARGEST:.0e}, not {value:.6g}")
+        raise ValueError(f"{name}: must be at least 0 and at most {LARGEST:.0e}, not {str(value)[:24]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

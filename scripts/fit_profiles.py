@@ -22,7 +22,7 @@ from predictor.fitting.iteration_table import (
     read_iteration_table,
     with_attention,
 )
-from predictor.fitting.kernel_tables import fit_kernel_tables, read_kernel_tables
+from predictor.fitting.kernel_tables import MAX_BATCH_CONTEXT, kernel_table_profile
 from predictor.fitting.roofline import BLOCK_SIZE, GPUS, ModelShape, model_shape, num_gpu_blocks
 from predictor.fitting.vidur_tables import (
     error_of_layers,
@@ -257,14 +257,16 @@ def _rtxpro6000(
     meaning: str,
 ) -> Profile:
     """Fit from kernel tables, then find the constants that they do not hold in the first measured requests."""
-    tables = read_kernel_tables(data / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{tensor_parallel}")
-    kernels, error, valid = fit_kernel_tables(
-        tables,
-        num_layers=shape.num_layers,
-        kv_heads_per_gpu=shape.num_kv_heads // tensor_parallel,
-        num_sms=GPUS["RTX-PRO-6000"].num_sms,
+    kernels = kernel_table_profile(
+        data / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{tensor_parallel}",
+        name=name,
+        model=model,
+        shape=shape,
+        gpu="RTX-PRO-6000",
+        tensor_parallel=tensor_parallel,
+        dtype="bfloat16",
     )
-    engine = _estimated_engine(shape, "RTX-PRO-6000", tensor_parallel, max_num_seqs=128, max_num_batched_tokens=2048)
+    engine = replace(kernels.engine, max_num_seqs=128, max_num_batched_tokens=2048)
     config = EngineConfig(
         max_num_seqs=128,
         max_num_batched_tokens=2048,
@@ -282,24 +284,19 @@ def _rtxpro6000(
             output_tokens=measured.output_tokens,
         )
 
-    step_time = calibrate(kernels, replayed, measured, num_requests=CALIBRATION_REQUESTS, constants=constants)
-    found = ", ".join(f"{which} +{getattr(step_time, which) - getattr(kernels, which):.3g}" for which in constants)
-    return Profile(
-        name=name,
-        model=model,
-        gpu="RTX-PRO-6000",
-        tensor_parallel=tensor_parallel,
-        dtype="bfloat16",
-        kind=FITTED,
+    step_time = calibrate(kernels.step_time, replayed, measured, num_requests=CALIBRATION_REQUESTS, constants=constants)
+    found = ", ".join(
+        f"{which} {getattr(step_time, which) - getattr(kernels.step_time, which):+.3g}" for which in constants
+    )
+    return replace(
+        kernels,
         step_time=step_time,
-        valid=valid,
-        error=error,
+        engine=engine,
         source=(
             "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), batches of at "
-            f"most 200,000 tokens of context; the error is theirs. Calibrated by replaying the first "
+            f"most {MAX_BATCH_CONTEXT:,} tokens of context; the error is theirs. Calibrated by replaying the first "
             f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}): {found}."
         ),
-        engine=engine,
     )
 
 

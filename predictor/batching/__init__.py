@@ -17,7 +17,11 @@ from predictor.state import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batcher:
-    """A local scheduler: `schedule` fills one step, and returns whether the next one would be the same.
+    """A local scheduler: `schedule` fills one step and looks ahead.
+
+    It returns whether the next step will be a decode of all that run, were nothing to end, arrive or run short: the
+    loop then repeats that without asking. False is always right, and slower.
+
 
     Where it is a kernel it runs within the compiled loop; written in Python only it works all the same, slower.
     `defaults` are for rules that a configuration leaves open, `fixed` are those that it cannot change.

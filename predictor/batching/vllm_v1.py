@@ -12,7 +12,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Fill the step; return whether the next one would be the same, were nothing to finish, arrive or run short."""
+    """Fill the step; return whether the next one will be a decode of all that run, if nothing ends or arrives."""
     engine = state.engine[0]
     threshold = engine.long_prefill_token_threshold if engine.num_running + engine.num_waiting > 1 else 0
     budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
@@ -23,7 +23,7 @@ def schedule(state: State) -> bool:
 
 @kernel
 def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bool]:
-    """Let running requests go on; return the budget left, and whether each of them decodes and will again."""
+    """Let running requests go on; return the budget left, and whether all of them decode from the next step on."""
     engine = state.engine[0]
     steady = True
     position = 0
@@ -43,19 +43,31 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
             steady = False
             position += 1
             continue
-        last_token = request.computed_tokens + 1 == steps.tokens_of(state, slot)
-        prefilling = not last_token or request.output_tokens + request.placeholders == 0
-        if prefilling or request.num_hashes > request.full_blocks:
-            steady = False
         position, freed = make_room(state, position, slot, request.computed_tokens + num_tokens)
         budget += freed
         if position < 0:
             return budget, False
         give_blocks(state, slot, request.computed_tokens + num_tokens)
+        steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens
         position += 1
     return budget, steady and position == engine.num_running
+
+
+@small_kernel
+def goes_on_decoding(state: State, slot: int, computed_tokens: int) -> bool:
+    """Tell whether a request will decode from the next step on, once so much of it is computed.
+
+    Where steps are planned ahead it must have begun: its first token is then under way with the step before. One
+    that may yet fill blocks which others wait to hit changes more than itself.
+    """
+    request = state.requests[slot]
+    if computed_tokens < steps.tokens_of(state, slot) or request.num_hashes > request.full_blocks:
+        return False
+    return state.engine[0].pipeline_depth == 1 or (
+        request.output_tokens + request.placeholders > 0 and computed_tokens == request.computed_tokens + 1
+    )
 
 
 @small_kernel
@@ -74,8 +86,7 @@ def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[
     Returns its position, or -1 when it had to go itself, and the budget given back by victims that were already
     in this step (which only happens under priorities).
     """
-    engine = state.engine[0]
-    if blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks <= engine.num_free_blocks:
+    if blocks.has_room(state, slot, num_tokens):
         return position, 0
     return preempt_for(state, position, slot, num_tokens)
 
@@ -106,7 +117,10 @@ def give_blocks(state: State, slot: int, num_tokens: int) -> None:
 
 @kernel
 def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
-    """Admit from the head of the queue until something is short; return whether nothing was, or could be, admitted."""
+    """Admit from the head of the queue until something is short.
+
+    Returns whether the next step will admit nobody, and those admitted now will all decode in it.
+    """
     engine = state.engine[0]
     steady = True
     position = 0  # requests whose output is still under way are passed over
@@ -123,19 +137,20 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
         if 0 < threshold < remaining:
             remaining = threshold
         if not engine.chunked_prefill and remaining > budget:
-            break
+            return False
         num_tokens = min(remaining, budget)
         if not fits(state, slot, num_hits, computed + num_tokens):
             # a first chunk behind fewer hits needs fewer blocks: it may fit once decodes have evicted some
-            steady = steady and (num_hits == 0 or engine.reserve_full_isl == 1)
-            break
-        steady = False
+            return steady and (num_hits == 0 or engine.reserve_full_isl == 1)
         queues.admit(state, position, computed)
         blocks.adopt_hits(state, slot, num_hits)
         give_blocks(state, slot, computed + num_tokens)
+        steady = steady and goes_on_decoding(state, slot, computed + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens
-    return steady
+    # with the budget spent on prompts, there may be some for the queue in the next step
+    used_up = budget == 0 and engine.num_running < engine.max_num_batched_tokens
+    return steady and not (used_up and engine.num_waiting > 0 and engine.num_running < engine.max_num_seqs)
 
 
 @kernel

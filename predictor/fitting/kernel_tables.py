@@ -22,7 +22,8 @@ from predictor.fitting.regression import (
     predict,
     thin_curve,
 )
-from predictor.profile import HeldOutError, ValidRange
+from predictor.fitting.roofline import BLOCK_SIZE, ModelShape, gpu_named, num_gpu_blocks
+from predictor.profile import FITTED, HeldOutError, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import StepTime
 
 US = 1e-6
@@ -105,6 +106,38 @@ def fit_kernel_tables(
         max_context_tokens=MAX_BATCH_CONTEXT,
     )
     return step_time, error_of(predict(step_time, test), test.seconds), valid
+
+
+def kernel_table_profile(
+    folder: Path, *, name: str, model: str, shape: ModelShape, gpu: str, tensor_parallel: int, dtype: str
+) -> Profile:
+    """Make a profile from a folder of kernel tables that were measured with one GPU's share of the model."""
+    if shape.num_kv_heads % tensor_parallel:
+        raise ValueError(f"tensor_parallel: {tensor_parallel} GPUs cannot share {shape.num_kv_heads} KV heads evenly")
+    step_time, error, valid = fit_kernel_tables(
+        read_kernel_tables(folder),
+        num_layers=shape.num_layers,
+        kv_heads_per_gpu=shape.num_kv_heads // tensor_parallel,
+        num_sms=gpu_named(gpu).num_sms,
+    )
+    return Profile(
+        name=name,
+        model=model,
+        gpu=gpu,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        kind=FITTED,
+        step_time=step_time,
+        valid=valid,
+        error=error,
+        source=(
+            f"kernel tables ({'/'.join(folder.parts[-4:])}), batches of up to {MAX_BATCH_CONTEXT:,} tokens of context; "
+            "neither CPU time nor communication"
+        ),
+        engine=SuggestedEngine(
+            num_gpu_blocks=num_gpu_blocks(shape, gpu_named(gpu), tensor_parallel=tensor_parallel), block_size=BLOCK_SIZE
+        ),
+    )
 
 
 def _straggling(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from predictor.fitting.regression import Array, Shape, Steps, error_of, fit, held_out, predict
-from predictor.profile import HeldOutError, ValidRange
+from predictor.profile import FITTED, HeldOutError, Profile, ValidRange
 from predictor.step_time import StepTime
 
 REQUIRED = ("num_decodes", "decode_context", "num_prefills", "prefill_tokens", "prefill_qq", "prefill_qkv", "seconds")
@@ -83,6 +83,24 @@ def fit_measured_steps(steps: Steps) -> tuple[StepTime, HeldOutError, ValidRange
         max_context_tokens=max(1, int(steps.decode_context.max())),
     )
     return step_time, error_of(predict(step_time, test), test.seconds), valid
+
+
+def measured_profile(path: Path, *, name: str, model: str, gpu: str, tensor_parallel: int, dtype: str) -> Profile:
+    """Make a profile from a file of measured steps."""
+    steps = read_measured_steps(path)
+    step_time, error, valid = fit_measured_steps(steps)
+    return Profile(
+        name=name,
+        model=model,
+        gpu=gpu,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        kind=FITTED,
+        step_time=step_time,
+        valid=valid,
+        error=error,
+        source=f"{len(steps)} measured steps ({path.name})",
+    )
 
 
 def shape_for(steps: Steps) -> Shape:

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-EngineSettings = Mapping[str, Any]
-Step = dict[str, Any]
+from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
 
 
 @dataclass(eq=False)
@@ -275,8 +274,10 @@ class Engine:
         return request.num_output >= last or request.num_tokens >= self.settings["max_model_len"]
 
 
-def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
-    """Run an engine on a clock where every step takes a second, and describe each step right after its planning.
+def replay_steps(
+    settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
+) -> Iterator[Step]:
+    """Run an engine on a clock where a step takes a second, or else, and describe each step right after its planning.
 
     Endless where vLLM is: under priority, two requests equal in priority and arrival may preempt each other for ever.
     """
@@ -291,9 +292,15 @@ def replay_steps(settings: EngineSettings, requests: Iterable[Mapping[str, Any]]
             engine.add(arrivals.popleft())
         if len(under_way) < depth and engine.unfinished:
             scheduled, preempted = engine.schedule()
+            sampled = engine.samples(scheduled)
             start_s = max(now_s, last_end_s)
-            last_end_s = start_s + 1
-            under_way.append((scheduled, engine.samples(scheduled), last_end_s))
+            last_end_s = start_s + seconds(
+                [
+                    (count, engine.unfinished[name].computed - count, name in sampled)
+                    for name, count in scheduled.items()
+                ]
+            )
+            under_way.append((scheduled, sampled, last_end_s))
             yield {
                 "step": num_steps,
                 "start_s": start_s,

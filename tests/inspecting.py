@@ -1,0 +1,115 @@
+"""What tests read off an engine's arrays: its queues, its blocks, and whether they add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from predictor.engine import Engine
+from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, State
+
+COUNTERS = (
+    "num_running", "num_waiting", "num_pending", "num_in_flight", "num_free_blocks", "num_steps", "num_preemptions",
+    "stuck",
+)  # fmt: skip
+ROW_COUNTERS = (
+    "status", "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
+    "full_blocks", "num_preemptions", "hit_tokens",
+)  # fmt: skip
+ROW_TIMES = ("scheduled_s", "first_token_s", "finished_s")
+
+
+def free_list(engine: Engine) -> list[int]:
+    """Walk the free blocks in the order of reuse, and check that the chain reads the same backwards."""
+    blocks = engine.state.blocks
+    chain, before, block = [], NOBODY, int(engine.state.engine[0].free_head)
+    while block != NOBODY:
+        assert blocks[block].previous_free == before
+        chain.append(block)
+        assert len(chain) <= len(blocks), "the free list is a circle"
+        before, block = block, int(blocks[block].next_free)
+    assert engine.state.engine[0].free_tail == before
+    return chain
+
+
+def held_blocks(engine: Engine, request_id: str) -> list[int]:
+    """List the blocks of a request, in order; empty where blocks have no identity."""
+    if not engine.state.engine[0].prefix_caching:
+        return []
+    slot = engine.slots[request_id]
+    return [int(block) for block in engine.state.tables[slot, : engine.state.requests[slot].num_blocks]]
+
+
+def same_content(engine: Engine, content: int) -> list[int]:
+    """List the blocks that hold a shared content, the one that is hit first."""
+    chain, block = [], int(engine.state.cached[content])
+    while block != NOBODY:
+        chain.append(block)
+        assert len(chain) <= len(engine.state.blocks), "a chain of equal blocks is a circle"
+        block = int(engine.state.blocks[block].next_same)
+    return chain
+
+
+def expect_blocks_conserved(engine: Engine) -> None:
+    """Check that each block is either free or held, and held by as many as it counts."""
+    head, rows = engine.state.engine[0], engine.state.requests
+    held = sum(int(rows[slot].num_blocks) for slot in engine.slots.values())
+    if not head.prefix_caching:
+        assert head.num_free_blocks + held == engine.num_blocks
+        return
+    blocks = engine.state.blocks
+    free = free_list(engine)
+    assert len(free) == head.num_free_blocks
+    assert len(set(free)) == len(free)
+    holders = Counter(block for name in engine.slots for block in held_blocks(engine, name))
+    assert sorted([*free, *holders]) == list(range(engine.num_blocks))
+    assert [int(count) for count in blocks.num_refs] == [holders[block] for block in range(engine.num_blocks)]
+    for content in range(len(engine.contents)):
+        assert sorted(same_content(engine, content)) == [int(b) for b in np.flatnonzero(blocks.content == content)]
+    for name in engine.running():
+        slot = engine.slots[name]
+        full = held_blocks(engine, name)[: rows[slot].full_blocks]
+        assert all(blocks[block].content != NOTHING for block in full)
+
+
+def expect_nothing_left(engine: Engine) -> None:
+    """Check that nobody is on the engine any more and all its blocks are free."""
+    head = engine.state.engine[0]
+    assert (head.num_running, head.num_waiting, head.num_pending, head.num_in_flight) == (0, 0, 0, 0)
+    assert head.num_free_blocks == engine.num_blocks
+    expect_blocks_conserved(engine)
+
+
+def counts_of(engine: Engine) -> dict[str, Any]:
+    """Gather everything that an engine counts; two runs that did the same agree on all of it exactly."""
+    head, rows, blocks = engine.state.engine[0], engine.state.requests, engine.state.blocks
+    counts: dict[str, Any] = {name: int(head[name]) for name in COUNTERS}
+    counts |= {"running": engine.running(), "waiting": engine.waiting()}
+    if engine.config.batcher == "lightllm":  # the only one that reads it
+        counts["decodes_since_prefill"] = int(head.decodes_since_prefill)
+    for name, slot in engine.slots.items():
+        counts[name] = {counter: int(rows[slot][counter]) for counter in ROW_COUNTERS}
+        if rows[slot].status in (RUNNING, FINISHED):
+            counts[name]["blocks"] = held_blocks(engine, name)
+    if head.prefix_caching:
+        counts["free"] = free_list(engine)
+        counts["contents"] = [int(content) for content in blocks.content]
+        counts["same"] = [same_content(engine, content) for content in range(len(engine.contents))]
+    return counts
+
+
+def times_of(engine: Engine) -> dict[str, float]:
+    """Gather an engine's times, flat; two runs that did the same agree on them but for rounding."""
+    head, rows = engine.state.engine[0], engine.state.requests
+    times = {f"{name}.{time}": float(rows[slot][time]) for name, slot in engine.slots.items() for time in ROW_TIMES}
+    for place in range(head.num_in_flight):
+        step = engine.state.steps[(head.oldest + place) % 2]
+        times |= {f"step{place}.start_s": float(step.start_s), f"step{place}.end_s": float(step.end_s)}
+    return {**times, "now_s": float(head.now_s)}
+
+
+def frozen(state: State) -> list[bytes]:
+    """Copy every byte of a state, to see whether anything was written."""
+    return [array.tobytes() for array in state[:-1]]

@@ -1,0 +1,79 @@
+"""Online correction: it follows a drift, smooths a hiccup, and never leaves its bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.correction import Correction, CorrectionRule
+
+
+def test_starts_at_one() -> None:
+    """Before any step is observed, predictions stand."""
+    assert Correction().factor == 1.0
+
+
+def test_follows_a_lasting_drift() -> None:
+    """An engine that is 30 % slower than predicted gets a factor of 1.3 in the end."""
+    correction = Correction()
+    for _ in range(200):
+        correction = correction.observe(predicted_s=0.020, real_s=0.026)
+    assert correction.factor == pytest.approx(1.3, rel=1e-3)
+
+
+def test_is_the_formula_of_the_paper() -> None:
+    """Each step moves the factor to θ·β + (1-θ)·mean(real / predicted) over the window."""
+    correction = Correction(rule=CorrectionRule(momentum=0.5, window=2))
+    correction = correction.observe(predicted_s=1.0, real_s=2.0)
+    assert correction.factor == pytest.approx(0.5 * 1.0 + 0.5 * 2.0)
+    correction = correction.observe(predicted_s=1.0, real_s=1.0)
+    assert correction.factor == pytest.approx(0.5 * 1.5 + 0.5 * 1.5)
+    correction = correction.observe(predicted_s=2.0, real_s=1.0)
+    assert correction.factor == pytest.approx(0.5 * 1.5 + 0.5 * 0.75)
+
+
+def test_smooths_a_hiccup() -> None:
+    """One step of a second among steps of 20 ms moves the factor by little, and it comes back."""
+    correction = Correction()
+    for _ in range(100):
+        correction = correction.observe(predicted_s=0.02, real_s=0.02)
+    correction = correction.observe(predicted_s=0.02, real_s=1.0)
+    assert correction.factor < 1.02
+    for _ in range(200):
+        correction = correction.observe(predicted_s=0.02, real_s=0.02)
+    assert correction.factor == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_leaves_bad_samples_out(bad: float) -> None:
+    """A sample that is no time changes nothing but the count of those."""
+    good = Correction().observe(predicted_s=0.01, real_s=0.02)
+    for correction in (good.observe(predicted_s=bad, real_s=0.01), good.observe(predicted_s=0.01, real_s=bad)):
+        assert (correction.factor, correction.ratios, correction.num_refused) == (good.factor, good.ratios, 1)
+
+
+@given(
+    samples=st.lists(st.tuples(st.floats(), st.floats()), max_size=60),
+    momentum=st.floats(0, 0.999),
+    window=st.integers(1, 20),
+)
+def test_never_leaves_its_bounds(samples: list[tuple[float, float]], momentum: float, window: int) -> None:
+    """Whatever is observed, the factor stays finite and between its bounds, and the window bounded."""
+    correction = Correction(rule=CorrectionRule(momentum=momentum, window=window, lowest=0.5, highest=3.0))
+    for predicted_s, real_s in samples:
+        correction = correction.observe(predicted_s=predicted_s, real_s=real_s)
+        assert 0.5 <= correction.factor <= 3.0
+        assert len(correction.ratios) <= window
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("momentum", 1.0), ("momentum", math.nan), ("window", 0), ("lowest", 0.0), ("lowest", 2.0), ("highest", 0.5)],
+)
+def test_refuses_a_bad_rule(name: str, value: float) -> None:
+    """A rule that would not converge is refused by the name of its field."""
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        CorrectionRule(**{name: value})  # type: ignore[arg-type]
