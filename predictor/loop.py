@@ -151,18 +151,21 @@ def _blocks_needed(state: State, num_repeats: int) -> int:
 
 
 @kernel
-def _context(state: State) -> int:
-    context = 0
+def _contexts(state: State) -> tuple[int, int]:
+    """How much context the running requests have in sum, and the longest one."""
+    context, longest = 0, 0
     for place in range(state.engine[0].num_running):
-        context += state.requests[state.running[place]].computed_tokens
-    return context
+        computed = state.requests[state.running[place]].computed_tokens
+        context += computed
+        longest = max(longest, computed)
+    return context, longest
 
 
 @kernel
-def _series_s(state: State, context: int, num_repeats: int) -> float:
-    """Seconds for so many decode steps in a row of all that run, the first with one token more each than `context`."""
+def _series_s(state: State, context: int, longest: int, num_repeats: int) -> float:
+    """Seconds for so many decode steps in a row of all that run, each one token beyond the contexts before it."""
     n = state.engine[0].num_running
-    first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0)
+    first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
     growth_s = decode_slope(state.costs, n) * n
     return state.engine[0].pace * num_repeats * (first_s + growth_s * (num_repeats - 1) * 0.5)
 
@@ -173,16 +176,16 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: flo
     engine = state.engine[0]
     if until_s == float("inf") and arrival_s == float("inf"):
         return True
-    context = _context(state)
+    context, longest = _contexts(state)
     if engine.pipeline_depth == 1:
-        planned_s = engine.now_s + _series_s(state, context, num_repeats - 1)
-        retired_s = engine.now_s + _series_s(state, context, num_repeats)
+        planned_s = engine.now_s + _series_s(state, context, longest, num_repeats - 1)
+        retired_s = engine.now_s + _series_s(state, context, longest, num_repeats)
     else:
         under_way_ends_s = state.steps[engine.oldest].end_s
         planned_s = engine.now_s
         if num_repeats > 1:
-            planned_s = under_way_ends_s + _series_s(state, context, num_repeats - 2)
-        retired_s = under_way_ends_s + _series_s(state, context, num_repeats - 1)
+            planned_s = under_way_ends_s + _series_s(state, context, longest, num_repeats - 2)
+        retired_s = under_way_ends_s + _series_s(state, context, longest, num_repeats - 1)
     return planned_s < arrival_s and retired_s <= until_s
 
 
@@ -190,15 +193,18 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: flo
 def repeat(state: State, num_repeats: int) -> None:
     """Do so many identical decode steps at once: plan, launch and retire each, as the loop would."""
     engine = state.engine[0]
-    context = _context(state)
+    context, longest = _contexts(state)
     if engine.pipeline_depth == 1:
-        engine.now_s += _series_s(state, context, num_repeats)
+        engine.now_s += _series_s(state, context, longest, num_repeats)
     else:  # what was under way is retired, and the last repetition is under way instead
         step = state.steps[engine.oldest]
-        engine.now_s = step.end_s + _series_s(state, context, num_repeats - 1)
+        engine.now_s = step.end_s + _series_s(state, context, longest, num_repeats - 1)
         step.start_s = engine.now_s
         step.decode_context = context + engine.num_running * num_repeats
-        step.end_s = engine.now_s + _series_s(state, context + engine.num_running * (num_repeats - 1), 1)
+        step.decode_longest = longest + num_repeats
+        step.end_s = engine.now_s + _series_s(
+            state, step.decode_context - engine.num_running, step.decode_longest - 1, 1
+        )
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
     num_finished = 0

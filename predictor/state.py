@@ -122,6 +122,7 @@ STEP = np.dtype(
         ("num_sampled", "i8"),
         ("num_decodes", "i8"),
         ("decode_context", "i8"),
+        ("decode_longest", "i8"),
         ("num_prefills", "i8"),
         ("prefill_qq", "f8"),
         ("prefill_qkv", "f8"),

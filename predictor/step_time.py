@@ -23,6 +23,10 @@ PREFILL_KV = 6
 MIXED_GRID = 7
 NUM_COEFFICIENTS = 8
 
+# The columns of `Costs.by_count`.
+SAMPLED, DECODE_BASE, DECODE_SLOPE, DECODE_LONGEST, MIXED_BASE, MIXED_SLOPE, MIXED_LONGEST = range(7)
+NUM_COLUMNS = 8  # one cache line a row
+
 # No count and no time is larger; it keeps sums finite.
 LARGEST = 1e10
 
@@ -132,13 +136,7 @@ class Costs(NamedTuple):
 
     coefficients: Array
     by_tokens: Array
-    by_sequences: Array
-    decode_base: Array
-    decode_slope: Array
-    decode_longest: Array
-    mixed_base: Array
-    mixed_slope: Array
-    mixed_longest: Array
+    by_count: Array  # a row for each number of sequences, a column for each curve
 
 
 def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int) -> Costs:
@@ -152,17 +150,19 @@ def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int
     coefficients[PREFILL_QKV] = step_time.prefill_qkv_s
     coefficients[PREFILL_KV] = step_time.prefill_kv_s
     coefficients[MIXED_GRID] = step_time.mixed_grid_s
+    by_count = np.zeros((max_num_seqs + 1, NUM_COLUMNS))
+    by_count[:, SAMPLED] = step_time.by_sequences.table(max_num_seqs)
+    by_count[:, DECODE_BASE] = step_time.decode_base.table(max_num_seqs)
+    by_count[:, DECODE_SLOPE] = step_time.decode_slope.table(max_num_seqs)
+    by_count[:, DECODE_LONGEST] = step_time.decode_longest.table(max_num_seqs)
+    by_count[:, MIXED_BASE] = step_time.mixed_base.table(max_num_seqs)
+    by_count[:, MIXED_SLOPE] = step_time.mixed_slope.table(max_num_seqs)
+    by_count[:, MIXED_LONGEST] = step_time.mixed_longest.table(max_num_seqs)
     tokens = np.arange(max_num_batched_tokens + 1, dtype=np.float64)
     return Costs(
         coefficients=coefficients,
         by_tokens=step_time.by_tokens.table(max_num_batched_tokens) + step_time.token_s * tokens,
-        by_sequences=step_time.by_sequences.table(max_num_seqs),
-        decode_base=step_time.decode_base.table(max_num_seqs),
-        decode_slope=step_time.decode_slope.table(max_num_seqs),
-        decode_longest=step_time.decode_longest.table(max_num_seqs),
-        mixed_base=step_time.mixed_base.table(max_num_seqs),
-        mixed_slope=step_time.mixed_slope.table(max_num_seqs),
-        mixed_longest=step_time.mixed_longest.table(max_num_seqs),
+        by_count=by_count,
     )
 
 
@@ -188,12 +188,12 @@ def step_seconds(
     coefficients = costs.coefficients
     if num_tokens == 0:
         return coefficients[EMPTY]
-    seconds = coefficients[CONSTANT] + costs.by_tokens[num_tokens] + costs.by_sequences[num_sampled]
+    seconds = coefficients[CONSTANT] + costs.by_tokens[num_tokens] + costs.by_count[num_sampled, SAMPLED]
     if num_decodes > 0 and decode_longest == 0.0:
         decode_longest = decode_context / num_decodes
     if num_prefills == 0:
-        seconds += costs.decode_base[num_decodes] + costs.decode_slope[num_decodes] * decode_context
-        return seconds + costs.decode_longest[num_decodes] * decode_longest
+        seconds += costs.by_count[num_decodes, DECODE_BASE] + costs.by_count[num_decodes, DECODE_SLOPE] * decode_context
+        return seconds + costs.by_count[num_decodes, DECODE_LONGEST] * decode_longest
     prefill_tokens = num_tokens - num_decodes
     # Sums are all that is known: the chunk length below is the mean over tokens, exact for chunks of one length.
     chunk = prefill_qq / prefill_tokens
@@ -201,8 +201,8 @@ def step_seconds(
     seconds += coefficients[PREFILL_QQ] * prefill_qq + coefficients[PREFILL_QKV] * prefill_qkv
     seconds += coefficients[PREFILL_KV] * prefill_qkv * num_prefills / prefill_tokens
     if num_decodes > 0:
-        seconds += costs.mixed_base[num_decodes] + costs.mixed_slope[num_decodes] * decode_context
-        seconds += costs.mixed_longest[num_decodes] * decode_longest
+        seconds += costs.by_count[num_decodes, MIXED_BASE] + costs.by_count[num_decodes, MIXED_SLOPE] * decode_context
+        seconds += costs.by_count[num_decodes, MIXED_LONGEST] * decode_longest
         seconds += coefficients[MIXED_GRID] * chunk * num_decodes
     return seconds
 
@@ -210,4 +210,4 @@ def step_seconds(
 @small_kernel
 def decode_slope(costs: Costs, num_decodes: int) -> float:
     """Give the seconds per token of context by which a step that only decodes grows when all contexts grow alike."""
-    return costs.decode_slope[num_decodes] + costs.decode_longest[num_decodes] / num_decodes
+    return costs.by_count[num_decodes, DECODE_SLOPE] + costs.by_count[num_decodes, DECODE_LONGEST] / num_decodes

@@ -91,7 +91,7 @@ def put_under_way(state: State, start_s: float) -> None:
         step.start_s = max(start_s, state.steps[engine.oldest].end_s)
     step.end_s = step.start_s + engine.pace * step_seconds(
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
-        step.num_prefills, step.prefill_qq, step.prefill_qkv,
+        step.num_prefills, step.prefill_qq, step.prefill_qkv, step.decode_longest,
     )  # fmt: skip
     engine.num_in_flight += 1
 
@@ -99,7 +99,8 @@ def put_under_way(state: State, start_s: float) -> None:
 @small_kernel
 def clear_sums(step: np.record) -> None:
     """Forget what the step's duration is reckoned from."""
-    step.num_tokens = step.num_sampled = step.num_decodes = step.decode_context = step.num_prefills = 0
+    step.num_tokens = step.num_sampled = step.num_prefills = 0
+    step.num_decodes = step.decode_context = step.decode_longest = 0
     step.prefill_qq = step.prefill_qkv = 0.0
 
 
@@ -111,6 +112,7 @@ def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
     if entry.tokens == 1:
         step.num_decodes += 1
         step.decode_context += before + 1
+        step.decode_longest = max(step.decode_longest, before + 1)
     else:
         step.num_prefills += 1
         step.prefill_qq += float(entry.tokens) * entry.tokens

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from predictor.config import EngineConfig
 from predictor.fitting.calibration import Latencies, calibrate
 from predictor.fitting.iteration_table import (
     fit_iteration_table,
@@ -33,8 +29,9 @@ from predictor.fitting.vidur_tables import (
     scaled_attention,
 )
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
-from predictor.request import Request
 from predictor.step_time import StepTime
+from services.data import data_folder
+from services.simulator.measured_runs import MEASURED_RUNS
 from services.simulator.replay import replay
 
 CALIBRATION_REQUESTS = 30
@@ -97,9 +94,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="profiles to fit (default: all)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "predictor" / "profiles")
     arguments = parser.parse_args()
-    data = Path(os.environ.get("BLOCK_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    if not data.is_dir():
-        sys.stderr.write(f"BLOCK_DATA: {data} is no directory\n")
+    try:
+        data = data_folder()
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
         return 2
     unknown = sorted(set(arguments.names) - set(PROFILES))
     if unknown:
@@ -208,7 +206,6 @@ def llama_31_8b_rtxpro6000(data: Path) -> Profile:
         model="meta-llama/Llama-3.1-8B",
         shape=LLAMA_31_8B,
         tensor_parallel=1,
-        max_model_len=131072,
         constants=("constant_s", "prefill_s"),
         meaning="CPU time a step, and more of it where prefill chunks keep the step from being one CUDA graph",
     )
@@ -222,7 +219,6 @@ def qwen3_32b_rtxpro6000_tp2(data: Path) -> Profile:
         model="Qwen/Qwen3-32B",
         shape=QWEN3_32B,
         tensor_parallel=2,
-        max_model_len=40960,
         constants=("constant_s", "token_s"),
         meaning="CPU time a step, and communication a token",
     )
@@ -252,7 +248,6 @@ def _rtxpro6000(
     model: str,
     shape: ModelShape,
     tensor_parallel: int,
-    max_model_len: int,
     constants: tuple[str, ...],
     meaning: str,
 ) -> Profile:
@@ -267,14 +262,9 @@ def _rtxpro6000(
         dtype="bfloat16",
     )
     engine = replace(kernels.engine, max_num_seqs=128, max_num_batched_tokens=2048)
-    config = EngineConfig(
-        max_num_seqs=128,
-        max_num_batched_tokens=2048,
-        num_gpu_blocks=engine.num_gpu_blocks or 0,
-        max_model_len=max_model_len,
-        async_scheduling=True,
-    )
-    requests, measured = _measured_run(data, model)
+    run = next(run for run in MEASURED_RUNS.values() if run.profile == name)
+    config = run.config(engine.num_gpu_blocks or 0)
+    requests, measured = run.requests(data)
 
     def replayed(step_time: StepTime) -> Latencies:
         outcomes = replay(config, step_time, requests)
@@ -298,48 +288,6 @@ def _rtxpro6000(
             f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}): {found}."
         ),
     )
-
-
-def _measured_run(data: Path, model: str) -> tuple[list[Request], Latencies]:
-    """Read a measured run: what was asked, and when the tokens came."""
-    short = model.rsplit("/", 1)[-1]
-    lines = (data / f"measured/vllm_RTXPRO6000_{short}_requests.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    # Arrivals and events are on two clocks; the request that waited least tells how far apart these are.
-    apart_s = min(row["queued_ts"] - row["arrival_time"] for row in rows)
-    arrivals_s = [row["arrival_time"] + apart_s for row in rows]
-    start_s = min(arrivals_s)
-    hashes = _prefix_hashes(data, short, len(rows))
-    requests = [
-        Request(
-            request_id=row["request_id"],
-            arrival_s=arrival_s - start_s,
-            prompt_tokens=row["input_toks"],
-            output_tokens=row["output_toks"],
-            prefix_hashes=prefix,
-        )
-        for row, arrival_s, prefix in zip(rows, arrivals_s, hashes, strict=True)
-    ]
-    return requests, Latencies(
-        first_token_s=np.array([row["first_token_ts"] for row in rows]) - np.array(arrivals_s),
-        last_token_s=np.array([row["last_token_ts"] for row in rows]) - np.array(arrivals_s),
-        output_tokens=np.array([float(row["output_toks"]) for row in rows]),
-    )
-
-
-def _prefix_hashes(data: Path, short: str, count: int) -> Iterator[tuple[str, ...]]:
-    """Hash the prompts' blocks, each with all before it, where the trace is there that holds their tokens."""
-    if short != "Llama-3.1-8B":
-        yield from ((),) * count
-        return
-    trace = data / "traces/llmservingsim_sharegpt300_llama3.1-8b.jsonl"
-    for line in trace.read_text(encoding="utf-8").splitlines():
-        tokens = json.loads(line)["input_tok_ids"]
-        digest, hashes = hashlib.sha256(), []
-        for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-            digest.update(repr(tokens[start : start + BLOCK_SIZE]).encode())
-            hashes.append(digest.hexdigest()[:16])
-        yield tuple(hashes)
 
 
 def _prefill_attention(data: Path, system: str, vllm: str) -> StepTime:

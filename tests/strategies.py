@@ -120,6 +120,28 @@ class Load:
         return [names.index(request.request_id) for request in self.our_requests()]
 
 
+def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
+    """Write a load down: prompt and answer tokens of requests a, b, c, …; `arrivals` and `priorities` beside them."""
+    arrivals = settings.pop("arrivals", [0.0] * len(requests))
+    priorities = settings.pop("priorities", [0] * len(requests))
+    hashes = settings.pop("hashes", [[]] * len(requests))
+    specs = [
+        {
+            "id": "abcdefgh"[place],
+            "arrival_s": float(arrivals[place]),
+            "prompt_tokens": prompt,
+            "output_tokens": answer,
+            "max_tokens": answer,
+            "priority": priorities[place],
+            "prefix_hashes": list(hashes[place]),
+        }
+        for place, (prompt, answer) in enumerate(requests)
+    ]
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4, "max_model_len": 64}
+    complete = settled(EngineConfig(batcher=batcher, **{**small, "num_gpu_blocks": 64, **settings}))
+    return Load(engine={name: getattr(complete, name) for name in FIELD_NAMES}, requests=specs)
+
+
 @st.composite
 def loads(  # noqa: PLR0913 each argument pins one thing that is drawn otherwise
     draw: st.DrawFn,

@@ -1,0 +1,41 @@
+"""What the estimators can be told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from length_tagger.estimate import MOST_SPREAD, MOST_TOKENS
+
+MOST_REMEMBERED = 10_000_000  # lengths, of four bytes, over all windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggerSettings:
+    """Parameters of all estimators; each is used by the one that it is named after.
+
+    The constant is about ShareGPT's median, with a spread that covers most chats and most code completions.
+    """
+
+    constant_tokens: float = 256.0
+    constant_spread: float = 1.0
+    hint_spread: float = 0.3
+    history_window: int = 512
+    history_enough: int = 8
+    history_windows: int = 4096
+
+    def __post_init__(self) -> None:
+        """Refuse what no estimator could work with."""
+        if not (math.isfinite(self.constant_tokens) and 0 < self.constant_tokens <= MOST_TOKENS):
+            raise ValueError(f"constant_tokens: must be above 0 and at most {MOST_TOKENS}, not {self.constant_tokens}")
+        for name in ("constant_spread", "hint_spread"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value <= MOST_SPREAD):
+                raise ValueError(f"{name}: must lie between 0 and {MOST_SPREAD:g}, not {value}")
+        for name in ("history_window", "history_enough", "history_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.history_enough > self.history_window:
+            raise ValueError(f"history_enough: {self.history_enough} are more than history_window holds")
+        if self.history_windows * self.history_window > MOST_REMEMBERED:
+            raise ValueError(f"history_windows: with history_window more than {MOST_REMEMBERED} lengths in all")

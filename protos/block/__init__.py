@@ -1,0 +1,1 @@
+"""Block's own protocol buffers, one folder per version."""

@@ -1,0 +1,1 @@
+"""Version 1 of the wire; its field numbers never change their meaning."""

@@ -1,0 +1,43 @@
+"""When to stop asking a part that fails, and when to try it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Circuit:
+    """Opens after failures in a row, lets one call through after a pause that doubles, closes on a success."""
+
+    failures_to_open: int = 2
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 8.0
+    num_failures: int = 0
+    retry_at_s: float = 0.0
+
+    def allows(self, now_s: float) -> bool:
+        """Tell whether a call may be made; where the circuit is open, this one is the trial."""
+        if self.num_failures < self.failures_to_open:
+            return True
+        if now_s < self.retry_at_s:
+            return False
+        self.retry_at_s = now_s + self.pause_s()
+        return True
+
+    def is_open(self) -> bool:
+        """Tell whether the part is held to be down."""
+        return self.num_failures >= self.failures_to_open
+
+    def succeeded(self) -> None:
+        """Close the circuit."""
+        self.num_failures = 0
+
+    def failed(self, now_s: float) -> None:
+        """Count a failure."""
+        self.num_failures += 1
+        self.retry_at_s = now_s + self.pause_s()
+
+    def pause_s(self) -> float:
+        """How long to leave the part alone."""
+        doublings = min(30, max(0, self.num_failures - self.failures_to_open))
+        return min(self.longest_pause_s, self.first_pause_s * 2.0**doublings)

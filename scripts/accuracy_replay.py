@@ -1,0 +1,71 @@
+"""Replay measured vLLM runs and compare request by request, those apart that the profiles' constants were fitted to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from predictor.fitting.calibration import Latencies
+from predictor.profile import load_profile
+from services.data import data_folder
+from services.simulator.measured_runs import MEASURED_RUNS, MeasuredRun
+from services.simulator.replay import replay
+
+CALIBRATED = 30  # the first requests, which two constants of the profile were fitted to
+
+
+def main() -> None:
+    """Print the errors, as a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        results = [result for name, run in MEASURED_RUNS.items() for result in compare(name, run)]
+    except (ValueError, OSError) as error:
+        sys.exit(f"accuracy_replay: {error}")
+    if arguments.json:
+        print(json.dumps({"bench": "accuracy_replay", "machine": {"cpu": platform.machine()}, "results": results}))
+        return
+    for result in results:
+        print(f"{result['name']:32}{result['value']:>9.2%}  n={result['n']}")
+
+
+def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
+    """Give the distribution of relative errors of one run."""
+    profile = load_profile(run.profile)
+    requests, measured = run.requests(data_folder())
+    outcomes = replay(run.config(profile.engine.num_gpu_blocks or 0), profile.step_time, requests)
+    replayed = Latencies(
+        first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
+        last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
+        output_tokens=measured.output_tokens,
+    )
+    for metric, actual in measured.metrics().items():
+        signed = (replayed.metrics()[metric][CALIBRATED:] - actual[CALIBRATED:]) / actual[CALIBRATED:]
+        errors = np.abs(signed)
+        figures = {f"p{p}": np.percentile(errors, p) for p in (10, 25, 75, 90, 99)}
+        figures = {"median": np.median(errors), "bias": np.median(signed), "mean": errors.mean(), **figures}
+        for figure, value in figures.items():
+            yield row(f"{name}.{metric}_error.{figure}", float(value), len(errors))
+    ends = [float((latencies.last_token_s + arrivals(requests)).max()) for latencies in (replayed, measured)]
+    yield row(f"{name}.makespan_error", ends[0] / ends[1] - 1, len(requests))
+
+
+def arrivals(requests: list[Any]) -> np.ndarray:
+    """When each request came."""
+    return np.array([request.arrival_s for request in requests])
+
+
+def row(name: str, value: float, n: int) -> dict[str, Any]:
+    """One result."""
+    return {"name": name, "value": value, "unit": "ratio", "n": n}
+
+
+if __name__ == "__main__":
+    main()

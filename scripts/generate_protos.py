@@ -1,0 +1,63 @@
+"""Generate the code beside the .proto files, or, with --check, tell whether it is what they would give."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path("protos/block/v1")
+SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+BIN = Path(sys.executable).parent
+
+
+def main() -> int:
+    """Generate or compare; the status says whether all is well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
+    if not parser.parse_args().check:
+        return generate(ROOT)
+    with tempfile.TemporaryDirectory() as scratch:
+        return generate(Path(scratch)) or compare(ROOT / FOLDER, Path(scratch) / FOLDER)
+
+
+def generate(into: Path) -> int:
+    """Run protoc over every .proto file."""
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
+    well_known = resources.files("grpc_tools") / "_proto"
+    return protoc.main(
+        [
+            "protoc",
+            f"-I{ROOT}",
+            f"-I{well_known}",
+            *(f"--plugin={name}={BIN / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")),
+            f"--python_out={into}",
+            f"--grpc_python_out={into}",
+            f"--mypy_out=quiet:{into}",
+            f"--mypy_grpc_out=quiet:{into}",
+            *sources,
+        ]
+    )
+
+
+def compare(there: Path, fresh: Path) -> int:
+    """Name the generated files that differ, are missing, or have no source any more."""
+    names = {path.name for folder in (there, fresh) for path in folder.iterdir() if path.name.endswith(SUFFIXES)}
+    stale = [name for name in sorted(names) if content(there / name) != content(fresh / name)]
+    for name in stale:
+        print(f"{FOLDER / name}: is not what its .proto gives; run scripts/generate_protos.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+def content(path: Path) -> bytes | None:
+    """Read a file that may not be there."""
+    return path.read_bytes() if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
