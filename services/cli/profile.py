@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
 import click
 
 from predictor.profile import Profile, load_profile, profile_names, profile_to_json
 from services.cli.engine_options import profile_named
+from services.codec import read_json
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group()
@@ -42,3 +50,96 @@ def _line(chosen: Profile) -> str:
         error = "estimated from data sheets, not measured"
     engine = f"{chosen.model} on {chosen.tensor_parallel} x {chosen.gpu}, {chosen.dtype}"
     return f"{chosen.name:32} {engine}: {chosen.kind}, {error}"
+
+
+@profile.group()
+def fit() -> None:
+    """Make a profile: from measured steps, from kernel tables, or from a data sheet."""
+
+
+def _described(command: F) -> F:
+    """Give a command what every fitted profile has to say of itself."""
+    for option in (
+        click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without."),
+        click.option("--dtype", default="bfloat16", show_default=True),
+        click.option("--tensor-parallel", type=int, default=1, show_default=True),
+        click.option("--gpu", required=True, help="The GPU's name, as in H100."),
+        click.option("--model", required=True, help="The model's name."),
+        click.option("--name", required=True, help="What to call the profile."),
+    ):
+        command = option(command)
+    return command
+
+
+@fit.command()
+@click.argument("csv_file", metavar="CSV")
+@_described
+def steps(csv_file: str, output: str | None, **described: Any) -> None:
+    """Fit a profile from measured steps, a line each.
+
+    Columns: num_decodes, decode_context (sum of their contexts, new token included), num_prefills, prefill_tokens,
+    prefill_qq (sum of chunk²), prefill_qkv (sum of chunk x context before it), seconds; optionally num_sampled,
+    decode_longest.
+    """
+    from predictor.fitting.measured_steps import measured_profile
+
+    with _reading(csv_file):
+        fitted = measured_profile(Path(csv_file), **described)
+    _write(fitted, output)
+
+
+@fit.command()
+@click.argument("folder")
+@click.option("--model-config", required=True, metavar="JSON", help="The model's config.json.")
+@_described
+def kernels(folder: str, model_config: str, output: str | None, **described: Any) -> None:
+    """Fit a profile from a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's)."""
+    from predictor.fitting.kernel_tables import kernel_table_profile
+    from predictor.fitting.roofline import model_shape
+
+    shape = model_shape(_model_config(model_config))
+    with _reading(folder):
+        fitted = kernel_table_profile(Path(folder), shape=shape, **described)
+    _write(fitted, output)
+
+
+@fit.command()
+@click.argument("model_config", metavar="CONFIG_JSON")
+@click.option("--gpu", required=True, help="The GPU's name, as in H100.")
+@click.option("--tensor-parallel", type=int, default=1, show_default=True)
+@click.option("--name", default=None, help="What to call the profile.")
+@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
+def roofline(model_config: str, gpu: str, tensor_parallel: int, name: str | None, output: str | None) -> None:
+    """Estimate a profile for a model nobody measured, from its config.json and the GPU's data sheet."""
+    from predictor.fitting.roofline import roofline_profile
+
+    config = _model_config(model_config)
+    _write(roofline_profile(config, gpu, tensor_parallel=tensor_parallel, name=name), output)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text") from None
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: must be an object, a model's config.json")
+    return config
+
+
+def _write(fitted: Profile, output: str | None) -> None:
+    if output is None:
+        click.echo(profile_to_json(fitted), nl=False)
+        return
+    try:
+        Path(output).write_text(profile_to_json(fitted), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{output}: cannot be written: {error.strerror}") from None
+    click.echo(_line(fitted))

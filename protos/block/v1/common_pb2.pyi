@@ -809,6 +809,7 @@ class Decision(_message.Message):
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    NEXT_BEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     policy: _builtins.str
     basis: Global___DecisionBasis.ValueType
@@ -839,6 +840,10 @@ class Decision(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """filled when an explanation was asked for"""
 
+    @_builtins.property
+    def next_best(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
+        """where to go if the chosen one fails, best first; nothing is reserved there"""
+
     def __init__(
         self,
         *,
@@ -856,10 +861,11 @@ class Decision(_message.Message):
         num_candidates: _builtins.int = ...,
         num_skipped: _builtins.int = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        next_best: _abc.Iterable[Global___Instance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "forecast", b"forecast", "instance", b"instance", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "policy", b"policy", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "policy", b"policy", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
     _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015

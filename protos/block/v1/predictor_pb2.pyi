@@ -94,7 +94,7 @@ class PredictResponse(_message.Message):
     PREDICT_S_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     version: _builtins.int
-    """Counts the promises made and ended here, and changes with nothing else; see ReserveRequest.if_version."""
+    """Counts the promises made here, and changes with nothing else; see ReserveRequest.if_version."""
     epoch: _builtins.int
     """Drawn anew by each process: versions of different epochs cannot be compared."""
     state: _common_pb2.InstanceState.ValueType
@@ -210,7 +210,7 @@ class ReserveRequest(_message.Message):
     IF_VERSION_FIELD_NUMBER: _builtins.int
     IF_EPOCH_FIELD_NUMBER: _builtins.int
     ttl_s: _builtins.float
-    """above 0; for how long, unless the engine shows it earlier. At most 600"""
+    """above 0, at most 600: for how long, unless the engine shows it earlier"""
     holder: _builtins.str
     """who promises: a scheduler's id, for records"""
     policy: _builtins.str

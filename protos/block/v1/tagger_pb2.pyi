@@ -76,7 +76,7 @@ class ObserveRequest(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Outcome]:
-        """at most 1000"""
+        """at most 256"""
 
     def __init__(
         self,
@@ -97,7 +97,9 @@ class ObserveResponse(_message.Message):
 
     NUM_LEARNED_FIELD_NUMBER: _builtins.int
     num_learned: _builtins.int
-    """outcomes that told a length: answers that ended by themselves or were cut"""
+    """Of the outcomes, those that told a length: the answer ended by itself or was cut, and the client had not fixed its
+    length beforehand.
+    """
     def __init__(
         self,
         *,

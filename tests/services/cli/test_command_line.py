@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from services.cli import main
+from tests.services.cli.running import answer, block, refusal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SNAPSHOT, REQUEST, REQUESTS = (str(EXAMPLES / name) for name in ("snapshot.json", "request.json", "requests.jsonl"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """How a command ended and what it printed."""
-
-    returncode: int | str | None
-    stdout: str
-    stderr: str
-
-
-def block(*arguments: str, stdin: str = "", **environment: str) -> Done:
-    """Run the command here, with its own streams and environment."""
-    out, err = StringIO(), StringIO()
-    with (
-        patch.object(sys, "argv", ["block", *arguments]),
-        patch.object(sys, "stdin", StringIO(stdin)),
-        patch.dict(os.environ, environment),
-        redirect_stdout(out),
-        redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    return Done(returncode=ended.value.code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def test_the_installed_command_reads_standard_input() -> None:
@@ -51,22 +22,6 @@ def test_the_installed_command_reads_standard_input() -> None:
     line = '{"prompt_tokens": 4, "output_tokens": 3}'
     done = subprocess.run(command, input=line, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["summary"]["makespan_s"] == 3.0
-
-
-def answer(*arguments: str, stdin: str = "", **environment: str) -> Any:
-    """Run the command with --json and parse what it prints."""
-    done = block(*arguments, "--json", stdin=stdin, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def refusal(*arguments: str, stdin: str = "", **environment: str) -> str:
-    """Run the command on bad input and return its one line."""
-    done = block(*arguments, stdin=stdin, **environment)
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
 
 
 def test_forecast_tells_times_and_delays() -> None:
@@ -93,7 +48,9 @@ def test_residual_rules_are_selectable_by_name() -> None:
         item["request"]["tag"] = {"median_tokens": 5, "spread": 1.0}
     text = json.dumps(snapshot)
     delays = {
-        rule: answer("forecast", "-", REQUEST, "--residual", rule, "-p", "llama-2-7b-a30", stdin=text)["forecasts"][0]["e2e_s"]
+        rule: answer("forecast", "-", REQUEST, "--residual", rule, "-p", "llama-2-7b-a30", stdin=text)["forecasts"][0][
+            "e2e_s"
+        ]
         for rule in ("plus_ten", "conditional_median")
     }
     assert delays["plus_ten"] < delays["conditional_median"]
@@ -219,7 +176,10 @@ def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
         ({"config": {"max_num_seqs": 2}}, "running"),
         ({"running": {}}, "running"),
         ({"running": [{}]}, "running[0].request: is missing"),
-        ({"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "num_blocks": 999}]}, "running[0].num_blocks"),
+        (
+            {"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "num_blocks": 999}]},
+            "running[0].num_blocks",
+        ),
         ({"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "computed_tokens": 9}]}, "computed_tokens"),
         ({"steps": [{"start_s": 0.0, "scheduled": {"nobody": 1}}]}, "steps[0].scheduled.nobody"),
         ({"reserved": [{"request_id": "x", "prompt_tokens": 1}] * 2}, "request_id"),

@@ -1,0 +1,16 @@
+"""`block serve`: the parts of the system, each a process."""
+
+from __future__ import annotations
+
+import click
+
+from services.cli.serve_tagger import tagger
+
+
+@click.group()
+def serve() -> None:
+    """Run one part of the system until SIGTERM or Ctrl-C; then what is under way is finished."""
+
+
+for command in (tagger,):
+    serve.add_command(command)

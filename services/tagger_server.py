@@ -1,0 +1,136 @@
+"""The length tagger as a service: tags out, outcomes back in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+
+from length_tagger.estimate import Outcome, Query, Tagger
+from length_tagger.keys import prompt_keys
+from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
+from services.grpc_server import ServerSettings, serve_until_signalled
+from services.log_lines import say
+
+log = logging.getLogger(__name__)
+
+NAME = "tagger"
+MOST_OUTCOMES = 256
+MOST_KEYS = 8
+HEAD_BYTES = TAIL_BYTES = 64 * 1024  # of a longer prompt the middle is not read
+
+TELLING = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+def serve(tagger: Tagger, settings: ServerSettings) -> None:
+    """Run the service until it is told to stop."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    service = TaggerService(tagger, registry)
+    register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
+    asyncio.run(serve_until_signalled(NAME, settings, [register], registry))
+
+
+class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
+    """Asks an estimator on the event loop: those that there are take microseconds."""
+
+    def __init__(self, tagger: Tagger, registry: CollectorRegistry) -> None:
+        """Serve one tagger."""
+        self._tagger = tagger
+        self._tags = Counter("block_tagger_tags", "Tags given.", ("estimator",), registry=registry)
+        self._outcomes = Counter("block_tagger_outcomes", "Outcomes heard of.", ("learned",), registry=registry)
+
+    async def Tag(  # noqa: N802 - the wire's name
+        self,
+        request: tagger_pb2.TagRequest,
+        context: grpc.aio.ServicerContext[tagger_pb2.TagRequest, tagger_pb2.TagResponse],  # noqa: ARG002
+    ) -> tagger_pb2.TagResponse:
+        """Predict the length of one answer."""
+        query = query_from(request)
+        estimate = self._tagger.estimate(query)
+        self._tags.labels("none" if estimate is None else estimate.estimator).inc()
+        if estimate is None:
+            return tagger_pb2.TagResponse()
+        if log.isEnabledFor(logging.DEBUG):
+            say(
+                log, logging.DEBUG, "tagged", request_id=request.request.request_id, model=query.model,
+                median_tokens=estimate.median_tokens, spread=estimate.spread, confidence=estimate.confidence,
+                estimator=estimate.estimator,
+            )  # fmt: skip
+        return tagger_pb2.TagResponse(
+            tag=common_pb2.Tag(
+                median_tokens=estimate.median_tokens,
+                spread=estimate.spread,
+                confidence=estimate.confidence,
+                estimator=estimate.estimator,
+                keys=query.keys,
+            )
+        )
+
+    async def Observe(  # noqa: N802 - the wire's name
+        self,
+        request: tagger_pb2.ObserveRequest,
+        context: grpc.aio.ServicerContext[tagger_pb2.ObserveRequest, tagger_pb2.ObserveResponse],  # noqa: ARG002
+    ) -> tagger_pb2.ObserveResponse:
+        """Learn from what became of requests."""
+        if len(request.outcomes) > MOST_OUTCOMES:
+            raise ValueError(f"outcomes: {len(request.outcomes)} are more than {MOST_OUTCOMES}, the most at once")
+        outcomes = [outcome_from(one, place) for place, one in enumerate(request.outcomes) if tells_a_length(one)]
+        for outcome in outcomes:
+            self._tagger.observe(outcome)
+        self._outcomes.labels("yes").inc(len(outcomes))
+        self._outcomes.labels("no").inc(len(request.outcomes) - len(outcomes))
+        return tagger_pb2.ObserveResponse(num_learned=len(outcomes))
+
+
+def query_from(message: tagger_pb2.TagRequest) -> Query:
+    """Read a request; what is wrong is named as it is on the wire."""
+    request = message.request
+    prompt = text_from(message.prompt)
+    try:
+        return Query(
+            model=request.model,
+            prompt=prompt,
+            prompt_tokens=request.prompt_tokens or None,
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            min_tokens=request.min_tokens if request.HasField("min_tokens") else None,
+            ignore_eos=request.ignore_eos,
+            expected_tokens=request.expected_output_tokens if request.HasField("expected_output_tokens") else None,
+            session_id=request.session_id,
+            client_id=request.client_id,
+            keys=prompt_keys(request.model, prompt),
+        )
+    except ValueError as error:
+        raise ValueError(f"request.{str(error).replace('expected_tokens', 'expected_output_tokens', 1)}") from None
+
+
+def text_from(prompt: bytes) -> str:
+    """Read a prompt, whatever it is; of a very long one, head and tail."""
+    if len(prompt) > HEAD_BYTES + TAIL_BYTES:
+        prompt = prompt[:HEAD_BYTES] + prompt[-TAIL_BYTES:]
+    return prompt.decode("utf-8", "replace")
+
+
+def tells_a_length(outcome: common_pb2.Outcome) -> bool:
+    """Tell whether an answer came to its end, and to one that the client had not fixed beforehand."""
+    fixed = outcome.tag.estimator == "client" and outcome.tag.spread == 0
+    return outcome.finish_reason in TELLING and outcome.output_tokens > 0 and not fixed
+
+
+def outcome_from(message: common_pb2.Outcome, place: int) -> Outcome:
+    """Read an outcome; a bad one is named by its place."""
+    if len(message.tag.keys) > MOST_KEYS:
+        raise ValueError(f"outcomes[{place}].tag.keys: {len(message.tag.keys)} are more than {MOST_KEYS}")
+    try:
+        return Outcome(
+            output_tokens=message.output_tokens,
+            model=message.model,
+            session_id=message.session_id,
+            client_id=message.client_id,
+            keys=tuple(message.tag.keys),
+        )
+    except ValueError as error:
+        raise ValueError(f"outcomes[{place}].{error}") from None

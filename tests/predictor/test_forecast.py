@@ -1,0 +1,199 @@
+"""Forecasts against what happens when the request really comes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.batching import BATCHERS
+from predictor.engine import Engine
+from predictor.forecast import Forecast, Forecaster
+from predictor.request import Request
+from tests.inspecting import frozen
+from tests.strategies import AFFINE, Load, examples, load_of, loads
+
+CLOSE = 1e-9
+every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
+LOADS = {batcher: loads(batcher, distinct_arrivals=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
+moments = st.floats(0.0, 1.05)
+
+
+def split(load: Load, num_candidates: int) -> tuple[Load, list[Request]]:
+    """Take the last few requests of a load as candidates, at least one and not all where there are more."""
+    specs = sorted(load.requests, key=lambda spec: spec["arrival_s"])
+    kept = max(min(1, len(specs) - 1), len(specs) - num_candidates)
+    candidates = Load(engine=load.engine, requests=specs[kept:]).our_requests()
+    return Load(engine=load.engine, requests=specs[:kept]), candidates
+
+
+def at_moment(load: Load, moment: float, *, reserve: bool) -> tuple[Engine, float]:
+    """Run an engine up to a moment of its run; who has not arrived by then is known to it only if reserved."""
+    whole = load.loaded(AFFINE)
+    whole.advance()
+    now_s = moment * whole.now_s
+    engine = Engine(load.config, AFFINE)
+    for request, rank in zip(load.our_requests(), load.ranks(), strict=True):
+        if reserve or request.arrival_s <= now_s:
+            engine.add(request, tie_break=rank)
+    engine.advance(now_s)
+    return engine, now_s
+
+
+def really(load: Load, moment: float, candidate: Request, *, reserve: bool) -> Forecast:
+    """Add the candidate and see; what it does to the others is known from a run without it."""
+    without, now_s = at_moment(load, moment, reserve=reserve)
+    there = [name for name in without.slots if without.outcome(name).finished_s is None]
+    without.advance()
+    engine, now_s = at_moment(load, moment, reserve=reserve)
+    engine.add(replace(candidate, arrival_s=now_s))
+    engine.advance()
+    outcome = engine.outcome(candidate.request_id)
+    assert outcome.scheduled_s is not None
+    assert outcome.first_token_s is not None
+    assert outcome.finished_s is not None
+    delays = [engine.outcome(name).finished_s - without.outcome(name).finished_s for name in there]
+    others_preempted = sum(engine.outcome(name).num_preemptions for name in there)
+    others_preempted -= sum(without.outcome(name).num_preemptions for name in there)
+    return Forecast(
+        request_id=candidate.request_id,
+        ttft_s=outcome.first_token_s - now_s,
+        e2e_s=outcome.finished_s - now_s,
+        tpot_s=outcome.tpot_s or 0.0,
+        queue_s=outcome.scheduled_s - now_s,
+        output_tokens=outcome.output_tokens,
+        num_preemptions=outcome.num_preemptions,
+        prefix_hit_tokens=outcome.prefix_hit_tokens,
+        others_preempted=others_preempted,
+        delay_sum_s=sum(delays),
+        delay_worst_s=max(delays, default=0.0),
+    )
+
+
+def expect_close(ours: Forecast, theirs: Forecast, *, only_shared: bool = False) -> None:
+    """Compare two forecasts: counts exactly, times but for rounding."""
+    for name in Forecast.__dataclass_fields__:
+        our, their = getattr(ours, name), getattr(theirs, name)
+        if only_shared and (our is None or their is None):
+            continue
+        close = isinstance(our, float) and isinstance(their, float)
+        assert our == (pytest.approx(their, rel=CLOSE, abs=CLOSE) if close else their), name
+
+
+@every_batcher
+@pytest.mark.parametrize("reserve", [False, True], ids=["", "reserved"])
+def test_a_forecast_is_what_happens(batcher: str, reserve: bool) -> None:
+    """Times, preemptions and hits are those of the request when it comes, delays the others' real ones."""
+
+    @examples(30)
+    @given(LOADS[batcher], moments)
+    def check(load: Load, moment: float) -> None:
+        others, (candidate,) = split(load, 1)
+        engine, now_s = at_moment(others, moment, reserve=reserve)
+        (forecast,) = Forecaster(engine).forecast([candidate], now_s)
+        expected = really(others, moment, candidate, reserve=reserve)
+        worst = max(expected.delay_worst_s, 0.0)  # nobody is worst hit where all gain
+        expect_close(forecast, replace(expected, delay_worst_s=worst))
+
+    check()
+
+
+@every_batcher
+def test_a_forecast_leaves_the_engine_as_it_was(batcher: str) -> None:
+    """Not a byte of the engine's state changes, and it goes on as if nobody had asked."""
+
+    @examples(20)
+    @given(LOADS[batcher], moments)
+    def check(load: Load, moment: float) -> None:
+        others, candidates = split(load, 3)
+        engine, now_s = at_moment(others, moment, reserve=True)
+        untouched, _ = at_moment(others, moment, reserve=True)
+        forecaster = Forecaster(engine)
+        forecaster.forecast(candidates, now_s)  # room for the candidates is made now
+        names, before = dict(engine.slots), frozen(engine.state)
+        forecaster.forecast(candidates, now_s)
+        assert engine.slots == names
+        assert frozen(engine.state) == before
+        for one in (engine, untouched):
+            one.advance()
+        for name in names:
+            assert engine.outcome(name) == untouched.outcome(name)
+
+    check()
+
+
+@every_batcher
+def test_candidates_together_are_candidates_one_by_one(batcher: str) -> None:
+    """Each candidate is forecast as if it alone came, with or without asking for the delays of others."""
+
+    @examples(25)
+    @given(LOADS[batcher], moments)
+    def check(load: Load, moment: float) -> None:
+        others, candidates = split(load, 4)
+        engine, now_s = at_moment(others, moment, reserve=False)
+        forecaster = Forecaster(engine)
+        together = forecaster.forecast(candidates, now_s)
+        assert [forecast.request_id for forecast in together] == [request.request_id for request in candidates]
+        hasty = forecaster.forecast(candidates, now_s, delays=False)
+        for candidate, forecast, quick in zip(candidates, together, hasty, strict=True):
+            expect_close(forecaster.forecast([candidate], now_s)[0], forecast)
+            expect_close(forecast, quick, only_shared=True)
+            assert (quick.others_preempted, quick.delay_sum_s, quick.delay_worst_s) == (None, None, None)
+
+    check()
+
+
+def test_an_idle_engine_delays_nobody() -> None:
+    """The first request of all starts at once and has nobody beside it."""
+    load = load_of("vllm_v1", (8, 3))
+    (forecast,) = Forecaster(Engine(load.config, AFFINE)).forecast(load.our_requests(), 5.0)
+    alone = load.loaded(AFFINE)
+    alone.advance()
+    assert (forecast.queue_s, forecast.delay_sum_s, forecast.others_preempted) == (0.0, 0.0, 0)
+    assert forecast.e2e_s == pytest.approx(alone.now_s, rel=CLOSE)
+    assert forecast.e2e_s == pytest.approx(forecast.ttft_s + 2 * forecast.tpot_s, rel=CLOSE)
+
+
+def test_what_can_never_be_served_is_infinite() -> None:
+    """Behind a head of the queue that can never enter, no time is foreseen, and no delay of the others."""
+    load = load_of("orca", (4, 2), num_gpu_blocks=2)
+    blocked = [Request(request_id="head", prompt_tokens=4, output_tokens=2, max_tokens=60)]
+    engine = Engine(load.config, AFFINE)
+    for request in blocked:
+        try:
+            engine.add(request)
+        except ValueError:
+            pytest.skip("such a head is refused already")
+    (forecast,) = Forecaster(engine).forecast(load.our_requests(), 0.0)
+    assert forecast.ttft_s == forecast.e2e_s == forecast.tpot_s == forecast.queue_s == math.inf
+    assert forecast.delay_sum_s == 0.0
+
+
+def test_a_refused_candidate_takes_no_place() -> None:
+    """When one of several candidates cannot be served, all are refused and none stays."""
+    engine = load_of("vllm_v1", (8, 3)).loaded(AFFINE)
+    names = set(engine.slots)
+    good = Request(request_id="good", prompt_tokens=4, output_tokens=4)
+    with pytest.raises(ValueError, match="^prompt_tokens: "):
+        Forecaster(engine).forecast([good, Request(request_id="bad", prompt_tokens=4000)], 0.0)
+    assert set(engine.slots) == names
+    assert Forecaster(engine).forecast([good], 0.0)[0].e2e_s < math.inf
+
+
+def test_a_forecaster_follows_an_engine_that_grows() -> None:
+    """More requests than there was room for when the forecaster was made change nothing about its answers."""
+    load = load_of("vllm_v1", (8, 3), max_num_seqs=4)
+    engine = Engine(load.config, AFFINE)
+    early = Forecaster(engine)
+    for place in range(200):
+        engine.add(Request(request_id=f"{place}", prompt_tokens=9, output_tokens=9, prefix_hashes=(place % 7, place)))
+    candidate = Request(request_id="new", prompt_tokens=30, output_tokens=3, prefix_hashes=(3, 10))
+    assert early.forecast([candidate], 0.0) == Forecaster(engine).forecast([candidate], 0.0)
+
+
+def test_no_candidates_no_forecasts() -> None:
+    """An empty question has an empty answer."""
+    assert Forecaster(load_of("vllm_v1", (8, 3)).loaded(AFFINE)).forecast([], 0.0) == []

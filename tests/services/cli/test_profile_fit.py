@@ -1,0 +1,71 @@
+"""Making profiles on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.services.cli.running import block, refusal
+
+CONFIG = {
+    "_name_or_path": "somebody/Small-1B",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_model_that_nobody_measured_gets_an_estimate_that_says_so(tmp_path: Path) -> None:
+    """From config.json and a GPU's name comes a profile that replays, and calls itself a roofline."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made = tmp_path / "made.json"
+    done = block("profile", "fit", "roofline", str(tmp_path / "config.json"), "--gpu", "H100", "-o", str(made))
+    assert done.returncode == 0
+    assert "estimated from data sheets, not measured" in done.stdout
+    line = '{"prompt_tokens": 100, "output_tokens": 10}'
+    replayed = block("replay", "-", "--profile", str(made), "--json", stdin=line)
+    assert 0.001 < json.loads(replayed.stdout)["summary"]["tpot_s"]["p50"] < 0.1
+
+
+def test_measured_steps_make_a_profile(tmp_path: Path) -> None:
+    """Steps that follow a simple law are fitted closely."""
+    rows = [
+        f"{n},{n * context},0,0,0,0,{0.005 + 1e-4 * n + 1e-7 * n * context}"
+        for n in range(1, 65)
+        for context in (64, 256, 1024)
+    ]
+    header = "num_decodes,decode_context,num_prefills,prefill_tokens,prefill_qq,prefill_qkv,seconds"
+    (tmp_path / "steps.csv").write_text("\n".join([header, *rows]))
+    done = block(
+        "profile", "fit", "steps", str(tmp_path / "steps.csv"), "--name", "mine", "--model", "M", "--gpu", "H100"
+    )
+    assert json.loads(done.stdout)["error"]["mape"] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "named"),
+    [
+        (CONFIG, ("--gpu", "Abacus"), "gpu"),
+        (CONFIG, ("--gpu", "H100", "--tensor-parallel", "0"), "tensor_parallel"),
+        ({**CONFIG, "hidden_size": -1}, ("--gpu", "H100"), "hidden_size"),
+        ({}, ("--gpu", "H100"), "num_attention_heads: missing"),
+        ([], ("--gpu", "H100"), "must be an object"),
+    ],
+)
+def test_bad_models_and_gpus_are_named(tmp_path: Path, config: object, arguments: tuple[str, ...], named: str) -> None:
+    """What a profile cannot be made from is refused by name."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert named in refusal("profile", "fit", "roofline", str(tmp_path / "config.json"), *arguments)
+
+
+def test_a_profile_file_that_is_none_is_named(tmp_path: Path) -> None:
+    """A broken profile is refused by its field."""
+    (tmp_path / "broken.json").write_text('{"version": 99}')
+    assert "version" in refusal("profile", "show", str(tmp_path / "broken.json"))
+    assert "cannot be read" in refusal("profile", "show", str(tmp_path / "absent.json"))
