@@ -96,8 +96,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         data = data_folder()
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
+    except ValueError as missing:
+        sys.stderr.write(f"{missing}\n")
         return 2
     unknown = sorted(set(arguments.names) - set(PROFILES))
     if unknown:

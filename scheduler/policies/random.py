@@ -13,6 +13,6 @@ def uniform(generator: np.random.Generator) -> Callable[[Sequence[InstanceView]]
     """Score = a fresh random number."""
 
     def policy(views: Sequence[InstanceView]) -> list[float]:
-        return generator.random(len(views)).tolist()
+        return [float(number) for number in generator.random(len(views))]
 
     return policy
