@@ -6,6 +6,8 @@ caching only the number of free blocks matters, so no block has an identity then
 
 from __future__ import annotations
 
+import numpy as np
+
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NOBODY, NOTHING, State
 
@@ -208,6 +210,14 @@ def chain_same(state: State, index: int, content: int) -> None:
     while state.blocks[last].next_same != NOBODY:
         last = state.blocks[last].next_same
     state.blocks[last].next_same = index
+
+
+@kernel
+def chain_all(state: State, indexes: np.ndarray, contents: np.ndarray) -> None:
+    """Let these blocks hold these shared contents."""
+    for place in range(len(indexes)):
+        state.blocks[indexes[place]].content = contents[place]
+        chain_same(state, indexes[place], contents[place])
 
 
 @kernel

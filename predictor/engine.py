@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from predictor import blocks, loop, queues, steps
 from predictor.batching import batcher_named, is_compiled, number_of, settled
@@ -108,11 +110,11 @@ class Engine:
         queues.announce(self.state, slot)
         return slot
 
-    def place(self, request: Request, *, produced_tokens: int = 0, tie_break: int | None = None) -> int:
-        """Give a request a slot, without letting it arrive."""
+    def place(self, request: Request, *, tie_break: int | None = None, **progress: float) -> int:
+        """Give a request a slot, without letting it arrive; `progress` are fields of `new_request`."""
         if request.request_id in self.slots:
             raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
-        final_tokens, max_tokens = self.lengths(request, produced_tokens)
+        final_tokens, max_tokens = self.lengths(request, int(progress.get("output_tokens", 0)))
         self._require_possible(request, final_tokens)
         slot = self._take_slot(request, final_tokens)
         num_hashes = 0
@@ -129,6 +131,7 @@ class Engine:
             arrival_s=request.arrival_s,
             num_hashes=num_hashes,
             serial=self._num_added,
+            **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
         self._num_added += 1
         return slot
@@ -235,10 +238,11 @@ class Engine:
             self.contents.setdefault(value, len(self.contents))
         self.state = widen(self.state, num_slots=0, blocks_per_request=0, num_contents=len(self.contents))
 
-    def cache_content(self, block: int, content: int | str) -> None:
-        """Note that a block holds a shared content."""
-        self.state.blocks[block].content = self.contents[content]
-        blocks.chain_same(self.state, block, self.contents[content])
+    def cache_contents(self, contents: Mapping[int, int | str]) -> None:
+        """Note which blocks hold which shared contents; of blocks that hold the same, the first is the one hit."""
+        self.know_contents(contents.values())
+        numbers = np.fromiter((self.contents[value] for value in contents.values()), np.int64, len(contents))
+        blocks.chain_all(self.state, np.fromiter(contents, np.int64, len(contents)), numbers)
 
     def widen_table(self, num_blocks: int) -> None:
         """Make room for requests that hold so many blocks."""

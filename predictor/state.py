@@ -105,11 +105,23 @@ def new_request(
     arrival_s: float,
     num_hashes: int,
     serial: int,
+    status: int = UNBORN,
+    output_tokens: int = 0,
+    computed_tokens: int = 0,
+    placeholders: int = 0,
+    in_flight_tokens: int = 0,
+    stale_tokens: int = 0,
+    num_blocks: int = 0,
+    full_blocks: int = 0,
+    num_preemptions: int = 0,
+    scheduled_s: float = NOBODY,
+    first_token_s: float = NOBODY,
 ) -> tuple[float, ...]:
-    """Make the row of a request that has not arrived, in one assignment, as each field by itself would be slow."""
+    """Make a row of `requests`, to be assigned at once, as each field by itself would be slow."""
     return (
-        UNBORN, prompt_tokens, 0, 0, 0, 0, 0, final_tokens, max_tokens, 0, 0, num_hashes, NOBODY, NOBODY,
-        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, 0, 0, 0,
+        status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
+        final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, scheduled_s, first_token_s,
+        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, 0,
     )  # fmt: skip
 
 

@@ -96,6 +96,16 @@ def put_under_way(state: State, start_s: float) -> None:
     engine.num_in_flight += 1
 
 
+@kernel
+def sum_up(state: State, before: np.ndarray) -> None:
+    """Reckon anew what the duration of the step being made depends on, given each request's tokens before it."""
+    index = current(state)
+    step = state.steps[index]
+    clear_sums(step)
+    for position in range(step.num_scheduled):
+        add_to_sums(step, state.batch[index, position], before[position])
+
+
 @small_kernel
 def clear_sums(step: np.record) -> None:
     """Forget what the step's duration is reckoned from."""

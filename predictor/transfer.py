@@ -124,32 +124,28 @@ def _at(where: str) -> Iterator[None]:
 
 
 def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
-    request = item.request
-    if item.produced_tokens >= engine.lengths(request)[1]:
+    request, block_size = item.request, engine.config.block_size
+    max_tokens = engine.lengths(request)[1]
+    if item.produced_tokens >= max_tokens:
         raise ValueError(f"produced_tokens: {item.produced_tokens} are as many as the request may have")
-    slot = engine.place(request, produced_tokens=item.produced_tokens)
-    row = engine.state.requests[slot]
-    for name in COUNTERS:
-        row[name] = getattr(item, name)
-    row.output_tokens = item.produced_tokens
-    if item.produced_tokens > 0:
-        row.first_token_s = request.arrival_s
-    if item.computed_tokens > 0 or item.num_preemptions > 0:
-        row.scheduled_s = request.arrival_s
-    head = engine.state.engine[0]
+    if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
+        raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
+    if item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
+        raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can ever need")
+    begun = item.computed_tokens > 0 or item.num_preemptions > 0
+    slot = engine.place(
+        request,
+        status=status,
+        output_tokens=item.produced_tokens,
+        num_blocks=item.num_blocks if status == RUNNING else 0,
+        scheduled_s=request.arrival_s if begun else NOBODY,
+        first_token_s=request.arrival_s if item.produced_tokens > 0 else NOBODY,
+        **{name: getattr(item, name) for name in COUNTERS},
+    )
     if status == WAITING:
         queues.enqueue(engine.state, slot)
         return
-    if item.num_blocks * engine.config.block_size < item.computed_tokens:
-        raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
-    most = -(
-        -min(request.prompt_tokens + engine.lengths(request)[1], engine.config.max_model_len)
-        // engine.config.block_size
-    )
-    if item.num_blocks > most:
-        raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can ever need")
-    row.status = RUNNING
-    row.num_blocks = item.num_blocks
+    head = engine.state.engine[0]
     engine.state.running[head.num_running] = slot
     head.num_running += 1
 
@@ -201,26 +197,24 @@ def _put_back_holders(engine: Engine, snapshot: Snapshot) -> None:
     if len(free) != snapshot.num_free_blocks:
         raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks}, but {len(free)} are listed as free")
     blocks.num_refs = num_refs
+    order = np.array([NOBODY, *free, NOBODY])
+    blocks.next_free[order[1:-1]] = order[2:]
+    blocks.previous_free[order[1:-1]] = order[:-2]
     head.free_head, head.free_tail = (free[0], free[-1]) if free else (NOBODY, NOBODY)
-    for before, after in zip((NOBODY, *free), (*free, NOBODY), strict=True):
-        if before != NOBODY:
-            blocks[before].next_free = after
-        if after != NOBODY:
-            blocks[after].previous_free = before
 
 
 def _put_back_contents(engine: Engine, kv_cache: KvCache) -> None:
-    blocks = engine.state.blocks
     for block in (*kv_cache.contents, *kv_cache.own_contents):
-        if not 0 <= block < len(blocks):
-            raise ValueError(f"kv_cache.contents: block {block} lies outside the engine's {len(blocks)} blocks")
-    for block, (name, position) in kv_cache.own_contents.items():
-        if name in engine.slots:
-            serial = int(engine.state.requests[engine.slots[name]].serial)
-            blocks[block].content = -2 - (serial * OWN_CONTENTS + position)
-    engine.know_contents(kv_cache.contents.values())
-    for block, value in kv_cache.contents.items():
-        engine.cache_content(block, value)
+        if not 0 <= block < engine.num_blocks:
+            raise ValueError(f"kv_cache.contents: block {block} lies outside the engine's {engine.num_blocks} blocks")
+    serials = engine.state.requests.serial
+    own = {
+        block: -2 - (int(serials[engine.slots[name]]) * OWN_CONTENTS + position)
+        for block, (name, position) in kv_cache.own_contents.items()
+        if name in engine.slots
+    }
+    engine.state.blocks.content[list(own)] = list(own.values())
+    engine.cache_contents(kv_cache.contents)
 
 
 def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
@@ -229,20 +223,19 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
     state, sampled = engine.state, set(step.sampled)
-    planned_before = (
-        [entry.slot for entry in state.batch[state.engine[0].oldest]] if state.engine[0].num_in_flight else []
-    )
     index = steps.current(state)
-    record = state.steps[index]
+    record, batch = state.steps[index], state.batch[index]
     steps.begin(state)
-    steps.clear_sums(record)
-    for name, tokens in step.scheduled.items():
-        slot = engine.slots[name]
-        entry = state.batch[index, record.num_scheduled]
-        entry.slot, entry.tokens, entry.sampled = slot, tokens, name in sampled
-        record.num_scheduled += 1
-        row = state.requests[slot]
-        later = 0 if slot in planned_before else int(row.in_flight_tokens) - tokens
-        steps.add_to_sums(record, entry, max(0, int(row.computed_tokens) - tokens - later))
+    slots = [engine.slots[name] for name in step.scheduled]
+    count = record.num_scheduled = len(slots)
+    batch.slot[:count] = slots
+    batch.tokens[:count] = list(step.scheduled.values())
+    batch.sampled[:count] = [name in sampled for name in step.scheduled]
+    # what is in flight and in no older step came after this one
+    older = state.steps[state.engine[0].oldest].num_scheduled if state.engine[0].num_in_flight else 0
+    in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
+    rows = state.requests[slots]
+    before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
+    steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_under_way(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,8 +25,8 @@ from services.log_lines import say
 log = logging.getLogger(__name__)
 
 Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server with its servicer
-Handler = grpc.RpcMethodHandler[Any, Any]
-Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checkers alone
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MOST_MEBIBYTES = 1024
 SETTLE_S = 0.05  # a call that came just before the door closed has been counted by then
@@ -110,7 +110,7 @@ async def serving(
 async def drain(server: grpc.aio.Server, state: health.aio.HealthServicer, calls: Calls, drain_s: float) -> None:
     """Say that the end is near, take nothing new, and end as soon as nothing is under way but endless streams."""
     await state.enter_graceful_shutdown()
-    stopping = asyncio.create_task(server.stop(drain_s))
+    stopping = asyncio.create_task(server.stop(drain_s + 10 * SETTLE_S))  # longer than what is waited for here
     await asyncio.sleep(SETTLE_S)
     try:
         await asyncio.wait_for(calls.none_left(), drain_s)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from predictor.engine import Engine
-from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, State
+from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING
 
 COUNTERS = (
     "num_running", "num_waiting", "num_pending", "num_in_flight", "num_free_blocks", "num_steps", "num_preemptions",
@@ -110,6 +110,14 @@ def times_of(engine: Engine) -> dict[str, float]:
     return {**times, "now_s": float(head.now_s)}
 
 
-def frozen(state: State) -> list[bytes]:
-    """Copy every byte of a state, to see whether anything was written."""
-    return [array.tobytes() for array in state[:-1]]
+def frozen(engine: Engine) -> list[bytes]:
+    """Copy every byte of an engine's state that means something, to see whether anything was written.
+
+    What a slot that nobody has was used for means nothing.
+    """
+    state = engine.state
+    taken = sorted(engine.slots.values())
+    by_slot = [array[taken].tobytes() for array in (state.requests, state.tables, state.hashes)]
+    rings = [np.array(array).tobytes() for array in (state.running, state.waiting, state.pending, state.preempted)]
+    rest = (state.engine, state.steps, state.batch, state.blocks, state.cached)
+    return [*by_slot, *rings, *(array.tobytes() for array in rest)]

@@ -30,6 +30,7 @@ class Request:
     prefix_hashes: list[int] = field(default_factory=list)
     num_output: int = 0
     computed: int = 0
+    prefill_tokens: int = 0  # what it was last admitted with
     num_blocks: int = 0
 
     @property
@@ -39,8 +40,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one token is left behind others that are computed: its newest, or, all the same, a prompt's last."""
-        return self.computed > 0 and self.num_tokens - self.computed == 1
+        """Whether all that it was admitted with is computed."""
+        return self.computed >= self.prefill_tokens
 
 
 @dataclass(eq=False)
@@ -97,6 +98,7 @@ class Engine:
         """Let a waiting request run: so many tokens now, and blocks for `room_for`."""
         self.waiting.remove(request)
         self.running.append(request)
+        request.prefill_tokens = request.num_tokens
         self.go_on(request, num_tokens, room_for)
 
     def go_on(self, request: Request, num_tokens: int, room_for: int) -> None:

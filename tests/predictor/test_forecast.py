@@ -113,10 +113,10 @@ def test_a_forecast_leaves_the_engine_as_it_was(batcher: str) -> None:
         untouched, _ = at_moment(others, moment, reserve=True)
         forecaster = Forecaster(engine)
         forecaster.forecast(candidates, now_s)  # room for the candidates is made now
-        names, before = dict(engine.slots), frozen(engine.state)
+        names, before = dict(engine.slots), frozen(engine)
         forecaster.forecast(candidates, now_s)
         assert engine.slots == names
-        assert frozen(engine.state) == before
+        assert frozen(engine) == before
         for one in (engine, untouched):
             one.advance()
         for name in names:
