@@ -219,7 +219,7 @@ def repeat(state: State, num_repeats: int) -> None:
     if num_finished > 0:
         _finish_repeated(state)
     engine.num_steps += num_repeats
-    engine.decodes_since_prefill += num_repeats
+    engine.decodes_since_look += num_repeats
 
 
 @kernel

@@ -98,7 +98,7 @@ class Snapshot:
     reserved: tuple[Request, ...] = ()
     steps: tuple[StepUnderWay, ...] = ()
     kv_cache: KvCache | None = None
-    decodes_since_prefill: int = 0
+    decodes_since_look: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what this version cannot read or no engine could be in."""
@@ -107,7 +107,7 @@ class Snapshot:
         if not (math.isfinite(self.taken_s) and self.taken_s >= 0):
             raise ValueError(f"taken_s: must be a time from 0 on, not {self.taken_s}")
         require_count("num_free_blocks", self.num_free_blocks, at_least=0)
-        require_count("decodes_since_prefill", self.decodes_since_prefill, at_least=0)
+        require_count("decodes_since_look", self.decodes_since_look, at_least=0)
         if len(self.running) > self.config.max_num_seqs:
             raise ValueError(f"running: {len(self.running)} requests are more than max_num_seqs allows")
         seen: set[str] = set()

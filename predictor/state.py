@@ -55,7 +55,7 @@ ENGINE = np.dtype(
         # history
         ("num_steps", "i8"),
         ("num_preemptions", "i8"),
-        ("decodes_since_prefill", "i8"),
+        ("decodes_since_look", "i8"),
         ("steady", "i8"),  # the last step will repeat until something finishes, arrives or runs short
         ("fruitless_preemptions", "i8"),  # since a request last produced a token
         ("stuck", "i8"),  # only an arrival can bring this engine on: what waits cannot enter, or all go in circles

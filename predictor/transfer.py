@@ -37,7 +37,7 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         reserved=tuple(engine.request_in(slot) for slot in pending),
         steps=tuple(_under_way(engine, place) for place in range(head.num_in_flight)),
         kv_cache=_kv_cache(engine) if head.prefix_caching else None,
-        decodes_since_prefill=int(head.decodes_since_prefill),
+        decodes_since_look=int(head.decodes_since_look),
     )
 
 
@@ -104,7 +104,7 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     _put_back_blocks(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
-    head.decodes_since_prefill = snapshot.decodes_since_prefill
+    head.decodes_since_look = snapshot.decodes_since_look
     for place, step in enumerate(snapshot.steps):
         with _at(f"steps[{place}]"):
             _put_back_step(engine, step, snapshot.taken_s)

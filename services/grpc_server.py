@@ -29,7 +29,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checke
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MOST_MEBIBYTES = 1024
-SETTLE_S = 0.05  # a call that came just before the door closed has been counted by then
+SETTLE_S = 0.05  # for callers to notice that the door is closed
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -110,8 +110,9 @@ async def serving(
 async def drain(server: grpc.aio.Server, state: health.aio.HealthServicer, calls: Calls, drain_s: float) -> None:
     """Say that the end is near, take nothing new, and end as soon as nothing is under way but endless streams."""
     await state.enter_graceful_shutdown()
-    stopping = asyncio.create_task(server.stop(drain_s + 10 * SETTLE_S))  # longer than what is waited for here
+    calls.close()  # gRPC's own stop resets calls that are just coming in: they had better be told
     await asyncio.sleep(SETTLE_S)
+    stopping = asyncio.create_task(server.stop(drain_s + 10 * SETTLE_S))  # longer than what is waited for here
     try:
         await asyncio.wait_for(calls.none_left(), drain_s)
     except TimeoutError:
@@ -222,6 +223,7 @@ class Calls:
         """Start with none."""
         self._most = most
         self._endless = frozenset(endless)
+        self._closed = False
         self._num = self.num_finite = 0
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -231,6 +233,10 @@ class Calls:
         )
         under_way = Gauge("block_grpc_requests_in_flight", "Calls under way.", registry=registry)
         under_way.set_function(lambda: self._num)
+
+    def close(self) -> None:
+        """Take no more; what is under way goes on."""
+        self._closed = True
 
     async def none_left(self) -> None:
         """Wait until no call is under way but endless ones."""
@@ -294,6 +300,8 @@ class Calls:
             self._seconds.labels(method).observe(time.monotonic() - start_s)
 
     def _refuse_beyond_limits(self, context: Context) -> None:
+        if self._closed:
+            raise ConnectionError("this server is about to end: ask another")
         if self._num > self._most:
             raise BusyError(f"{self._most} calls are under way, as many as may be")
         left_s = context.time_remaining()

@@ -43,10 +43,10 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         self._tags = Counter("block_tagger_tags", "Tags given.", ("estimator",), registry=registry)
         self._outcomes = Counter("block_tagger_outcomes", "Outcomes heard of.", ("learned",), registry=registry)
 
-    async def Tag(  # noqa: N802 - the wire's name
+    async def Tag(
         self,
         request: tagger_pb2.TagRequest,
-        context: grpc.aio.ServicerContext[tagger_pb2.TagRequest, tagger_pb2.TagResponse],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[tagger_pb2.TagRequest, tagger_pb2.TagResponse],
     ) -> tagger_pb2.TagResponse:
         """Predict the length of one answer."""
         query = query_from(request)
@@ -70,10 +70,10 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
             )
         )
 
-    async def Observe(  # noqa: N802 - the wire's name
+    async def Observe(
         self,
         request: tagger_pb2.ObserveRequest,
-        context: grpc.aio.ServicerContext[tagger_pb2.ObserveRequest, tagger_pb2.ObserveResponse],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[tagger_pb2.ObserveRequest, tagger_pb2.ObserveResponse],
     ) -> tagger_pb2.ObserveResponse:
         """Learn from what became of requests."""
         if len(request.outcomes) > MOST_OUTCOMES:

@@ -88,7 +88,7 @@ def counts_of(engine: Engine) -> dict[str, Any]:
     counts: dict[str, Any] = {name: int(head[name]) for name in COUNTERS}
     counts |= {"running": engine.running(), "waiting": engine.waiting()}
     if engine.config.batcher == "lightllm":  # the only one that reads it
-        counts["decodes_since_prefill"] = int(head.decodes_since_prefill)
+        counts["decodes_since_look"] = int(head.decodes_since_look)
     for name, slot in engine.slots.items():
         counts[name] = {counter: int(rows[slot][counter]) for counter in ROW_COUNTERS}
         if rows[slot].status in (RUNNING, FINISHED):

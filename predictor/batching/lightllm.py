@@ -11,20 +11,22 @@ from predictor.batching import decoding
 from predictor.compiled import kernel
 from predictor.state import State
 
-DECODES_BETWEEN_PREFILLS = 10  # LightLLM's router looks at the queue only so often while it decodes
+DECODES_BETWEEN_LOOKS = 10  # at the queue, while LightLLM's router decodes
 OVERDUE_TOKENS = 10  # what is left of a request that has outlived its expected length
 
 
 @kernel
 def schedule(state: State) -> bool:
-    """Prefill new requests when it is time and they fit, else decode."""
+    """Look at the queue when it is time, and prefill what may enter; else decode."""
     engine = state.engine[0]
-    due = engine.num_running == 0 or engine.decodes_since_prefill >= DECODES_BETWEEN_PREFILLS
-    if due and admit_by_peak(state) > 0:
-        engine.decodes_since_prefill = 0
-        return False
+    if engine.decodes_since_look > DECODES_BETWEEN_LOOKS:  # repeated decodes were counted on through the looks
+        engine.decodes_since_look = (engine.decodes_since_look - 1) % DECODES_BETWEEN_LOOKS + 1
+    if engine.num_running == 0 or engine.decodes_since_look == DECODES_BETWEEN_LOOKS:
+        engine.decodes_since_look = 0
+        if admit_by_peak(state) > 0:
+            return False
     decoding.decode_all(state)
-    engine.decodes_since_prefill += 1
+    engine.decodes_since_look += 1
     queue_is_settled = engine.num_waiting == 0 or engine.num_running >= engine.max_num_seqs
     return queue_is_settled and decoding.all_sampled_before(state)
 

@@ -33,7 +33,7 @@ STATE = np.dtype(
         ("num_blocks", "<u4"),
         ("num_free_blocks", "<u4"),
         ("num_scheduled", "<u4", (2,)),
-        ("decodes_since_prefill", "<u4"),
+        ("decodes_since_look", "<u4"),
         ("start_s", "<f8", (2,)),
         ("last_step_s", "<f8"),
         ("num_planned", "<u8"),
@@ -123,8 +123,8 @@ SECTIONS = (
 )  # fmt: skip
 CORE = SECTIONS[:5]
 
-# magic, version, header size, generation, pid, pid's start, pid namespace, boot, created, file size
-IDENTITY = struct.Struct("<8sIIQqQQ16sqQ")
+# magic, version, header size, generation, life, pid, pid's start, pid namespace, boot, created, file size
+IDENTITY = struct.Struct("<8sIIQQqQQ16sqQ")
 SECTION = struct.Struct("<QII")
 TABLE_AT = IDENTITY.size
 CHECKSUM_AT = TABLE_AT + len(SECTIONS) * SECTION.size

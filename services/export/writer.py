@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import layout, process
-from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT, Place
+from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
 
 NEVER = -1.0
 DIGEST_BYTES = 16
@@ -47,12 +47,12 @@ class Writer:
             raise ValueError(f"settings: {len(self._settings)} bytes are more than {layout.LARGEST_SETTINGS}")
         self._blocks_per_request = blocks_per_request
         self._sequence = self._generation = 0
+        self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
         self._rows: list[tuple[str, int, bytes]] = []  # to be written with the next publication: where, what
-        self.state = np.zeros(1, layout.STATE)
-        self.state["clock_rate"] = 1.0
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
         self._allocate(num_slots)
+        self.state["clock_rate"] = 1.0
         _refuse_to_replace(self.path)
         self._put_file_in_place()
 
@@ -131,7 +131,6 @@ class Writer:
         self._sequence += 2
         self.state["sequence"] = self._sequence
         self.state["written_ns"] = time.monotonic_ns()
-        self._core_state[:] = self.state
         self._write(SEQUENCE.pack(self._sequence - 1), SEQUENCE_AT)
         self._write(self._core, HEADER_SIZE)
         for name, offset, row in self._rows:
@@ -147,17 +146,25 @@ class Writer:
         self._allocate(num_slots)
         for old, new in zip(old_arrays, self._arrays(), strict=True):
             new[: len(old)] = old
-        rows = [(name, *self._kept(name, old_places, old_descriptor)) for name in ("requests", "steps", "outcomes")]
+        rows = []
+        for name in ("requests", "steps", "outcomes"):
+            place = old_places[name]
+            rows.append((name, 0, os.pread(old_descriptor, place.size, place.offset)))
         for slot in np.flatnonzero(self.live["serial"]).tolist():
-            for name, count in (("hashes", "num_hashes"), ("tables", "num_blocks")):
-                place = old_places[name]
-                offset = slot * place.row_size
-                size = int(self.live[count][slot]) * (place.row_size // max(1, self._blocks_per_request))
-                rows.append((name, offset, os.pread(old_descriptor, size, place.offset + offset)))
+            live = self.live[slot]
+            for name, count, dtype in (
+                ("hashes", live["num_hashes"], layout.HASH),
+                ("tables", max(live["num_blocks"], live["full_blocks"]), layout.TABLE_ENTRY),
+            ):
+                offset, row_size, _ = old_places[name]
+                size = min(int(count) * dtype.itemsize, row_size)
+                rows.append((name, slot * row_size, os.pread(old_descriptor, size, offset + slot * row_size)))
         self._rows[:0] = rows
-        self._put_file_in_place()
-        os.pwrite(old_descriptor, layout.STATUS.pack(layout.SUPERSEDED), layout.STATUS_AT)
-        os.close(old_descriptor)
+        try:
+            self._put_file_in_place()
+        finally:
+            os.pwrite(old_descriptor, layout.STATUS.pack(layout.SUPERSEDED), layout.STATUS_AT)
+            os.close(old_descriptor)
 
     def close(self) -> None:
         """Say that the engine is gone, and take its file away."""
@@ -181,14 +188,14 @@ class Writer:
         )
         live = self._places["live"]
         self._core = bytearray(live.offset + live.size - HEADER_SIZE)
-        self._core_state = self._over("state", layout.STATE)
+        self.state = self._over("state", layout.STATE)
         self.running = self._over("running", layout.SLOT)
         self.waiting = self._over("waiting", layout.SLOT)
         self.batch = self._over("batch", layout.SCHEDULED).reshape(layout.MOST_STEPS_UNDER_WAY, num_slots)
         self.live = self._over("live", layout.LIVE)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.running, self.waiting, *self.batch, self.live
+        return self.state, self.running, self.waiting, *self.batch, self.live
 
     def _over(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         place = self._places[name]
@@ -196,11 +203,9 @@ class Writer:
 
     def _put(self, name: str, row: int, item: int, items: np.ndarray) -> None:
         place = self._places[name]
-        assert row < place.rows and (item + len(items)) * items.itemsize <= place.row_size  # noqa: S101, PT018
+        if not 0 <= row < place.rows or (item + len(items)) * items.itemsize > place.row_size:
+            raise ValueError(f"{name}: row {row}, items {item} to {item + len(items)} lie outside the state file")
         self._rows.append((name, row * place.row_size + item * items.itemsize, items.tobytes()))
-
-    def _kept(self, name: str, places: dict[str, Place], descriptor: int) -> tuple[int, bytes]:
-        return 0, os.pread(descriptor, places[name].size, places[name].offset)
 
     def _put_file_in_place(self) -> None:
         """Write a whole file beside, and let it appear at once."""
@@ -229,8 +234,9 @@ class Writer:
         header = bytearray(HEADER_SIZE)
         pid = os.getpid()
         layout.IDENTITY.pack_into(
-            header, 0, layout.MAGIC, layout.VERSION, HEADER_SIZE, self._generation, pid, process.start_ticks(pid) or 0,
-            process.pid_namespace(), process.boot_id(), time.time_ns(), layout.end_of(self._places),
+            header, 0, layout.MAGIC, layout.VERSION, HEADER_SIZE, self._generation, self._life, pid,
+            process.start_ticks(pid) or 0, process.pid_namespace(), process.boot_id(), time.time_ns(),
+            layout.end_of(self._places),
         )  # fmt: skip
         for number, name in enumerate(layout.SECTIONS):
             layout.SECTION.pack_into(header, layout.TABLE_AT + number * layout.SECTION.size, *self._places[name])

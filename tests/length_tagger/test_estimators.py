@@ -129,12 +129,9 @@ def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
     assert template == prompt_keys("m", "x" * TEMPLATE_CHARACTERS + "and then another question")
     tagger = history(enough=4)
 
-    def learn(length: int, **of: str) -> None:
+    def learn(length: int, keys: tuple[int, ...] = (), **of: str) -> None:
         for _ in range(4):
-            tagger.observe(Outcome(output_tokens=length, keys=template if "template" in of else (), **unmarked(of)))
-
-    def unmarked(of: dict[str, str]) -> dict[str, str]:
-        return {name: value for name, value in of.items() if name != "template"}  # type: ignore[return-value]
+            tagger.observe(Outcome(output_tokens=length, keys=keys, **of))
 
     learn(10, model="another")
     assert known(tagger.estimate(Query(model="m"))).median_tokens == 10
@@ -143,7 +140,7 @@ def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
     assert known(tagger.estimate(Query(model="m", client_id="c"))).median_tokens == 20
     learn(30, model="m", client_id="c")
     assert known(tagger.estimate(Query(model="m", client_id="c", keys=template))).median_tokens == 30
-    learn(40, model="m", template="")
+    learn(40, template, model="m")
     assert known(tagger.estimate(Query(model="m", client_id="c", keys=template))).median_tokens == 40
     learn(50, model="m", session_id="s")
     assert known(tagger.estimate(Query(model="m", session_id="s", client_id="c", keys=template))).median_tokens == 50

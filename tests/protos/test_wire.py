@@ -48,7 +48,7 @@ def message_lines(message: Descriptor) -> Iterator[str]:
 
 def scalar(number: int) -> str:
     """A scalar type as .proto files spell it."""
-    return FieldDescriptorProto.Type.Name(number).removeprefix("TYPE_").lower()
+    return FieldDescriptorProto.Type.Name(FieldDescriptorProto.Type.ValueType(number)).removeprefix("TYPE_").lower()
 
 
 def enum_lines(enum: EnumDescriptor) -> Iterator[str]:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.grpc_server import Serving, ServerSettings, serving
+from services.grpc_server import ServerSettings, Serving, refuse_taken, serving
 
 PREDICT = predictor_pb2.PredictRequest(instance_id="a")
 WATCH = predictor_pb2.WatchRequest(instance_id="a")
@@ -29,7 +29,7 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
         self.started = asyncio.Event()
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.cancelled = 0
+        self.left = asyncio.Semaphore(0)
         self.error: Exception | None = None
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Any) -> predictor_pb2.PredictResponse:
@@ -38,7 +38,7 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
         try:
             await self.may_end.wait()
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.left.release()
             raise
         if self.error is not None:
             raise self.error
@@ -55,7 +55,7 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
             yield predictor_pb2.WatchResponse(sequence=1)
             await asyncio.Event().wait()
         finally:
-            self.cancelled += 1
+            self.left.release()
 
     async def Reserve(self, request: Any, context: Any) -> Any:
         """Be not there."""
@@ -66,11 +66,8 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
         raise NotImplementedError
 
 
-Stub = Any
-
-
 @asynccontextmanager
-async def sidecar(**settings: Any) -> AsyncIterator[tuple[Sidecar, Stub, grpc.aio.Channel, Serving]]:
+async def sidecar(**settings: Any) -> AsyncIterator[tuple[Sidecar, Any, Any, Serving]]:
     """A server and a channel to it."""
     servicer = Sidecar()
     register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, servicer)
@@ -166,7 +163,7 @@ def test_no_more_calls_than_allowed_and_health_answers_all_the_same() -> None:
             calls = [asyncio.ensure_future(stub.Predict(PREDICT)) for _ in range(5)]
             refusals = [await refused(calls.pop(calls.index(done))) for done in await first(calls, 3)]
             assert {failure.code() for failure in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
             servicer.may_end.set()
             for call in calls:
@@ -192,13 +189,11 @@ def test_who_leaves_or_waits_no_longer_stops_the_work() -> None:
             servicer.may_end.clear()
             failure = await refused(stub.Predict(PREDICT, timeout=0.1))
             assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            while servicer.cancelled < 1:
-                await asyncio.sleep(0.001)
+            await servicer.left.acquire()
             watch = stub.Watch(WATCH)
             assert (await watch.read()).sequence == 1
             watch.cancel()
-            while servicer.cancelled < 2:
-                await asyncio.sleep(0.001)
+            await servicer.left.acquire()
 
     run(test)
 
@@ -221,7 +216,8 @@ def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() 
         servicer.may_end.clear()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel:
             stub = predictor_pb2_grpc.PredictorStub(channel)
-            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            stubs: Any = health_pb2_grpc.HealthStub(channel)
+            health = stubs.Watch(health_pb2.HealthCheckRequest())
             assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
             watch = stub.Watch(WATCH)
             await watch.read()
@@ -257,7 +253,7 @@ def test_draining_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
                 servicer.may_end.clear()
                 call = asyncio.ensure_future(stub.Predict(PREDICT))
                 await servicer.started.wait()
-            assert servicer.cancelled == 1
+            await servicer.left.acquire()
             assert (await refused(call)).code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
     with caplog.at_level("WARNING"):
@@ -287,7 +283,7 @@ def test_metrics_are_served_on_a_port_of_their_own() -> None:
             servicer.error = ValueError("model: is unknown")
             await refused(stub.Predict(PREDICT))
             url = f"http://127.0.0.1:{here.metrics_port}/metrics"
-            text = await asyncio.to_thread(lambda: urlopen(url).read().decode())  # noqa: S310 - our own
+            text = await asyncio.to_thread(lambda: urlopen(url).read().decode())
         method = 'method="/block.v1.Predictor/Predict"'
         assert f'block_grpc_requests_total{{code="OK",{method}}} 1.0' in text
         assert f'block_grpc_requests_total{{code="INVALID_ARGUMENT",{method}}} 1.0' in text
@@ -337,8 +333,14 @@ def test_loopback_by_default_and_ipv6_by_name() -> None:
     assert ServerSettings().host == "127.0.0.1"
 
     async def test() -> None:
-        async with sidecar(host="::1") as (*_, here):
-            async with grpc.aio.insecure_channel(f"[::1]:{here.port}") as channel:
-                assert (await predictor_pb2_grpc.PredictorStub(channel).Predict(PREDICT)).instance_id == "a"
+        async with (
+            sidecar(host="::1") as (*_, here),
+            grpc.aio.insecure_channel(f"[::1]:{here.port}") as channel,
+        ):
+            assert (await predictor_pb2_grpc.PredictorStub(channel).Predict(PREDICT)).instance_id == "a"
 
+    try:
+        refuse_taken("::1", 0, "port")
+    except ValueError as error:
+        pytest.skip(f"no IPv6 here: {error}")
     run(test)

@@ -1,0 +1,134 @@
+"""What an emulated engine answers: words without sense, as many as they should be, the same for the same prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from services.emulator.tokens import token_ids
+
+STOP, LENGTH = "stop", "length"
+MOST_SPREAD = 10.0
+LONGEST_DRAW = 1 << 30
+
+WORDS = (
+    "the of and to in a is it you that he was for on are with as his they at be this have from or one had by word "
+    "but not what all were we when your can said use an each she do how if will up out many then them so some her "
+    "like him into time has look two more go see no way my than call who oil its now find long down day did get come "
+    "made may part over new take only work know year live me back give most very good just name home help turn same"
+).split()
+PERIOD = 8192
+PIECES = tuple(f" {WORDS[index]}" for index in np.random.default_rng(7).integers(0, len(WORDS), PERIOD))
+IDS = tuple(token_ids(piece)[0] for piece in PIECES)
+LONGEST_PIECE = max(len(piece) for piece in PIECES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer: a stretch of the endless text from `offset` on.
+
+    Where a stop string cuts it short, only its first `num_whole` tokens show, and behind them `tail`.
+    """
+
+    offset: int
+    num_tokens: int
+    finish_reason: str
+    stop_reason: str | None = None
+    num_whole: int
+    tail: str = ""
+
+    def text(self, start: int, end: int) -> str:
+        """The text of its tokens from `start` to before `end`."""
+        if end <= self.num_whole:
+            return stretch(self.offset + start, end - start)
+        whole = stretch(self.offset + start, max(0, self.num_whole - start))
+        return whole + self.tail if start <= self.num_whole else whole
+
+    def token_ids(self) -> list[int]:
+        """All its tokens."""
+        return [IDS[(self.offset + place) % PERIOD] for place in range(self.num_tokens)]
+
+
+def stretch(offset: int, num_tokens: int) -> str:
+    """So many tokens of the endless text."""
+    if num_tokens == 1:
+        return PIECES[offset % PERIOD]
+    return "".join([PIECES[place % PERIOD] for place in range(offset, offset + num_tokens)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """How long answers are that nobody asked to be of a certain length: log-normal, drawn by the prompt."""
+
+    median_tokens: float = 200.0
+    spread: float = 0.8  # standard deviation of the logarithm
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no distribution of lengths."""
+        if not (math.isfinite(self.median_tokens) and 1 <= self.median_tokens <= LONGEST_DRAW):
+            raise ValueError(f"output_median: must lie between 1 and {LONGEST_DRAW}, not {self.median_tokens}")
+        if not (math.isfinite(self.spread) and 0 <= self.spread <= MOST_SPREAD):
+            raise ValueError(f"output_spread: must lie between 0 and {MOST_SPREAD:g}, not {self.spread}")
+
+    def draw(self, luck: float) -> int:
+        """Turn a number between 0 and 1 into a length."""
+        exponent = self.spread * NormalDist().inv_cdf(luck)
+        return max(1, round(min(LONGEST_DRAW, self.median_tokens * math.exp(exponent))))
+
+
+def fate(prompt: Sequence[int], seed: int) -> tuple[float, int]:
+    """Decide by the prompt alone, so that a request fares alike wherever it is sent: its luck, and its answer's offset."""
+    data = np.asarray(prompt, np.int64).tobytes()
+    digest = hashlib.blake2b(data, digest_size=16, salt=(seed % 2**64).to_bytes(8)).digest()
+    luck = (int.from_bytes(digest[:6]) + 0.5) / 2**48
+    return luck, int.from_bytes(digest[6:]) % PERIOD
+
+
+def answer(
+    offset: int,
+    num_tokens: int,
+    max_tokens: int,
+    *,
+    stop: Sequence[str] = (),
+    min_tokens: int = 0,
+    include_stop: bool = False,
+) -> Answer:
+    """Make the answer that ends by itself after so many tokens, at `max_tokens`, or at the first stop string."""
+    num_tokens = min(max_tokens, max(num_tokens, min_tokens))
+    reason = LENGTH if num_tokens == max_tokens else STOP
+    if stop:
+        text = stretch(offset, num_tokens)
+        search_from = len(stretch(offset, min_tokens))
+        found = [
+            (place + len(string), order, place, string)
+            for order, string in enumerate(stop)
+            if (place := text.find(string, max(0, search_from - len(string) + 1))) >= 0
+        ]
+        if found:
+            end, _, place, string = min(found)
+            shown = end if include_stop else place
+            num_whole = tokens_within(offset, shown + 1) - 1
+            return Answer(
+                offset=offset,
+                num_tokens=tokens_within(offset, end),
+                finish_reason=STOP,
+                stop_reason=string,
+                num_whole=num_whole,
+                tail=text[len(stretch(offset, num_whole)) : shown],
+            )
+    return Answer(offset=offset, num_tokens=num_tokens, finish_reason=reason, num_whole=num_tokens)
+
+
+def tokens_within(offset: int, num_characters: int) -> int:
+    """Count the tokens that so many characters of the endless text take."""
+    num_tokens = 0
+    while num_characters > 0:
+        num_characters -= len(PIECES[(offset + num_tokens) % PERIOD])
+        num_tokens += 1
+    return num_tokens

@@ -1,0 +1,236 @@
+"""What an emulated engine tells Prometheus, under vLLM's names; seconds are those of the wall clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from predictor.config import EngineConfig
+from predictor.engine import Outcome
+
+# vLLM 0.32 v1/metrics/buckets.py
+LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+           1920.0, 7680.0)  # fmt: skip
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+        160.0, 640.0, 2560.0)  # fmt: skip
+INTER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0)  # fmt: skip
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+REFUSED_FOR_LENGTH = "max_num_queued_reqs"
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Histogram of time to first token in seconds.", TTFT),
+    "inter_token_latency_seconds": ("Histogram of inter-token latency in seconds.", INTER_TOKEN),
+    "request_time_per_output_token_seconds": ("Histogram of seconds per output token per request.", INTER_TOKEN),
+    "e2e_request_latency_seconds": ("Histogram of e2e request latency in seconds.", LATENCY),
+    "request_queue_time_seconds": ("Histogram of time spent in WAITING phase for request.", LATENCY),
+    "request_inference_time_seconds": ("Histogram of time spent in RUNNING phase for request.", LATENCY),
+    "request_prefill_time_seconds": ("Histogram of time spent in PREFILL phase for request.", LATENCY),
+    "request_decode_time_seconds": ("Histogram of time spent in DECODE phase for request.", LATENCY),
+    "iteration_tokens_total": ("Histogram of number of tokens per engine_step.", ITERATION_TOKENS),
+    "request_num_preemptions": ("Histogram of the number of times a request was preempted.", PREEMPTIONS),
+    "request_prompt_tokens": ("Number of prefill tokens processed.", ()),
+    "request_generation_tokens": ("Number of generation tokens processed.", ()),
+    "request_params_max_tokens": ("Histogram of the max_tokens request parameter.", ()),
+}
+COUNTERS = {
+    "prompt_tokens": "Number of prefill tokens processed.",
+    "generation_tokens": "Number of generation tokens processed.",
+    "prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
+    "prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
+}
+
+
+class Histogram:
+    """Counts of values by bucket; takes many values at once."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Start empty."""
+        self._bounds = np.asarray(bounds, np.float64)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, *values: float) -> None:
+        """Count a few values."""
+        self.observe_many(np.array(values, np.float64))
+
+    def observe_many(self, values: np.ndarray) -> None:
+        """Count values."""
+        np.add.at(self._counts, np.searchsorted(self._bounds, values), 1)
+        self._sum += float(values.sum())
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by upper bound, and the sum, as Prometheus wants them."""
+        bounds = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True)), self._sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """How the engine stands at this moment."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    lag_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMetrics:
+    """Counts what an engine does."""
+
+    max_model_len: int
+    speed: float
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    num_refused: int = 0
+    histograms: dict[str, Histogram] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the histograms; those of tokens go up to the model's length."""
+        tokens = one_two_five(self.max_model_len)
+        self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in HISTOGRAMS.items()}
+
+    def first_tokens(self, ttft_s: np.ndarray, num_prompt_tokens: int, num_hit_tokens: int) -> None:
+        """Count requests that got their first token; times are the engine's."""
+        self.histograms["time_to_first_token_seconds"].observe_many(ttft_s / self.speed)
+        self.counts["prompt_tokens"] += num_prompt_tokens
+        self.counts["prefix_cache_queries"] += num_prompt_tokens
+        self.counts["prefix_cache_hits"] += num_hit_tokens
+
+    def more_tokens(self, gaps_s: np.ndarray) -> None:
+        """Count tokens that came so long after the ones before."""
+        self.histograms["inter_token_latency_seconds"].observe_many(gaps_s / self.speed)
+
+    def step(self, num_tokens: int, num_sampled: int) -> None:
+        """Count a step."""
+        self.histograms["iteration_tokens_total"].observe(num_tokens)
+        self.counts["generation_tokens"] += num_sampled
+
+    def ended(self, outcome: Outcome, reason: str, max_tokens: int) -> None:
+        """Count a request that has ended."""
+        self.finished[reason] += 1
+        see = self.histograms
+        see["request_prompt_tokens"].observe(outcome.prompt_tokens)
+        see["request_generation_tokens"].observe(outcome.output_tokens)
+        see["request_params_max_tokens"].observe(max_tokens)
+        see["request_num_preemptions"].observe(outcome.num_preemptions)
+        scheduled_s, first_s, finished_s = outcome.scheduled_s, outcome.first_token_s, outcome.finished_s
+        if scheduled_s is None or first_s is None or finished_s is None:
+            return
+        see["e2e_request_latency_seconds"].observe((finished_s - outcome.arrival_s) / self.speed)
+        see["request_queue_time_seconds"].observe((scheduled_s - outcome.arrival_s) / self.speed)
+        see["request_inference_time_seconds"].observe((finished_s - scheduled_s) / self.speed)
+        see["request_prefill_time_seconds"].observe((first_s - scheduled_s) / self.speed)
+        see["request_decode_time_seconds"].observe((finished_s - first_s) / self.speed)
+        if outcome.tpot_s is not None:
+            see["request_time_per_output_token_seconds"].observe(outcome.tpot_s / self.speed)
+
+
+class Exposition(Collector):
+    """Writes an engine's metrics down as vLLM would."""
+
+    def __init__(self, metrics: EngineMetrics, config: EngineConfig, model: str) -> None:
+        """Label everything with the model."""
+        self._metrics = metrics
+        self._config = config
+        self._labels = {"engine": "0", "model_name": model}
+        self._started_s = time.time()
+        self._gauges: Gauges | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self, gauges: Gauges) -> bytes:
+        """Everything as it is now, in Prometheus' text format."""
+        self._gauges = gauges
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Have nothing asked before the engine stands."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, one after the other."""
+        gauges, metrics = self._gauges, self._metrics
+        if gauges is None:
+            return
+        yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.num_running)
+        waiting = "Number of requests waiting to be processed."
+        yield self._gauge("num_requests_waiting", waiting, gauges.num_waiting)
+        yield self._by_reason(gauges)
+        usage = "KV-cache usage. 1 means 100 percent usage."
+        yield self._gauge("kv_cache_usage_perc", usage, gauges.kv_cache_usage)
+        yield self._gauge("engine_sleep_state", "Engine sleep state; awake = 1.", 1, sleep_state="awake")
+        yield self._cache_config()
+        preemptions = "Cumulative number of preemption from the engine."
+        yield self._counter("num_preemptions", preemptions, {(): gauges.num_preemptions})
+        for name, help_text in COUNTERS.items():
+            yield self._counter(name, help_text, {(): metrics.counts[name]})
+        ended = {(("finished_reason", reason),): count for reason, count in metrics.finished.items()}
+        yield self._counter("request_success", "Count of successfully processed requests.", ended)
+        refused = {(("reason", REFUSED_FOR_LENGTH),): metrics.num_refused}
+        yield self._counter("admission_rejections", "Number of admission attempts rejected by a queue limit.", refused)
+        for name, (help_text, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
+            family.add_metric(tuple(self._labels.values()), *metrics.histograms[name].buckets())
+            yield family
+        lag = GaugeMetricFamily(
+            "block_emulator_lag_seconds", "How late the emulator is with the engine's last step.", value=gauges.lag_s
+        )
+        yield lag
+
+    def _by_reason(self, gauges: Gauges) -> Metric:
+        labels = (*self._labels, "reason")
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=labels)
+        family.add_metric((*self._labels.values(), "capacity"), gauges.num_waiting)
+        family.add_metric((*self._labels.values(), "deferred"), 0)
+        return family
+
+    def _cache_config(self) -> Metric:
+        config = self._config
+        settings: dict[str, Any] = {
+            "block_size": config.block_size,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "engine": "0",
+            "num_gpu_blocks": config.num_gpu_blocks,
+        }
+        help_text = "Information of the LLMEngine CacheConfig"
+        family = GaugeMetricFamily("vllm:cache_config_info", help_text, labels=tuple(settings))
+        family.add_metric([str(value) for value in settings.values()], 1)
+        return family
+
+    def _gauge(self, name: str, help_text: str, value: float, **more: str) -> Metric:
+        labels = {**self._labels, **more}
+        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+        return family
+
+    def _counter(self, name: str, help_text: str, values: dict[tuple[tuple[str, str], ...], int]) -> Metric:
+        first = dict(next(iter(values)))
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=(*self._labels, *first))
+        for labels, value in values.items():
+            label_values = (*self._labels.values(), *dict(labels).values())
+            family.add_metric(label_values, value, created=self._started_s)
+        return family
+
+
+def one_two_five(largest: int) -> list[float]:
+    """Make the bounds 1, 2, 5, 10, … up to so much, vLLM's for counts of tokens."""
+    bounds: list[float] = []
+    step = 1
+    while step <= largest:
+        bounds += [float(step * digit) for digit in (1, 2, 5) if step * digit <= largest]
+        step *= 10
+    return bounds

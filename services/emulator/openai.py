@@ -1,0 +1,295 @@
+"""From an OpenAI request body to what the engine is asked for, with vLLM's checks and defaults."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.emulator import answers
+from services.emulator.answers import Answer, Lengths
+from services.emulator.refusals import RefusedError, bad_value, invalid, malformed, mistyped
+from services.emulator.tokens import VOCABULARY, chat_text, token_ids
+
+COMPLETION, CHAT = "completion", "chat"
+DEFAULT_COMPLETION_TOKENS = 16
+LONGEST_ID = 512
+MOST_STOP_STRINGS = 64
+OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
+TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
+NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
+
+
+class StreamOptions(BaseModel):
+    """How a stream tells of usage."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class _Body(BaseModel):
+    """What both kinds of requests have; other fields are let pass, as nothing here depends on them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = 1
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    priority: int = Field(default=0, ge=-(2**31), le=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    temperature: float | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class CompletionBody(_Body):
+    """The body of /v1/completions."""
+
+    prompt: Any = None
+
+
+class ChatBody(_Body):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What requests are checked against."""
+
+    model: str
+    max_model_len: int
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request, checked: its prompt, the answer that it will get, and the manner in which it wants it."""
+
+    kind: str
+    request_id: str
+    model: str
+    prompt: Sequence[int]
+    max_tokens: int
+    answer: Answer
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    tag_tokens: float
+    tag_spread: float
+
+
+def parsed(data: bytes) -> Any:
+    """Parse a body."""
+    if not data:
+        raise invalid([{"type": "missing", "loc": "body", "msg": "Field required", "input": None}])
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise malformed(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
+
+
+def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> Ask:
+    """Check a request, and decide what it will be answered."""
+    body = _body(kind, data)
+    if body.model not in (None, served.model):
+        raise RefusedError(
+            f"The model `{body.model}` does not exist. Valid aliases: {served.model}.",
+            status=404,
+            kind="NotFoundError",
+            param="model",
+        )
+    prompt = _prompt(body)
+    room = served.max_model_len - len(prompt)
+    max_tokens = _max_tokens(body, len(prompt), served.max_model_len)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    _check(body, stop, max_tokens)
+    wanted = _wanted_tokens(headers)
+    luck, offset = answers.fate(prompt, served.lengths.seed + (body.seed or 0))
+    num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(luck)
+    options = body.stream_options or StreamOptions()
+    tag_tokens, tag_spread = _tag(body.vllm_xargs or {})
+    return Ask(
+        kind=kind,
+        request_id=request_id,
+        model=served.model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        answer=answers.answer(
+            offset,
+            num_tokens,
+            max_tokens,
+            stop=stop,
+            min_tokens=body.min_tokens,
+            include_stop=body.include_stop_str_in_output,
+        ),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        priority=body.priority,
+        tag_tokens=tag_tokens,
+        tag_spread=tag_spread,
+    )
+
+
+def prompt_of(data: Any) -> tuple[list[int], bool]:
+    """Tokenize what /tokenize was sent; and tell whether the tokens' texts are wanted too."""
+    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) and "messages" not in data:
+        found = data if isinstance(data, dict) else {}
+        raise invalid(
+            [
+                {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": found}
+                for name in ("prompt", "messages")
+            ]
+        )
+    wants_texts = bool(data.get("return_token_strs"))
+    if isinstance(data.get("prompt"), str):
+        return token_ids(data["prompt"]), wants_texts
+    return _prompt(_body(CHAT, data)), wants_texts
+
+
+def _body(kind: str, data: Any) -> CompletionBody | ChatBody:
+    if not isinstance(data, dict):
+        message = "Input should be a valid dictionary or object to extract fields from"
+        raise invalid([{"type": "model_attributes_type", "loc": "body", "msg": message, "input": data}])
+    if data.get("stream_options") and not data.get("stream"):
+        raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
+    for name in NOT_EMULATED:
+        if data.get(name):
+            raise bad_value(f"{name} is not emulated.", name)
+    try:
+        return CompletionBody.model_validate(data) if kind == COMPLETION else ChatBody.model_validate(data)
+    except ValidationError as error:
+        raise mistyped(error) from None
+
+
+def _prompt(body: CompletionBody | ChatBody) -> list[int]:
+    if isinstance(body, ChatBody):
+        if not body.messages:
+            raise bad_value("Cannot apply chat template to an empty conversation. Provide at least one message.")
+        return token_ids(chat_text([_message(one, place) for place, one in enumerate(body.messages)]))
+    prompt = body.prompt
+    if prompt is None or prompt == "":
+        raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if prompt == []:
+        raise bad_value("You must pass at least one prompt")
+    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise bad_value("Several prompts in one request are not emulated.", "prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return token_ids(prompt)
+    return _checked_ids(prompt)
+
+
+def _checked_ids(prompt: Any) -> list[int]:
+    if not isinstance(prompt, list):
+        message = "Input should be a valid string, or a list of token ids"
+        raise invalid([{"type": "string_type", "loc": "body.prompt", "msg": message, "input": prompt}])
+    if not prompt:
+        raise bad_value("You must pass at least one prompt")
+    for place, token in enumerate(prompt):
+        if type(token) is not int or token < 0:
+            message = "Input should be a valid integer greater than or equal to 0"
+            raise invalid([{"type": "int_type", "loc": f"body.prompt.{place}", "msg": message, "input": token}])
+        if token >= VOCABULARY:
+            raise bad_value(f"Token id {token} is out of vocabulary")
+    return prompt
+
+
+def _message(message: Mapping[str, Any], place: int) -> tuple[str, str]:
+    role, content = message.get("role"), message.get("content")
+    where = f"body.messages.{place}"
+    if not isinstance(role, str):
+        kind, text = ("missing", "Field required") if role is None else ("string_type", "Input should be a valid string")
+        raise invalid([{"type": kind, "loc": f"{where}.role", "msg": text, "input": role}])
+    if content is None or isinstance(content, str):
+        return role, content or ""
+    if not isinstance(content, list):
+        text = "Input should be a valid string or a list of parts"
+        raise invalid([{"type": "string_type", "loc": f"{where}.content", "msg": text, "input": content}])
+    texts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise bad_value("Only parts of type text can be read by this model.", f"{where}.content.{number}")
+        texts.append(part["text"])
+    return role, "\n".join(texts)
+
+
+def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len: int) -> int:
+    """Where the answer is cut; mirrors vLLM's checks of prompt and `max_tokens` against `max_model_len`."""
+    if num_prompt > max_model_len:
+        raise bad_value(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {num_prompt}"
+            " input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+            "input prompt.",
+            "input_tokens",
+            num_prompt,
+        )
+    asked = body.max_tokens
+    if isinstance(body, ChatBody):
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    elif asked is None:
+        asked = DEFAULT_COMPLETION_TOKENS
+    if asked is not None and asked > max_model_len:
+        raise bad_value(
+            f"max_tokens={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output "
+            "tokens.",
+            "max_tokens",
+            asked,
+        )
+    room = max_model_len - num_prompt
+    max_tokens = room if asked is None else min(asked, room)
+    if max_tokens < 1:
+        raise bad_value(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
+    return max_tokens
+
+
+def _check(body: CompletionBody | ChatBody, stop: list[str], max_tokens: int) -> None:
+    if body.n is not None and body.n != 1:
+        text = f"n must be at least 1, got {body.n}." if body.n < 1 else "n above 1 is not emulated."
+        raise bad_value(text, "n" if body.n > 1 else None)
+    if "" in stop:
+        raise bad_value("stop cannot contain an empty string.")
+    if len(stop) > MOST_STOP_STRINGS:
+        raise bad_value(f"stop cannot have more than {MOST_STOP_STRINGS} strings.", "stop")
+    if body.min_tokens < 0:
+        raise bad_value(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+    if body.min_tokens > max_tokens:
+        raise bad_value(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
+    if body.temperature is not None and not body.temperature >= 0:
+        raise bad_value(
+            f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature
+        )
+
+
+def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
+    text = headers.get(OUTPUT_TOKENS_HEADER)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:12]) < 2**31:
+        raise bad_value(f"{OUTPUT_TOKENS_HEADER} must be a whole number above 0, not {text[:32]!r}.")
+    return int(text)
+
+
+def _tag(extra: Mapping[str, Any]) -> tuple[float, float]:
+    """The length that was predicted for the answer, where the request says so (`vllm_xargs`)."""
+    tag: list[float] = []
+    for name, default in ((TAG_TOKENS, math.nan), (TAG_SPREAD, 0.0)):
+        value = extra.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise bad_value(f"vllm_xargs.{name} must be a number, not {value!r}.", "vllm_xargs")
+        tag.append(float(value))
+    return tag[0], tag[1]

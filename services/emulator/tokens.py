@@ -1,0 +1,39 @@
+"""A tokenizer without a vocabulary: a token is up to four bytes of a word, with the space before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from predictor.prefix import block_hashes
+from services.export.identity import short_hash
+
+PIECE = re.compile(rb" ?[^\s]{1,4}|\s")
+VOCABULARY = 1 << 40  # five bytes
+
+
+def token_ids(text: str) -> list[int]:
+    """Cut a text into tokens; a token's id is its bytes."""
+    return [int.from_bytes(piece) for piece in PIECE.findall(text.encode("utf-8", "surrogatepass"))]
+
+
+def token_text(token_id: int) -> str:
+    """Spell a token out."""
+    return token_id.to_bytes(max(1, (token_id.bit_length() + 7) // 8)).decode("utf-8", "replace")
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Put tokens together again, characters that were cut apart too."""
+    data = b"".join(token_id.to_bytes(max(1, (token_id.bit_length() + 7) // 8)) for token_id in ids)
+    return data.decode("utf-8", "replace")
+
+
+def content_hashes(ids: Sequence[int], block_size: int) -> tuple[int, ...]:
+    """Name what full blocks of these tokens hold, as a state file does."""
+    return tuple(short_hash(bytes.fromhex(name)) for name in block_hashes(ids, block_size))
+
+
+def chat_text(messages: Sequence[tuple[str, str]]) -> str:
+    """Apply the chat template; what follows a conversation begins with the conversation."""
+    turns = "".join(f"<|{role}|>\n{content}\n" for role, content in messages)
+    return turns + "<|assistant|>\n"

@@ -1,0 +1,379 @@
+"""A small HTTP/1.1 client: connections kept alive, bodies as they come, one deadline per wait, no buffering but asked for.
+
+It knows just what talking to an inference engine needs (GET and POST, bodies of a known length out; lengths, chunks or
+the connection's end in), and takes a fifth of the processor time of a general one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+READ_AHEAD_BYTES = 256 * 1024  # unread beyond this, the server is made to wait
+JOIN_BYTES = 64 * 1024  # a body up to this goes out in one piece with its head
+MOST_HEADER_BYTES = 64 * 1024
+
+
+class ConnectError(ConnectionError):
+    """The server could not be reached: it has seen nothing of the request."""
+
+
+class BrokenError(ConnectionError):
+    """The connection ended, or made no sense, before the answer was whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a server is, and what stands before the path of everything there."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+
+    @cached_property
+    def host_header(self) -> bytes:
+        """How the server is called in requests."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = {"http": 80, "https": 443}[self.scheme]
+        return (host if self.port == default else f"{host}:{self.port}").encode("idna" if not host.isascii() else "ascii")
+
+
+@lru_cache(maxsize=4096)
+def origin_of(url: str) -> Origin:
+    """Read a URL such as http://10.0.0.7:8000."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"{url!r}: is no URL") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r}: must be a URL like http://10.0.0.7:8000")
+    if parts.username is not None or parts.query or parts.fragment or not parts.path.isascii():
+        raise ValueError(f"{url!r}: must have no user, query or fragment")
+    if any(character <= " " for character in parts.path):
+        raise ValueError(f"{url!r}: must have no spaces")
+    default = 443 if parts.scheme == "https" else 80
+    return Origin(
+        scheme=parts.scheme, host=parts.hostname, port=port or default, prefix=parts.path.rstrip("/")
+    )
+
+
+def request_head(method: bytes, origin: Origin, target: bytes, headers: Headers, length: int) -> bytes:
+    """Write the head of a request whose body has so many bytes."""
+    lines = [method, b" ", origin.prefix.encode(), target, b" HTTP/1.1\r\nhost: ", origin.host_header, b"\r\n"]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    lines.append(b"content-length: %d\r\n\r\n" % length)
+    return b"".join(lines)
+
+
+class HttpClient:
+    """Connections to any number of servers, kept for the next request where they can be."""
+
+    def __init__(self, *, connect_s: float = 2.0, keep_s: float = 4.0, most_kept: int = 512) -> None:
+        """Keep at most so many idle connections per server, no longer than servers usually do (5 s)."""
+        self._connect_s = connect_s
+        self._keep_s = keep_s
+        self._most_kept = most_kept
+        self._idle: dict[Origin, list[Connection]] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def send(self, origin: Origin, head: bytes, body: bytes, first_s: float) -> Connection:
+        """Send a request; return when the head of the answer is there, `first_s` later at most.
+
+        A kept connection that turns out to have been closed by the server meanwhile is replaced by a new one.
+        """
+        while (connection := self._kept(origin)) is not None:
+            try:
+                return await _sent(connection, head, body, first_s)
+            except BrokenError:
+                if connection.heard:
+                    raise
+        return await _sent(await self._connect(origin), head, body, first_s)
+
+    async def get(self, origin: Origin, target: bytes, *, within_s: float, most_bytes: int = 2**20) -> tuple[int, bytes]:
+        """Get a small document."""
+        async with asyncio.timeout(within_s):
+            head = request_head(b"GET", origin, target, [], 0)
+            connection = await self.send(origin, head, b"", within_s)
+            try:
+                return connection.status, await connection.read_all(within_s, most_bytes)
+            finally:
+                connection.release()
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        for connections in self._idle.values():
+            for connection in list(connections):
+                connection.abort()
+        self._idle.clear()
+
+    def _kept(self, origin: Origin) -> Connection | None:
+        connections = self._idle.get(origin)
+        if not connections:
+            return None
+        oldest_s = asyncio.get_running_loop().time() - self._keep_s
+        while connections:
+            connection = connections.pop()
+            if connection.idle_since_s > oldest_s and not connection.is_closing():
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, origin: Origin) -> Connection:
+        loop = asyncio.get_running_loop()
+        if origin.scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        try:
+            async with asyncio.timeout(self._connect_s):
+                transport, connection = await loop.create_connection(
+                    lambda: Connection(self, origin, loop),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.scheme == "https" else None,
+                )
+        except TimeoutError:
+            raise ConnectError(f"{origin.host}:{origin.port} did not answer within {self._connect_s:g} s") from None
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ConnectError(f"{origin.host}:{origin.port} cannot be reached: {reason}") from None
+        own = transport.get_extra_info("socket")
+        if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def keep(self, connection: Connection) -> None:
+        """Take back a connection whose answer has been read to its end."""
+        connections = self._idle.setdefault(connection.origin, [])
+        if len(connections) >= self._most_kept:
+            connection.abort()
+        else:
+            connections.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Drop a connection that the server has closed."""
+        connections = self._idle.get(connection.origin)
+        if connections and connection in connections:
+            connections.remove(connection)
+
+
+async def _sent(connection: Connection, head: bytes, body: bytes, first_s: float) -> Connection:
+    try:
+        connection.write(head, body)
+        await connection.head(first_s)
+    except BaseException:
+        connection.abort()
+        raise
+    return connection
+
+
+class Connection(asyncio.Protocol):
+    """One connection, used by one request after the other: write, head, read until empty, release."""
+
+    def __init__(self, client: HttpClient, origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
+        """Belong to a client."""
+        self.origin = origin
+        self.status = 0
+        self.headers: Headers = []
+        self.heard = False  # anything of the answer
+        self.whole = False  # all of it
+        self.idle_since_s = 0.0
+        self.last_byte_s = 0.0  # loop time
+        self._client = client
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._in_use = False
+        self._keep_alive = False
+        self._head_done = False
+        self._until_close = False
+        self._header_bytes = 0
+        self._pieces: list[bytes] = []
+        self._num_unread = 0
+        self._paused = False
+        self._error: ConnectionError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What a request does.
+
+    def write(self, head: bytes, body: bytes) -> None:
+        """Send a request."""
+        self.status, self.headers, self._header_bytes = 0, [], 0
+        self.heard = self.whole = self._head_done = self._until_close = False
+        self._in_use = True
+        if self._transport is None or self._error is not None:
+            raise BrokenError("the connection is closed")
+        if len(body) <= JOIN_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    async def head(self, within_s: float) -> None:
+        """Wait for the status and the headers."""
+        while not self._head_done:
+            await self._wait(within_s)
+
+    async def read(self, within_s: float) -> bytes:
+        """Wait for more of the body, and take all that is there; nothing at its end."""
+        while not self._pieces:
+            if self.whole:
+                return b""
+            await self._wait(within_s)
+        pieces, self._pieces, self._num_unread = self._pieces, [], 0
+        if self._paused:
+            self._paused = False
+            cast("asyncio.Transport", self._transport).resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_all(self, within_s: float, most_bytes: int) -> bytes:
+        """Read the body to its end, whatever time between its bytes up to `within_s`."""
+        pieces = []
+        num_bytes = 0
+        while piece := await self.read(within_s):
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > most_bytes:
+                raise BrokenError(f"the answer is longer than {most_bytes} bytes")
+        return b"".join(pieces)
+
+    def release(self) -> None:
+        """End the request: where all has been read, the connection is kept; else it is closed at once."""
+        if not self._in_use:
+            return
+        if self.whole and not self._pieces and self._keep_alive and self._error is None and not self.is_closing():
+            self._in_use = False
+            self._stop_timer()
+            self.idle_since_s = self._loop.time()
+            self._client.keep(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._in_use = False
+        self._stop_timer()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """Tell whether it is of no more use."""
+        return self._transport is None or self._transport.is_closing()
+
+    # Waiting. One timer serves all waits of a request: it is moved when it fires, not at every byte.
+
+    async def _wait(self, within_s: float) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        self._due_s = self._loop.time() + within_s
+        if self._timer is None or self._timer.when() > self._due_s:
+            self._stop_timer()
+            self._timer = self._loop.call_at(self._due_s, self._is_late)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _is_late(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._due_s:
+            self._timer = self._loop.call_at(self._due_s, self._is_late)
+        else:
+            self._waiter.set_exception(TimeoutError(f"{self.origin.host}:{self.origin.port} keeps us waiting"))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, message: str) -> None:
+        if self._error is None:
+            self._error = BrokenError(f"{self.origin.host}:{self.origin.port} {message}")
+        self._wake()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came."""
+        if not self._in_use or self.whole:  # nobody has asked for it
+            self._fail("said more than it was asked")
+            self._client.forget(self)
+            self.abort()
+            return
+        self.heard = True
+        self.last_byte_s = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("does not speak HTTP")
+            self.abort()
+            return
+        if self._num_unread > READ_AHEAD_BYTES and not self._paused and not self.whole:
+            self._paused = True
+            cast("asyncio.Transport", self._transport).pause_reading()
+        if self._head_done:
+            self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Note the end: of an answer without a length, or of an answer cut short."""
+        if self._until_close and error is None:
+            self.whole = True
+        self._error = self._error or BrokenError(f"{self.origin.host}:{self.origin.port} closed the connection")
+        self._wake()
+        self._stop_timer()
+        self._client.forget(self)
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MOST_HEADER_BYTES:
+            raise ValueError("too many headers")
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Take the status."""
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # 100 Continue and the like
+            return
+        self._head_done = True
+        self._keep_alive = self._parser.should_keep_alive()
+        names = [name for name, _ in self.headers]
+        self._until_close = (
+            b"content-length" not in names and b"transfer-encoding" not in names and self.status not in (204, 304)
+        )
+
+    def on_body(self, piece: bytes) -> None:
+        """Take a piece of the body."""
+        self._pieces.append(piece)
+        self._num_unread += len(piece)
+
+    def on_message_complete(self) -> None:
+        """Note that the answer is whole."""
+        if self.status < 200:
+            self.headers, self._header_bytes = [], 0
+        else:
+            self.whole = True
