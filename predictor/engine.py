@@ -92,6 +92,8 @@ class Engine:
         self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=self.tracks_blocks)
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
+        if not self.batcher.sorts_arrivals:
+            self.state.engine[0].queue_by_priority = 0
         self.residual = residual
         self.slots: dict[str, int] = {}
         self.contents: dict[int | str, int] = {}  # shared contents by hash, numbered

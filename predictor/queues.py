@@ -43,7 +43,7 @@ def enqueue(state: State, slot: int) -> None:
     state.requests[slot].status = WAITING
     position = engine.num_waiting
     engine.num_waiting += 1
-    if engine.by_priority:
+    if engine.queue_by_priority:
         while position > 0 and goes_before(state, slot, waiting_at(state, position - 1)):
             state.waiting[at(engine.waiting_head, position, size)] = waiting_at(state, position - 1)
             position -= 1
@@ -96,7 +96,7 @@ def preempt(state: State, position: int) -> int:
     engine.fruitless_preemptions += 1
     if engine.fruitless_preemptions > FRUITLESS:
         engine.stuck = 1
-    if engine.by_priority:
+    if engine.queue_by_priority:
         enqueue(state, slot)
     else:
         engine.waiting_head = at(engine.waiting_head, len(state.waiting) - 1, len(state.waiting))

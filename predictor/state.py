@@ -29,6 +29,7 @@ ENGINE = np.dtype(
         ("num_blocks", "i8"),  # that requests can hold
         ("max_model_len", "i8"),
         ("by_priority", "i8"),
+        ("queue_by_priority", "i8"),  # the waiting queue is kept in the order of priorities
         ("prefix_caching", "i8"),
         ("chunked_prefill", "i8"),
         ("pipeline_depth", "i8"),
@@ -208,7 +209,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
     engine.block_size = config.block_size
     engine.num_blocks = engine.num_free_blocks = num_blocks
     engine.max_model_len = config.max_model_len
-    engine.by_priority = config.scheduling_policy == "priority"
+    engine.by_priority = engine.queue_by_priority = config.scheduling_policy == "priority"
     engine.prefix_caching = tracked
     engine.chunked_prefill = config.enable_chunked_prefill
     engine.pipeline_depth = config.pipeline_depth

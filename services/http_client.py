@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast
@@ -188,7 +189,7 @@ class Connection(asyncio.Protocol):
         self.heard = False  # anything of the answer
         self.whole = False  # all of it
         self.idle_since_s = 0.0
-        self.last_byte_s = 0.0  # loop time
+        self.last_byte_s = 0.0  # monotonic; an event loop's own clock may tick in milliseconds
         self._client = client
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -236,6 +237,10 @@ class Connection(asyncio.Protocol):
             self._paused = False
             cast("asyncio.Transport", self._transport).resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def drained(self) -> bool:
+        """Tell whether the body has been read to its end."""
+        return self.whole and not self._pieces
 
     async def read_all(self, within_s: float, most_bytes: int) -> bytes:
         """Read the body to its end, whatever time between its bytes up to `within_s`."""
@@ -323,7 +328,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self.heard = True
-        self.last_byte_s = self._loop.time()
+        self.last_byte_s = time.monotonic()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from predictor.batching.lightllm import DECODES_BETWEEN_LOOKS
 from predictor.engine import Engine
 from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING
 
@@ -88,7 +89,7 @@ def counts_of(engine: Engine) -> dict[str, Any]:
     counts: dict[str, Any] = {name: int(head[name]) for name in COUNTERS}
     counts |= {"running": engine.running(), "waiting": engine.waiting()}
     if engine.config.batcher == "lightllm":  # the only one that reads it
-        counts["decodes_since_look"] = int(head.decodes_since_look)
+        counts["decodes_since_look"] = (int(head.decodes_since_look) - 1) % DECODES_BETWEEN_LOOKS  # looks in between
     for name, slot in engine.slots.items():
         counts[name] = {counter: int(rows[slot][counter]) for counter in ROW_COUNTERS}
         if rows[slot].status in (RUNNING, FINISHED):

@@ -29,6 +29,7 @@ class Batcher:
 
     schedule: Callable[[State], bool]
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
+    sorts_arrivals: bool = True  # under priorities the waiting queue is always in their order
     decode_reserve: int = 0  # blocks that must be free before a decode, whether it needs one or not
     defaults: Mapping[str, bool | float] = field(default_factory=dict)
     fixed: Mapping[str, bool | float] = field(default_factory=dict)
@@ -51,6 +52,7 @@ BATCHERS = {
     ),
     "vllm_v0": Batcher(
         schedule=vllm_v0.schedule,
+        sorts_arrivals=False,
         decode_reserve=1,
         defaults={"enable_chunked_prefill": False, "watermark": 0.01},
         fixed=PLAIN,

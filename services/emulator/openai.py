@@ -213,7 +213,9 @@ def _message(message: Mapping[str, Any], place: int) -> tuple[str, str]:
     role, content = message.get("role"), message.get("content")
     where = f"body.messages.{place}"
     if not isinstance(role, str):
-        kind, text = ("missing", "Field required") if role is None else ("string_type", "Input should be a valid string")
+        kind, text = (
+            ("missing", "Field required") if role is None else ("string_type", "Input should be a valid string")
+        )
         raise invalid([{"type": kind, "loc": f"{where}.role", "msg": text, "input": role}])
     if content is None or isinstance(content, str):
         return role, content or ""
@@ -270,9 +272,7 @@ def _check(body: CompletionBody | ChatBody, stop: list[str], max_tokens: int) ->
     if body.min_tokens > max_tokens:
         raise bad_value(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
     if body.temperature is not None and not body.temperature >= 0:
-        raise bad_value(
-            f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature
-        )
+        raise bad_value(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
 
 
 def _wanted_tokens(headers: Mapping[str, str]) -> int | None:

@@ -24,4 +24,4 @@ class Pace:
         """Draw the pace of one more step."""
         if self._spread == 0:
             return self.slow
-        return self.slow * math.exp(self._draws.normal(-self._spread**2 / 2, self._spread))
+        return self.slow * math.exp(self._draws.normal(-(self._spread**2) / 2, self._spread))

@@ -1,0 +1,316 @@
+"""The engine model on the wall clock: requests go in at any time, tokens come out when their steps end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from predictor.engine import Engine
+from predictor.request import Request
+from predictor.state import FINISHED, NOBODY
+from services.emulator.clock import EngineClock
+from services.emulator.contents import Names
+from services.emulator.exporter import Exporter
+from services.emulator.metrics import EngineMetrics, Gauges
+from services.emulator.openai import CHAT, Ask
+from services.emulator.pace import Pace
+from services.emulator.refusals import RefusedError, bad_value, busy, unavailable
+from services.emulator.tokens import content_hashes
+from services.log_lines import say
+
+log = logging.getLogger(__name__)
+
+MOST_LATE_S = 1.0  # of wall clock; a process that was stopped for longer does not make up for it
+ABORTED = "abort"
+
+Ended = tuple[float, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request in the engine: how many tokens are there for its client, and whether more will come."""
+
+    ask: Ask
+    engine_id: str
+    slot: int
+    serial: int
+    num_ready: int = 0
+    cached_tokens: int = 0
+    is_over: bool = False
+    failure: RefusedError | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def more(self, num_seen: int) -> int:
+        """Wait for tokens beyond those seen; return how many there are, the same number when no more will come."""
+        while self.num_ready <= num_seen and not self.is_over and self.failure is None:
+            self.news.clear()
+            await self.news.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self.num_ready
+
+
+class Driver:
+    """Drives an engine from step to step as time goes by; all within one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: EngineClock,
+        pace: Pace,
+        metrics: EngineMetrics,
+        *,
+        max_num_queued_reqs: int,
+        exporter_with: Callable[[Names | None], Exporter] | None = None,
+    ) -> None:
+        """Stand by; `run` starts it."""
+        self.engine = engine
+        self.clock = clock
+        self.pace = pace
+        self.metrics = metrics
+        self.failure: RefusedError | None = None
+        self._names = Names(engine) if engine.state.engine[0].prefix_caching else None
+        self._exporter = exporter_with(self._names) if exporter_with else None
+        self._most_jobs = max_num_queued_reqs
+        self._jobs: dict[int, Job] = {}  # by slot
+        self._ending: list[tuple[Job, str]] = []  # until no step under way has them any more
+        self._serial = 0
+        self._next_pace = pace.next()
+        self._under_way: deque[Ended] = deque()  # the launched steps' rows for the record, with their ends
+        self._alarm: asyncio.Future[None] | None = None
+        self._look_at_state()
+
+    @property
+    def num_jobs(self) -> int:
+        """Requests that have not ended."""
+        return len(self._jobs) - len(self._ending)
+
+    def gauges(self) -> Gauges:
+        """How the engine stands."""
+        head = self._head
+        num_blocks = max(1, self.engine.num_blocks)
+        late_s = 0.0
+        if head["num_in_flight"][0] and not self.clock.is_held:
+            late_s = max(0.0, time.monotonic() - self.clock.wall_s(self._end_of_oldest_s()))
+        return Gauges(
+            num_running=int(head["num_running"][0]),
+            num_waiting=int(head["num_waiting"][0] + head["num_pending"][0]),
+            kv_cache_usage=1 - int(head["num_free_blocks"][0]) / num_blocks,
+            num_preemptions=int(head["num_preemptions"][0]),
+            lag_s=late_s,
+        )
+
+    def submit(self, ask: Ask) -> Job:
+        """Let a request arrive now; what the engine cannot take is refused."""
+        if self.failure is not None:
+            raise self.failure
+        if self.num_jobs >= self._most_jobs:
+            self.metrics.num_refused += 1
+            raise busy()
+        self._serial += 1
+        engine_id = f"chatcmpl-{ask.request_id}" if ask.kind == CHAT else f"cmpl-{ask.request_id}-0"
+        engine_id = f"{engine_id}-{self._serial & 0xFFFFFFFF:08x}"
+        hashes: tuple[int, ...] = ()
+        if self._names is not None:
+            hashes = content_hashes([*ask.prompt, *ask.answer.token_ids()], self.engine.config.block_size)
+            self._names.learn(hashes)
+        arrival_s = self.clock.now_s()
+        try:
+            slot = self.engine.add(
+                Request(
+                    request_id=engine_id,
+                    prompt_tokens=len(ask.prompt),
+                    output_tokens=ask.answer.num_tokens,
+                    max_tokens=ask.max_tokens,
+                    priority=ask.priority,
+                    arrival_s=arrival_s,
+                    prefix_hashes=hashes,
+                )
+            )
+        except ValueError as error:
+            raise bad_value(str(error)) from None
+        self._look_at_state()
+        self._seen[slot] = 0
+        job = self._jobs[slot] = Job(ask=ask, engine_id=engine_id, slot=slot, serial=self._serial)
+        if self._exporter is not None:
+            self._exporter.arrived(slot, self._serial, engine_id, ask, arrival_s, hashes)
+        if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
+            self._ring()
+        return job
+
+    def abort(self, job: Job) -> None:
+        """Drop a request whose client has left; one that has ended stays as it is."""
+        if job.is_over:
+            return
+        job.is_over = True
+        job.news.set()
+        self.engine.abort(job.engine_id)
+        self._ending.append((job, ABORTED))
+        self._ring()
+
+    def hang(self, *, hangs: bool) -> None:
+        """Let the engine stand still, or go on."""
+        if hangs != self.clock.is_held:
+            (self.clock.hold if hangs else self.clock.release)()
+            self._ring()
+
+    async def run(self) -> None:
+        """Drive the engine until cancelled."""
+        try:
+            await self._run()
+        except Exception:
+            log.exception("engine failed")
+            self.failure = RefusedError("The engine has failed.", status=500)
+            for job in self._jobs.values():
+                job.failure = self.failure
+                job.news.set()
+
+    def close(self) -> None:
+        """Take the state file away."""
+        if self._exporter is not None:
+            self._exporter.close()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._alarm = loop.create_future()
+            self._turn()
+            timer = None
+            if self._head["num_in_flight"][0] and not self.clock.is_held:
+                delay_s = self.clock.wall_s(self._end_of_oldest_s()) - time.monotonic()
+                # timers count whole milliseconds; one that rang too early would have to be set again
+                timer = loop.call_later(max(0.0, math.ceil(delay_s * 1000) / 1000), self._ring)
+            await self._alarm
+            if timer is not None:
+                timer.cancel()
+
+    def _ring(self) -> None:
+        """Have a look at the engine now."""
+        if self._alarm is not None and not self._alarm.done():
+            self._alarm.set_result(None)
+
+    def _turn(self) -> None:
+        """Let happen what has happened by now, and tell everybody."""
+        if not self.clock.is_held:
+            self._make_up_for_nothing()
+            self._advance(self.clock.now_s())
+            self._deliver()
+        self._let_go()
+        if self._exporter is not None and not self.clock.is_held:
+            self._exporter.publish()
+
+    def _make_up_for_nothing(self) -> None:
+        """After a long stop, as of the whole process, go on as if no time had passed."""
+        if self._head["num_in_flight"][0]:
+            due_s = self._end_of_oldest_s()
+            late_s = time.monotonic() - self.clock.wall_s(due_s)
+            if late_s > MOST_LATE_S:
+                say(log, logging.WARNING, "clock set back", late_s=late_s)
+                self.clock.set_back(due_s)
+
+    def _advance(self, now_s: float) -> None:
+        """Run the engine, one step at a time, so that each has its own pace and leaves a record."""
+        engine, head = self.engine, self._head
+        while True:
+            num_planned = int(head["num_steps"][0])
+            head["pace"] = self._next_pace
+            head["steady"] = 0  # repeated steps would leave no record
+            engine.drive(engine.state, now_s, num_planned + 1, NOBODY)
+            self._record_ended()
+            if int(head["num_steps"][0]) == num_planned:
+                return
+            self._note_launched(num_planned)
+            self._next_pace = self.pace.next()
+            is_full = int(head["num_in_flight"][0]) == engine.config.pipeline_depth
+            if is_full and self._end_of_oldest_s() > now_s:
+                return
+
+    def _note_launched(self, number: int) -> None:
+        index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
+        step = self._steps[index]
+        start_s, end_s = float(step["start_s"]), float(step["end_s"])
+        counts = (
+            "num_tokens", "num_sampled", "num_decodes", "num_prefills", "decode_context", "prefill_qq", "prefill_qkv",
+        )  # fmt: skip
+        self._under_way.append((end_s, number, start_s, end_s - start_s, *(step[name].item() for name in counts)))
+
+    def _record_ended(self) -> None:
+        now_s = float(self._head["now_s"][0])
+        while self._under_way and self._under_way[0][0] <= now_s:
+            _, *row = self._under_way.popleft()
+            self.metrics.step(int(row[3]), int(row[4]))
+            if self._exporter is not None:
+                self._exporter.stepped(tuple(row))
+
+    def _deliver(self) -> None:
+        """Hand out the tokens that have come since last time."""
+        rows, seen = self._rows, self._seen
+        changed = np.flatnonzero(rows["output_tokens"] != seen)
+        if not len(changed):
+            return
+        now_s = float(self._head["now_s"][0])
+        for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
+            job = self._jobs[slot]
+            job.num_ready = num_ready
+            job.news.set()
+        first = changed[seen[changed] == 0]
+        if len(first):
+            self._note_first(first)
+        later = changed[seen[changed] > 0]
+        self.metrics.more_tokens(now_s - self._last_s[later])
+        self._last_s[changed] = now_s
+        seen[changed] = rows["output_tokens"][changed]
+        for slot in changed[rows["status"][changed] == FINISHED].tolist():
+            job = self._jobs[slot]
+            job.is_over = True
+            self._ending.append((job, job.ask.answer.finish_reason))
+
+    def _note_first(self, slots: np.ndarray) -> None:
+        rows = self._rows[slots]
+        for slot, num_hits in zip(slots.tolist(), rows["hit_tokens"].tolist(), strict=True):
+            self._jobs[slot].cached_tokens = num_hits
+        num_prompt_tokens, num_hit_tokens = int(rows["prompt_tokens"].sum()), int(rows["hit_tokens"].sum())
+        self.metrics.first_tokens(rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens)
+        if self._exporter is not None:
+            self._exporter.started(num_prompt_tokens, num_hit_tokens)
+
+    def _let_go(self) -> None:
+        """Forget requests that have ended, once no step under way has them any more."""
+        if not self._ending:
+            return
+        still = []
+        for job, reason in self._ending:
+            if self._rows["in_flight_tokens"][job.slot] > 0:
+                still.append((job, reason))
+                continue
+            outcome = self.engine.outcome(job.engine_id)
+            self.engine.unplace(job.engine_id)
+            del self._jobs[job.slot]
+            self.metrics.ended(outcome, reason, job.ask.max_tokens)
+            if self._exporter is not None:
+                self._exporter.ended(job.slot, job.serial, outcome, reason)
+        self._ending = still
+
+    def _end_of_oldest_s(self) -> float:
+        return float(self._steps["end_s"][int(self._head["oldest"][0])])
+
+    def _look_at_state(self) -> None:
+        """Take hold of the arrays, which the engine replaces by larger ones."""
+        state = self.engine.state
+        self._head = state.engine.view(np.ndarray)
+        self._steps = state.steps.view(np.ndarray)
+        self._rows = state.requests.view(np.ndarray)
+        if not hasattr(self, "_seen"):
+            self._seen = np.zeros(len(self._rows), np.int64)
+            self._last_s = np.zeros(len(self._rows))
+        grown = len(self._rows) - len(self._seen)
+        if grown:
+            self._seen = np.concatenate((self._seen, np.zeros(grown, np.int64)))
+            self._last_s = np.concatenate((self._last_s, np.zeros(grown)))

@@ -1,0 +1,90 @@
+"""Which models there are: those of the settings; else those that the schedulers' instances say they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from services.gateway.places import LastResort
+from services.gateway.refusals import RefusedError
+from services.gateway.schedulers import NobodyError, Schedulers
+from services.http_client import HttpClient, Origin, origin_of
+from services.log_lines import say
+
+log = logging.getLogger(__name__)
+
+KEEP_S = 5.0  # a list is good for so long
+ENGINE_S = 2.0
+MOST_ASKED = 32  # engines that are asked themselves
+
+
+class Models:
+    """The list behind /v1/models, made when somebody asks for it."""
+
+    def __init__(
+        self, names: Iterable[str], schedulers: Schedulers, last_resort: LastResort, engines: HttpClient
+    ) -> None:
+        """Know whom to ask."""
+        self._names = list(names)
+        self._schedulers = schedulers
+        self._last_resort = last_resort
+        self._engines = engines
+        self._loop = asyncio.get_running_loop()
+        self._until_s = 0.0
+        self._listed: list[dict[str, Any]] = []
+        self._lock = asyncio.Lock()
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Give OpenAI's model objects, by id."""
+        if self._names:
+            return [described(name) for name in self._names]
+        async with self._lock:
+            if self._loop.time() >= self._until_s:
+                self._listed = await self._ask()
+                self._until_s = self._loop.time() + KEEP_S
+        return self._listed
+
+    async def _ask(self) -> list[dict[str, Any]]:
+        """Collect from instances what they serve; from engines, where their instances do not say."""
+        models: dict[str, dict[str, Any]] = {}
+        instances = await self._instances()
+        for instance in instances:
+            models.update((name, described(name)) for name in instance.models)
+        silent = [instance.engine_url for instance in instances if not instance.models]
+        origins = [origin_of(url) for url in silent] or (
+            [] if instances else [place.origin for place in self._last_resort.places]
+        )
+        for told in await asyncio.gather(*(self._of_engine(origin) for origin in origins[:MOST_ASKED])):
+            models.update((model["id"], model) for model in told)
+        return [models[name] for name in sorted(models)]
+
+    async def _instances(self) -> list[common_pb2.Instance]:
+        """Learn the instances from a decision that nobody acts on."""
+        if not len(self._schedulers):
+            return []
+        request = common_pb2.Request(request_id="models", prompt_tokens=1, max_tokens=1, ignore_eos=True)
+        try:
+            response = await self._schedulers.schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True))
+        except (RefusedError, NobodyError) as error:
+            if self._last_resort.places:
+                return []
+            raise RefusedError(503, f"the models are not known now: {error}") from None
+        return [response.decision.instance, *response.decision.next_best]
+
+    async def _of_engine(self, origin: Origin) -> list[dict[str, Any]]:
+        try:
+            status, body = await self._engines.get(origin, b"/v1/models", within_s=ENGINE_S)
+            data = json.loads(body)["data"] if status == 200 else []
+            return [model for model in data if isinstance(model["id"], str)]
+        except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
+            say(log, logging.INFO, "engine does not tell its models", engine=origin.host, port=origin.port, why=str(error))
+            return []
+
+
+def described(name: str) -> dict[str, Any]:
+    """Describe a model as OpenAI does."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "block"}

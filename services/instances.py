@@ -1,0 +1,228 @@
+"""Which instances there are: a list, a file that is watched, or the addresses of a DNS name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from services.codec import read_text
+from services.http_client import origin_of
+from services.log_lines import say
+from services.names import require_known
+
+log = logging.getLogger(__name__)
+
+LONGEST_ID = 256
+STATES = ("ready", "draining")
+
+Instances = tuple["Instance", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One engine with its sidecar. Without models it is thought to serve whatever it is asked for."""
+
+    instance_id: str
+    engine_url: str
+    sidecar_address: str
+    models: tuple[str, ...] = ()
+    state: str = "ready"
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could reach."""
+        if not self.instance_id.isprintable() or not 0 < len(self.instance_id) <= LONGEST_ID:
+            raise ValueError(f"instance_id: must be 1 to {LONGEST_ID} printable characters")
+        try:
+            origin_of(self.engine_url)
+        except ValueError as error:
+            raise ValueError(f"engine_url: {error}") from None
+        require_address("sidecar_address", self.sidecar_address)
+        if not all(self.models):
+            raise ValueError("models: one has no name")
+        if self.state not in STATES:
+            raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
+
+
+FIELDS = tuple(spec.name for spec in fields(Instance))
+REQUIRED = ("instance_id", "engine_url", "sidecar_address")
+
+
+def require_address(field: str, address: str) -> None:
+    """Refuse what is not host:port."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536 and " " not in host):
+        raise ValueError(f"{field}: {address!r} must be host:port")
+
+
+def instance_from_flag(text: str) -> Instance:
+    """Read ID=ENGINE_URL,SIDECAR_ADDRESS, and models after further commas."""
+    instance_id, equals, rest = text.partition("=")
+    parts = [part.strip() for part in rest.split(",")]
+    if not equals or len(parts) < 2:
+        raise ValueError(f"instance: {text!r} must be ID=ENGINE_URL,SIDECAR_ADDRESS")
+    try:
+        return Instance(
+            instance_id=instance_id.strip(), engine_url=parts[0], sidecar_address=parts[1], models=tuple(parts[2:])
+        )
+    except ValueError as error:
+        raise ValueError(f"instance: {text!r}: {error}") from None
+
+
+def instances_from_file(path: str) -> Instances:
+    """Read a TOML or JSON file: `instances`, a list of tables; JSON may be the bare list."""
+    text = read_text(path)
+    try:
+        data = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not {'JSON' if path.endswith('.json') else 'TOML'}: {error}") from None
+    try:
+        if isinstance(data, Mapping):
+            require_known(data, ["instances"], "key")
+            data = data.get("instances", [])
+        if not isinstance(data, list):
+            raise ValueError("instances: must be a list")
+        return distinct([_from_table(table, place) for place, table in enumerate(data)])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _from_table(table: Any, place: int) -> Instance:
+    try:
+        if not isinstance(table, Mapping):
+            raise ValueError("must be a table with instance_id, engine_url and sidecar_address")
+        require_known(table, FIELDS, "field")
+        for name in REQUIRED:
+            if name not in table:
+                raise ValueError(f"{name}: is missing")
+        models = table.get("models", [])
+        if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
+            raise ValueError("models: must be a list of texts")
+        for name in (*REQUIRED, "state"):
+            if not isinstance(table.get(name, ""), str):
+                raise ValueError(f"{name}: must be a text, not {table[name]!r}")
+        return Instance(**{**table, "models": tuple(models)})
+    except ValueError as error:
+        raise ValueError(f"instances[{place}].{error}") from None
+
+
+def distinct(instances: Iterable[Instance]) -> Instances:
+    """Refuse two of one name."""
+    known: dict[str, Instance] = {}
+    for place, instance in enumerate(instances):
+        if instance.instance_id in known:
+            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} is there twice")
+        known[instance.instance_id] = instance
+    return tuple(known.values())
+
+
+class Source(Protocol):
+    """Where a list of instances comes from; what is wrong with it is a ValueError."""
+
+    async def poll(self) -> Instances | None:
+        """Tell the list, or None where nothing has changed since it was told."""
+
+
+class Listed:
+    """Instances that stay the same."""
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        """Keep them."""
+        self._instances: Instances | None = distinct(instances)
+
+    async def poll(self) -> Instances | None:
+        """Tell them once."""
+        instances, self._instances = self._instances, None
+        return instances
+
+
+class FromFile:
+    """A file, read anew whenever it is another than before: its time, its size or its place on the disk."""
+
+    def __init__(self, path: str) -> None:
+        """Have read nothing yet."""
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+
+    async def poll(self) -> Instances | None:
+        """Read it, if it is new; a bad one is complained about once."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> Instances | None:
+        try:
+            status = os.stat(self._path)
+        except OSError as error:
+            raise ValueError(f"{self._path}: cannot be read: {error.strerror}") from None
+        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        return instances_from_file(self._path)
+
+
+class FromName:
+    """The addresses behind a DNS name, each an engine and a sidecar on the same two ports."""
+
+    def __init__(self, name: str, *, engine_port: int, sidecar_port: int) -> None:
+        """Have asked nobody yet."""
+        self._name = name
+        self._ports = (engine_port, sidecar_port)
+        self._seen: Instances = ()
+
+    async def poll(self) -> Instances | None:
+        """Resolve it; a name without addresses is complained about, as it is more often a fault than the truth."""
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(self._name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{self._name}: cannot be resolved: {getattr(error, 'strerror', error)}") from None
+        addresses = sorted({str(address[0]) for *_, address in found})
+        instances = tuple(self._at(f"[{address}]" if ":" in address else address) for address in addresses)
+        if instances == self._seen:
+            return None
+        self._seen = instances
+        return instances
+
+    def _at(self, host: str) -> Instance:
+        engine_port, sidecar_port = self._ports
+        return Instance(
+            instance_id=f"{host}:{engine_port}",
+            engine_url=f"http://{host}:{engine_port}",
+            sidecar_address=f"{host}:{sidecar_port}",
+        )
+
+
+def source_from_name(text: str) -> FromName:
+    """Read NAME:ENGINE_PORT:SIDECAR_PORT."""
+    name, _, ports = text.partition(":")
+    engine_port, colon, sidecar_port = ports.partition(":")
+    if not (name and colon and _is_port(engine_port) and _is_port(sidecar_port)):
+        raise ValueError(f"instances_dns: {text!r} must be NAME:ENGINE_PORT:SIDECAR_PORT")
+    return FromName(name, engine_port=int(engine_port), sidecar_port=int(sidecar_port))
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text) < 65536
+
+
+async def watch(source: Source, every_s: float, changed: Callable[[Instances], None]) -> None:
+    """Tell every change of a list for ever; while it cannot be had, the last good one holds, and the log says why once."""
+    trouble = ""
+    while True:
+        try:
+            instances = await source.poll()
+        except ValueError as error:
+            if str(error) != trouble:
+                trouble = str(error)
+                say(log, logging.WARNING, "instances cannot be had; the last good list holds", reason=trouble)
+        else:
+            if instances is not None:
+                changed(instances)
+                trouble = ""
+                say(log, logging.INFO, "instances", num=len(instances), ids=",".join(i.instance_id for i in instances))
+        await asyncio.sleep(every_s)

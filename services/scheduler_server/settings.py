@@ -1,0 +1,63 @@
+"""What a scheduler can be told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from length_tagger.settings import TaggerSettings
+from scheduler.policies import policy_named
+from services.instances import require_address
+
+LONGEST_RESERVATION_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """By which rule to decide, how long to wait for whom, and what to do without them."""
+
+    policy: str = "block"
+    seed: int | None = None  # of policies that draw; None: another one for each process
+    scheduler_id: str = ""
+    forecast_always: bool = False  # have the choice of a policy that needs no forecast foretold as well
+
+    sidecar_deadline_s: float = 0.05
+    reservation_s: float = 10.0
+    most_conflicts: int = 6  # of one request with those who decide at the same time; then it reserves regardless
+    max_deciding: int = 8  # fan-outs under way at once: more would only make each other late
+    failures_to_open: int = 2  # of a sidecar, in a row, until it is left alone for a while
+    first_pause_s: float = 0.25
+    longest_pause_s: float = 8.0
+
+    tagger: str = ""  # host:port
+    tagger_deadline_s: float = 0.01
+    without_tagger: TaggerSettings = TaggerSettings()  # what lengths are, while no tagger answers
+
+    attempts: int = 3  # engines that Generate tries
+    first_token_s: float = 120.0  # from sending to the first piece of a stream
+    idle_s: float = 60.0  # between two pieces
+
+    def __post_init__(self) -> None:
+        """Refuse what no scheduler could do, by its name."""
+        policy_named(self.policy)
+        for name in (
+            "sidecar_deadline_s",
+            "reservation_s",
+            "first_pause_s",
+            "longest_pause_s",
+            "tagger_deadline_s",
+            "first_token_s",
+            "idle_s",
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be a time above 0, not {value}")
+        if self.reservation_s > LONGEST_RESERVATION_S:
+            raise ValueError(f"reservation_s: must be at most {LONGEST_RESERVATION_S:g}, not {self.reservation_s}")
+        for name, least in (("most_conflicts", 0), ("max_deciding", 1), ("failures_to_open", 1), ("attempts", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: must be at least {least}, not {getattr(self, name)}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed: must be at least 0, not {self.seed}")
+        if self.tagger:
+            require_address("tagger", self.tagger)

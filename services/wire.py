@@ -1,0 +1,274 @@
+"""From protobuf's messages to the values of the pure packages, and back; what makes no sense is named by its field.
+
+The rules of the wire are written in protos/block/v1/common.proto: absent is not zero, infinite times are infinities, NaN
+is refused everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from predictor.forecast import Forecast
+from predictor.lengths import Tag
+from predictor.request import BEST_EFFORT, REAL_TIME, Request, Slo
+from protos.block.v1 import common_pb2
+
+LONGEST_NAME = 256  # characters of ids and names
+MOST_HASH_BYTES = 64
+
+CLASSES = {
+    common_pb2.REQUEST_CLASS_UNSPECIFIED: REAL_TIME,
+    common_pb2.REQUEST_CLASS_REAL_TIME: REAL_TIME,
+    common_pb2.REQUEST_CLASS_BEST_EFFORT: BEST_EFFORT,
+}
+CLASS_VALUES = {
+    REAL_TIME: common_pb2.REQUEST_CLASS_REAL_TIME,
+    BEST_EFFORT: common_pb2.REQUEST_CLASS_BEST_EFFORT,
+}
+
+# Of Indicators: what is no indicator itself, and which numbers have bounds of their own.
+NO_INDICATORS = ("age_s", "source", "more")
+INDICATOR_FIELDS = {
+    field.name: field for field in common_pb2.Indicators.DESCRIPTOR.fields if field.name not in NO_INDICATORS
+}
+WHOLE_INDICATORS = frozenset(
+    name for name, field in INDICATOR_FIELDS.items() if field.type in (field.TYPE_UINT32, field.TYPE_UINT64)
+)
+MAY_BE_INFINITE = frozenset({"drained_s"})
+
+
+# Requests.
+
+
+def request_from(
+    message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None, default_tokens: int | None = None
+) -> Request:
+    """Read a request, as it stands on a clock that shows `now_s`.
+
+    Names of its prefix count only where they were made for blocks of `block_size`, if that is given. A prompt that
+    nobody has counted has `default_tokens`; without them it is refused.
+    """
+    require_name("request_id", message.request_id)
+    if len(message.model) > LONGEST_NAME:
+        raise ValueError(f"model: is longer than {LONGEST_NAME} characters")
+    if not (math.isfinite(message.waited_s) and message.waited_s >= 0):
+        raise ValueError(f"waited_s: must be a time from 0 on, not {message.waited_s}")
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
+    output_tokens = message.output_tokens if message.HasField("output_tokens") else None
+    if output_tokens is None and message.ignore_eos and max_tokens is not None:
+        output_tokens = max_tokens  # it ends there and nowhere else
+    return Request(
+        request_id=message.request_id,
+        prompt_tokens=message.prompt_tokens or default_tokens or 0,
+        output_tokens=output_tokens,
+        tag=tag_from(message.tag) if message.HasField("tag") else None,
+        arrival_s=max(0.0, now_s - message.waited_s),
+        max_tokens=max_tokens,
+        priority=message.priority,
+        prefix_hashes=_prefix_from(message, block_size),
+        request_class=CLASSES.get(message.request_class, REAL_TIME),
+        slo=_slo_from(message.slo) if message.HasField("slo") else None,
+    )
+
+
+def request_message(
+    request: Request, *, model: str = "", now_s: float | None = None, block_size: int = 0
+) -> common_pb2.Request:
+    """Write a request down, as it stands on a clock that shows `now_s`; names of its prefix are of such blocks."""
+    if request.prefix_hashes and not block_size:
+        raise ValueError("block_size: is missing, and prefix_hashes mean nothing without it")
+    slo = request.slo
+    return common_pb2.Request(
+        request_id=request.request_id,
+        model=model,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        tag=tag_message(request.tag) if isinstance(request.tag, Tag) else None,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        request_class=CLASS_VALUES[request.request_class],
+        slo=None if slo is None else common_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s),
+        waited_s=0.0 if now_s is None else max(0.0, now_s - request.arrival_s),
+        prefix_hashes=prefix_bytes(request.prefix_hashes),
+        prefix_block_tokens=block_size if request.prefix_hashes else 0,
+    )
+
+
+def _slo_from(message: common_pb2.Slo) -> Slo | None:
+    ttft_s = message.ttft_s if message.HasField("ttft_s") else None
+    tpot_s = message.tpot_s if message.HasField("tpot_s") else None
+    try:
+        return None if ttft_s is None and tpot_s is None else Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+    except ValueError as error:
+        raise ValueError(f"slo.{error}") from None
+
+
+def _prefix_from(message: common_pb2.Request, block_size: int | None) -> tuple[str, ...]:
+    if not message.prefix_hashes:
+        return ()
+    if not message.prefix_block_tokens:
+        raise ValueError("prefix_block_tokens: is missing, and prefix_hashes mean nothing without it")
+    for place, name in enumerate(message.prefix_hashes):
+        if not 0 < len(name) <= MOST_HASH_BYTES:
+            raise ValueError(f"prefix_hashes[{place}]: must have 1 to {MOST_HASH_BYTES} bytes, not {len(name)}")
+    if block_size is not None and message.prefix_block_tokens != block_size:
+        return ()
+    return tuple(name.hex() for name in message.prefix_hashes)
+
+
+def prefix_bytes(names: Iterable[int | str]) -> list[bytes]:
+    """Spell the names of blocks as bytes: hexadecimal texts as what they stand for, numbers in eight bytes or more."""
+    spelled = []
+    for place, name in enumerate(names):
+        if isinstance(name, int):
+            spelled.append(name.to_bytes(max(8, name.bit_length() // 8 + 1), "big", signed=True))
+            continue
+        try:
+            spelled.append(bytes.fromhex(name))
+        except ValueError:
+            raise ValueError(f"prefix_hashes[{place}]: {name!r} is not hexadecimal") from None
+    return spelled
+
+
+def require_name(field: str, name: str) -> None:
+    """Refuse a name that is missing, longer than any should be, or not to be put into a log line or a header."""
+    if not name:
+        raise ValueError(f"{field}: is missing")
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ValueError(f"{field}: must be at most {LONGEST_NAME} printable characters")
+
+
+# Tags.
+
+
+def tag_from(message: common_pb2.Tag) -> Tag:
+    """Read a predicted length."""
+    try:
+        if not 0 <= message.confidence <= 1:
+            raise ValueError(f"confidence: must lie between 0 and 1, not {message.confidence}")
+        return Tag(median_tokens=message.median_tokens, spread=message.spread)
+    except ValueError as error:
+        raise ValueError(f"tag.{error}") from None
+
+
+def tag_message(
+    tag: Tag, *, estimator: str = "", confidence: float = 0.0, keys: Sequence[int] = ()
+) -> common_pb2.Tag:
+    """Write a predicted length down."""
+    return common_pb2.Tag(
+        median_tokens=tag.median_tokens, spread=tag.spread, estimator=estimator, confidence=confidence, keys=keys
+    )
+
+
+# Forecasts.
+
+
+def forecast_from(message: common_pb2.Forecast) -> Forecast:
+    """Read a forecast; one that contradicts itself is refused."""
+    ttft_s, e2e_s, tpot_s, queue_s = message.ttft_s, message.e2e_s, message.tpot_s, message.queue_s
+    if not (0 <= queue_s <= ttft_s <= e2e_s and e2e_s > 0 and tpot_s >= 0 and message.output_tokens > 0):  # NaN neither
+        raise ValueError(f"forecast.{_wrong_in(message)}")
+    others_preempted = message.others_preempted if message.HasField("others_preempted") else None
+    return Forecast(
+        request_id=message.request_id,
+        ttft_s=ttft_s,
+        e2e_s=e2e_s,
+        tpot_s=tpot_s,
+        queue_s=queue_s,
+        output_tokens=message.output_tokens,
+        num_preemptions=message.num_preemptions,
+        prefix_hit_tokens=message.prefix_hit_tokens,
+        others_preempted=others_preempted,
+        delay_sum_s=_delay(message, "delay_sum_s"),
+        delay_worst_s=_delay(message, "delay_worst_s"),
+    )
+
+
+def _delay(message: common_pb2.Forecast, name: str) -> float | None:
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    value: float = getattr(message, name)
+    if math.isnan(value):
+        raise ValueError(f"forecast.{name}: is NaN")
+    return value
+
+
+def _wrong_in(message: common_pb2.Forecast) -> str:
+    for name in ("queue_s", "ttft_s", "e2e_s", "tpot_s"):
+        value = getattr(message, name)
+        if not value >= 0:
+            return f"{name}: must be a time from 0 on, not {value}"
+    if message.output_tokens == 0:
+        return "output_tokens: is missing"
+    if message.e2e_s == 0:
+        return "e2e_s: must be above 0"
+    if message.ttft_s > message.e2e_s:
+        return f"ttft_s: {message.ttft_s} is after the last token, {message.e2e_s}"
+    return f"queue_s: {message.queue_s} is after the first token, {message.ttft_s}"
+
+
+def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
+    """Write a forecast down."""
+    return common_pb2.Forecast(
+        request_id=forecast.request_id,
+        ttft_s=forecast.ttft_s,
+        e2e_s=forecast.e2e_s,
+        tpot_s=forecast.tpot_s,
+        queue_s=forecast.queue_s,
+        output_tokens=forecast.output_tokens,
+        num_preemptions=forecast.num_preemptions,
+        prefix_hit_tokens=forecast.prefix_hit_tokens,
+        others_preempted=forecast.others_preempted,
+        delay_sum_s=forecast.delay_sum_s,
+        delay_worst_s=forecast.delay_worst_s,
+    )
+
+
+# Indicators.
+
+
+def indicators_from(message: common_pb2.Indicators) -> dict[str, float]:
+    """Read the indicators that are there, by name; of those that a newer sidecar calls `more`, what is known wins."""
+    if not (math.isfinite(message.age_s) and message.age_s >= 0):
+        raise ValueError(f"indicators.age_s: must be a time from 0 on, not {message.age_s}")
+    values: dict[str, float] = {}
+    for name, value in message.more.items():
+        if math.isnan(value):
+            raise ValueError(f"indicators.more[{name!r}]: is NaN")
+        values[name] = value
+    for field, value in message.ListFields():
+        name = field.name
+        if name in INDICATOR_FIELDS:
+            values[name] = value
+            if type(value) is float and not (0 <= value < math.inf):
+                _require_number(name, value)
+    if values.get("kv_hit_ratio", 0.0) > 1:
+        raise ValueError(f"indicators.kv_hit_ratio: must lie between 0 and 1, not {values['kv_hit_ratio']}")
+    return values
+
+
+def indicators_message(
+    values: Mapping[str, float],
+    *,
+    age_s: float,
+    source: common_pb2.StateSource = common_pb2.STATE_SOURCE_UNSPECIFIED,
+) -> common_pb2.Indicators:
+    """Write indicators down; those without a number of their own go under `more`."""
+    message = common_pb2.Indicators(age_s=age_s, source=source)
+    for name, value in values.items():
+        if name in INDICATOR_FIELDS:
+            _require_number(name, value)
+            setattr(message, name, round(value) if name in WHOLE_INDICATORS else value)
+        elif math.isnan(value):
+            raise ValueError(f"indicators.more[{name!r}]: is NaN")
+        else:
+            message.more[name] = value
+    return message
+
+
+def _require_number(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"indicators.{name}: must be a number from 0 on, not {value}")
+    if value == math.inf and name not in MAY_BE_INFINITE:
+        raise ValueError(f"indicators.{name}: is infinite")
