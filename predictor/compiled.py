@@ -54,3 +54,8 @@ def small_kernel(function: F) -> F:
 def inner_kernel(function: F) -> F:
     """Compile a function that only other kernels call, such as a closure, whose code is cached as part of theirs."""
     return cast("F", numba.njit(**OPTIONS)(function))
+
+
+def interpreted(function: F) -> F:
+    """Get the plain Python behind a kernel, for callers in Python: kernels cannot hand arrays out."""
+    return cast("F", getattr(function, "py_func", function))

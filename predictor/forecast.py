@@ -10,7 +10,7 @@ import numpy as np
 
 from predictor import loop, queues
 from predictor.batching import is_compiled
-from predictor.compiled import inner_kernel, kernel
+from predictor.compiled import inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
@@ -60,7 +60,7 @@ class Forecaster:
     def __init__(self, engine: Engine) -> None:
         """Prepare room for the simulations to run in."""
         self.engine = engine
-        self._simulate = simulate if is_compiled(engine.batcher) else simulation_with(engine.drive)
+        self._simulate = simulate if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
         self._make_room(num_candidates=1)
 
     def forecast(self, candidates: Sequence[Request], now_s: float, *, delays: bool = True) -> list[Forecast]:
@@ -112,8 +112,10 @@ class Forecaster:
         ]  # fmt: skip
 
 
-def simulation_with(drive: Callable[[State, float, int, int], None]) -> Callable[..., None]:
-    """Make the simulation of candidates around a loop."""
+def simulation_with(
+    drive: Callable[[State, float, int, int], None], layer: Callable[[State, State, int], State]
+) -> Callable[..., None]:
+    """Make the simulation of candidates around a loop, and a way to get at a layer of the workspace."""
 
     def simulate(
         source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
@@ -141,7 +143,7 @@ def simulation_with(drive: Callable[[State, float, int, int], None]) -> Callable
     return simulate
 
 
-_simulate = inner_kernel(simulation_with(loop.drive))
+_simulate = inner_kernel(simulation_with(loop.drive, layer))
 
 
 @kernel

@@ -73,6 +73,7 @@ def admit(state: State, position: int, computed_tokens: int) -> int:
     request = state.requests[slot]
     request.status = RUNNING
     request.computed_tokens = computed_tokens
+    request.prefill_tokens = request.prompt_tokens + request.output_tokens
     if request.num_preemptions == 0:
         request.hit_tokens = computed_tokens
     return slot

@@ -90,7 +90,7 @@ REQUEST = np.dtype(
         ("expected_tokens", "i4"),  # the response length that a local scheduler may reckon with
         ("num_preemptions", "i4"),
         ("hit_tokens", "i4"),
-        ("unused", "i4"),
+        ("prefill_tokens", "i4"),  # that it was admitted to compute before it decodes
     ],
     align=True,
 )
@@ -115,6 +115,7 @@ def new_request(
     num_blocks: int = 0,
     full_blocks: int = 0,
     num_preemptions: int = 0,
+    prefill_tokens: int = 0,
     scheduled_s: float = NOBODY,
     first_token_s: float = NOBODY,
 ) -> tuple[float, ...]:
@@ -122,7 +123,7 @@ def new_request(
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
         final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, scheduled_s, first_token_s,
-        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, 0,
+        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, prefill_tokens,
     )  # fmt: skip
 
 

@@ -69,10 +69,12 @@ class Candidate:
 def behind(forecast: Forecast, num_requests: int) -> Forecast:
     """Correct a forecast for requests that were promised to the instance since, whom nobody has simulated.
 
-    Each is taken to keep this one waiting for as long as its own prefill: enough to tell equal instances apart until
-    the next forecast, which knows better.
+    Each is taken to keep this one waiting for as long as its own prefill, or a hundredth of its time there: enough to
+    tell equal instances apart until the next forecast, which knows better.
     """
-    delay_s = num_requests * (forecast.ttft_s - forecast.queue_s) if forecast.ttft_s < math.inf else 0.0
+    if forecast.e2e_s == math.inf:
+        return forecast
+    delay_s = num_requests * max(forecast.ttft_s - forecast.queue_s, forecast.e2e_s / 100)
     return replace(
         forecast,
         queue_s=forecast.queue_s + delay_s,

@@ -14,6 +14,10 @@ class BusyError(Exception):
     """As much is under way as may be."""
 
 
+class UnknownNameError(Exception):
+    """A name that stands for nothing here: a model that nobody serves."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """What a caller is told, on either kind of wire."""
@@ -28,6 +32,7 @@ INTERNAL = Status(grpc_code=grpc.StatusCode.INTERNAL, http_code=500)
 STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (DecodeError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (ValueError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
+    (UnknownNameError, Status(grpc_code=grpc.StatusCode.NOT_FOUND, http_code=404)),
     (BusyError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),
     (TimeoutError, Status(grpc_code=grpc.StatusCode.DEADLINE_EXCEEDED, http_code=504)),
     (ConnectionError, Status(grpc_code=grpc.StatusCode.UNAVAILABLE, http_code=503)),

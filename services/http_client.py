@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client: connections kept alive, bodies as they come, one deadline per wait, no buffering but asked for.
+"""A small HTTP/1.1 client: connections kept alive, bodies as they come, a deadline for every wait.
 
 It knows just what talking to an inference engine needs (GET and POST, bodies of a known length out; lengths, chunks or
-the connection's end in), and takes a fifth of the processor time of a general one.
+the connection's end in), and takes a fraction of the processor time of a general one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Origin:
         """How the server is called in requests."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         default = {"http": 80, "https": 443}[self.scheme]
-        return (host if self.port == default else f"{host}:{self.port}").encode("idna" if not host.isascii() else "ascii")
+        return (host if self.port == default else f"{host}:{self.port}").encode(
+            "idna" if not host.isascii() else "ascii"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -64,9 +66,7 @@ def origin_of(url: str) -> Origin:
     if any(character <= " " for character in parts.path):
         raise ValueError(f"{url!r}: must have no spaces")
     default = 443 if parts.scheme == "https" else 80
-    return Origin(
-        scheme=parts.scheme, host=parts.hostname, port=port or default, prefix=parts.path.rstrip("/")
-    )
+    return Origin(scheme=parts.scheme, host=parts.hostname, port=port or default, prefix=parts.path.rstrip("/"))
 
 
 def request_head(method: bytes, origin: Origin, target: bytes, headers: Headers, length: int) -> bytes:
@@ -102,7 +102,9 @@ class HttpClient:
                     raise
         return await _sent(await self._connect(origin), head, body, first_s)
 
-    async def get(self, origin: Origin, target: bytes, *, within_s: float, most_bytes: int = 2**20) -> tuple[int, bytes]:
+    async def get(
+        self, origin: Origin, target: bytes, *, within_s: float, most_bytes: int = 2**20
+    ) -> tuple[int, bytes]:
         """Get a small document."""
         async with asyncio.timeout(within_s):
             head = request_head(b"GET", origin, target, [], 0)

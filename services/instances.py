@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 from services.codec import read_text
@@ -156,7 +156,7 @@ class FromFile:
 
     def _read(self) -> Instances | None:
         try:
-            status = os.stat(self._path)
+            status = Path(self._path).stat()
         except OSError as error:
             raise ValueError(f"{self._path}: cannot be read: {error.strerror}") from None
         seen = (status.st_mtime_ns, status.st_size, status.st_ino)
@@ -211,7 +211,7 @@ def _is_port(text: str) -> bool:
 
 
 async def watch(source: Source, every_s: float, changed: Callable[[Instances], None]) -> None:
-    """Tell every change of a list for ever; while it cannot be had, the last good one holds, and the log says why once."""
+    """Tell every change of a list for ever; while it cannot be had, the last good one holds, and the log says why."""
     trouble = ""
     while True:
         try:

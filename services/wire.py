@@ -1,7 +1,7 @@
 """From protobuf's messages to the values of the pure packages, and back; what makes no sense is named by its field.
 
-The rules of the wire are written in protos/block/v1/common.proto: absent is not zero, infinite times are infinities, NaN
-is refused everywhere.
+The rules of the wire are written in protos/block/v1/common.proto: absent is not zero, infinite times are infinities,
+NaN is refused everywhere.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def tag_from(message: common_pb2.Tag) -> Tag:
         raise ValueError(f"tag.{error}") from None
 
 
-def tag_message(
-    tag: Tag, *, estimator: str = "", confidence: float = 0.0, keys: Sequence[int] = ()
-) -> common_pb2.Tag:
+def tag_message(tag: Tag, *, estimator: str = "", confidence: float = 0.0, keys: Sequence[int] = ()) -> common_pb2.Tag:
     """Write a predicted length down."""
     return common_pb2.Tag(
         median_tokens=tag.median_tokens, spread=tag.spread, estimator=estimator, confidence=confidence, keys=keys

@@ -9,8 +9,8 @@ from predictor.state import State
 
 @kernel
 def has_prefill_left(state: State, slot: int) -> bool:
-    """Tell whether more than the newest token of a request is still to be computed."""
-    return steps.tokens_of(state, slot) - state.requests[slot].computed_tokens > 1
+    """Tell whether a request still computes what it was admitted with."""
+    return state.requests[slot].computed_tokens < state.requests[slot].prefill_tokens
 
 
 @kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.serve_scheduler import scheduler
 from services.cli.serve_tagger import tagger
 
 
@@ -12,5 +13,5 @@ def serve() -> None:
     """Run one part of the system until SIGTERM or Ctrl-C; then what is under way is finished."""
 
 
-for command in (tagger,):
+for command in (scheduler, tagger):
     serve.add_command(command)

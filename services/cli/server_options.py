@@ -81,9 +81,18 @@ def use_file(context: click.Context, path: str, server: str) -> None:
     known = [parameter.name for parameter in context.command.params if parameter.name not in (None, "config", "help")]
     try:
         require_known(spelled, [str(name) for name in known], "setting")
-        context.default_map = {name: _as_flag(name, value) for name, value in spelled.items()}
+        repeated = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+        flags = {name: _as_flag(name, value) for name, value in spelled.items()}
+        context.default_map = {
+            name: _as_list(spelled[name]) if name in repeated else flag for name, flag in flags.items()
+        }
     except ValueError as error:
         raise ValueError(f"{path}: {server}.{error}") from None
+
+
+def _as_list(value: Any) -> list[str]:
+    """Spell the values of a flag that may be there several times."""
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 def _as_flag(name: str, value: Any) -> str:

@@ -17,15 +17,17 @@ MOST_SPREAD = 10.0
 LONGEST_DRAW = 1 << 30
 
 WORDS = (
-    "the of and to in a is it you that he was for on are with as his they at be this have from or one had by word "
-    "but not what all were we when your can said use an each she do how if will up out many then them so some her "
-    "like him into time has look two more go see no way my than call who oil its now find long down day did get come "
-    "made may part over new take only work know year live me back give most very good just name home help turn same"
-).split()
+    "the", "of", "and", "to", "in", "a", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as",
+    "his", "they", "at", "be", "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "what", "all",
+    "were", "we", "when", "your", "can", "said", "use", "an", "each", "she", "do", "how", "if", "will", "up", "out",
+    "many", "then", "them", "so", "some", "her", "like", "him", "into", "time", "has", "look", "two", "more", "go",
+    "see", "no", "way", "my", "than", "call", "who", "oil", "its", "now", "find", "long", "down", "day", "did", "get",
+    "come", "made", "may", "part", "over", "new", "take", "only", "work", "know", "year", "live", "me", "back", "give",
+    "most", "very", "good", "just", "name", "home", "help", "turn", "same",
+)  # fmt: skip
 PERIOD = 8192
 PIECES = tuple(f" {WORDS[index]}" for index in np.random.default_rng(7).integers(0, len(WORDS), PERIOD))
 IDS = tuple(token_ids(piece)[0] for piece in PIECES)
-LONGEST_PIECE = max(len(piece) for piece in PIECES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +85,37 @@ class Lengths:
 
 
 def fate(prompt: Sequence[int], seed: int) -> tuple[float, int]:
-    """Decide by the prompt alone, so that a request fares alike wherever it is sent: its luck, and its answer's offset."""
+    """Give a prompt its luck and its answer's offset: the same ones wherever it is sent."""
     data = np.asarray(prompt, np.int64).tobytes()
     digest = hashlib.blake2b(data, digest_size=16, salt=(seed % 2**64).to_bytes(8)).digest()
     luck = (int.from_bytes(digest[:6]) + 0.5) / 2**48
     return luck, int.from_bytes(digest[6:]) % PERIOD
 
 
-def answer(
-    offset: int,
-    num_tokens: int,
-    max_tokens: int,
-    *,
-    stop: Sequence[str] = (),
-    min_tokens: int = 0,
-    include_stop: bool = False,
-) -> Answer:
-    """Make the answer that ends by itself after so many tokens, at `max_tokens`, or at the first stop string."""
-    num_tokens = min(max_tokens, max(num_tokens, min_tokens))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """Where an answer stops: after `min_tokens`, at the first of these strings, which then `shows` or does not."""
+
+    strings: Sequence[str] = ()
+    min_tokens: int = 0
+    shows: bool = False
+
+
+def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Answer:
+    """Make the answer that ends by itself after so many tokens, at `max_tokens`, or where a rule stops it."""
+    num_tokens = min(max_tokens, max(num_tokens, stop.min_tokens))
     reason = LENGTH if num_tokens == max_tokens else STOP
-    if stop:
+    if stop.strings:
         text = stretch(offset, num_tokens)
-        search_from = len(stretch(offset, min_tokens))
+        search_from = len(stretch(offset, stop.min_tokens))
         found = [
             (place + len(string), order, place, string)
-            for order, string in enumerate(stop)
+            for order, string in enumerate(stop.strings)
             if (place := text.find(string, max(0, search_from - len(string) + 1))) >= 0
         ]
         if found:
             end, _, place, string = min(found)
-            shown = end if include_stop else place
+            shown = end if stop.shows else place
             num_whole = tokens_within(offset, shown + 1) - 1
             return Answer(
                 offset=offset,

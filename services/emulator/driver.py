@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from predictor.state import FINISHED, NOBODY
 from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
 from services.emulator.exporter import Exporter
+from services.emulator.jobs import Job
 from services.emulator.metrics import EngineMetrics, Gauges
 from services.emulator.openai import CHAT, Ask
 from services.emulator.pace import Pace
-from services.emulator.refusals import RefusedError, bad_value, busy, unavailable
+from services.emulator.refusals import RefusedError, bad_value, busy
 from services.emulator.tokens import content_hashes
 from services.log_lines import say
 
@@ -33,34 +33,10 @@ ABORTED = "abort"
 Ended = tuple[float, ...]
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request in the engine: how many tokens are there for its client, and whether more will come."""
-
-    ask: Ask
-    engine_id: str
-    slot: int
-    serial: int
-    num_ready: int = 0
-    cached_tokens: int = 0
-    is_over: bool = False
-    failure: RefusedError | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def more(self, num_seen: int) -> int:
-        """Wait for tokens beyond those seen; return how many there are, the same number when no more will come."""
-        while self.num_ready <= num_seen and not self.is_over and self.failure is None:
-            self.news.clear()
-            await self.news.wait()
-        if self.failure is not None:
-            raise self.failure
-        return self.num_ready
-
-
 class Driver:
     """Drives an engine from step to step as time goes by; all within one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - these are its parts
         self,
         engine: Engine,
         clock: EngineClock,
@@ -140,7 +116,7 @@ class Driver:
         self._seen[slot] = 0
         job = self._jobs[slot] = Job(ask=ask, engine_id=engine_id, slot=slot, serial=self._serial)
         if self._exporter is not None:
-            self._exporter.arrived(slot, self._serial, engine_id, ask, arrival_s, hashes)
+            self._exporter.arrived(job, arrival_s, hashes)
         if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
             self._ring()
         return job
@@ -295,7 +271,7 @@ class Driver:
             del self._jobs[job.slot]
             self.metrics.ended(outcome, reason, job.ask.max_tokens)
             if self._exporter is not None:
-                self._exporter.ended(job.slot, job.serial, outcome, reason)
+                self._exporter.ended(job, outcome, reason)
         self._ending = still
 
     def _end_of_oldest_s(self) -> float:

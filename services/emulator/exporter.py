@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from predictor.engine import Engine, Outcome
 from predictor.state import NOBODY
 from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
-from services.emulator.openai import Ask
+from services.emulator.jobs import Job
 from services.export.writer import Writer
 from services.log_lines import say
 
@@ -33,9 +34,9 @@ def settings_of(engine: Engine, about: dict[str, Any]) -> dict[str, Any]:
 class Exporter:
     """Copies the engine's state into its file; an error of the file's stops the copying, not the engine."""
 
-    def __init__(
-        self, path: str, engine: Engine, clock: EngineClock, names: Names | None, about: dict[str, Any]
-    ) -> None:
+    def __init__(  # noqa: PLR0913 - these are its parts
+        self, path: str, engine: Engine, clock: EngineClock, *, names: Names | None, about: dict[str, Any]
+    ) -> None:  # fmt: skip
         """Put the file of an idle engine in place; without `names` it tells nothing of what blocks hold."""
         self._engine = engine
         self._clock = clock
@@ -53,18 +54,18 @@ class Exporter:
         self._prefix = [0, 0]
         self.publish()
 
-    def arrived(
-        self, slot: int, serial: int, engine_id: str, ask: Ask, arrival_s: float, hashes: Sequence[int]
-    ) -> None:
+    def arrived(self, job: Job, arrival_s: float, hashes: Sequence[int]) -> None:
         """Note a new request."""
-        if (writer := self._writer) is None:
+        num_slots = len(self._engine.state.requests)
+        if self._writer is not None and self._writer.num_slots < num_slots:
+            self._guarded(partial(self._writer.grow, num_slots))
+        if self._writer is None:
             return
-        if writer.num_slots < len(self._engine.state.requests):
-            self._guarded(lambda: writer.grow(len(self._engine.state.requests)))
-        writer.put_request(
-            slot,
-            serial=serial,
-            request_id=engine_id,
+        ask = job.ask
+        self._writer.put_request(
+            job.slot,
+            serial=job.serial,
+            request_id=job.engine_id,
             arrival_s=arrival_s,
             prompt_tokens=len(ask.prompt),
             max_tokens=ask.max_tokens,
@@ -72,7 +73,7 @@ class Exporter:
             tag_tokens=ask.tag_tokens,
             tag_spread=ask.tag_spread,
         )
-        self._hashes[slot] = np.array(hashes, np.uint64)
+        self._hashes[job.slot] = np.array(hashes, np.uint64)
 
     def started(self, num_prompt_tokens: int, num_hit_tokens: int) -> None:
         """Count requests that got their first token, for the hit rate of the prefix cache."""
@@ -84,14 +85,14 @@ class Exporter:
         if self._writer is not None:
             self._writer.add_step(row)
 
-    def ended(self, slot: int, serial: int, outcome: Outcome, reason: str) -> None:
+    def ended(self, job: Job, outcome: Outcome, reason: str) -> None:
         """Note what became of a request, and that its slot is free."""
-        self._hashes.pop(slot, None)
+        self._hashes.pop(job.slot, None)
         if self._writer is None:
             return
-        self._writer.free_slot(slot)
+        self._writer.free_slot(job.slot)
         self._writer.add_outcome(
-            serial=serial,
+            serial=job.serial,
             request_id=outcome.request_id,
             arrival_s=outcome.arrival_s,
             scheduled_s=outcome.scheduled_s,

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.emulator import answers
-from services.emulator.answers import Answer, Lengths
+from services.emulator.answers import Answer, Lengths, StopRule
 from services.emulator.refusals import RefusedError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
 
@@ -20,6 +20,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 LONGEST_ID = 512
 MOST_STOP_STRINGS = 64
 OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
+MOST_DIGITS = 9
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
 NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
 
@@ -131,9 +132,7 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
             offset,
             num_tokens,
             max_tokens,
-            stop=stop,
-            min_tokens=body.min_tokens,
-            include_stop=body.include_stop_str_in_output,
+            StopRule(strings=stop, min_tokens=body.min_tokens, shows=body.include_stop_str_in_output),
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -146,8 +145,8 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
 
 def prompt_of(data: Any) -> tuple[list[int], bool]:
     """Tokenize what /tokenize was sent; and tell whether the tokens' texts are wanted too."""
-    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) and "messages" not in data:
-        found = data if isinstance(data, dict) else {}
+    found = data if isinstance(data, dict) else {}
+    if not isinstance(found.get("prompt"), str) and "messages" not in found:
         raise invalid(
             [
                 {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": found}
@@ -279,7 +278,7 @@ def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
     text = headers.get(OUTPUT_TOKENS_HEADER)
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:12]) < 2**31:
+    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) == 0:
         raise bad_value(f"{OUTPUT_TOKENS_HEADER} must be a whole number above 0, not {text[:32]!r}.")
     return int(text)
 

@@ -98,7 +98,7 @@ def application(settings: EmulatorSettings, config: EngineConfig, profile: Profi
     def exporter(names: Names | None) -> Exporter:
         told = names if settings.export_contents else None
         try:
-            return Exporter(settings.state_file, engine, clock, told, about)
+            return Exporter(settings.state_file, engine, clock, names=told, about=about)
         except OSError as error:
             raise ValueError(f"state_file: {settings.state_file}: {error.strerror or error}") from None
 

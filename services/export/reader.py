@@ -43,8 +43,9 @@ class Contents:
 class View:
     """An engine's state as one publication shows it, in arrays that nobody changes.
 
-    An engine's `life` is a number of its own, its file's `generation` counts the times it grew. `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps` the
-    steps under way, oldest first. `now_s` is the time of reading on the engine's clock, `age_s` the wall-clock age
+    An engine's `life` is a number of its own, and `generation` counts the files of that life, each larger than the one
+    before. `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps`
+    the steps under way, oldest first. `now_s` is the time of reading on the engine's clock, `age_s` the wall-clock age
     of the publication, and `clock_rate` engine seconds per second.
     """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from predictor.config import FIELD_NAMES, EngineConfig
@@ -36,9 +34,9 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
     """Build a snapshot; `tags` by the client's request id go before those that the requests carry themselves."""
     contents = view.contents
     nothing = (np.empty(0, np.uint64),) * len(view.slots)
-    names = {slot: name.decode(errors="replace") for slot, name in _column(view, "request_id")}
+    names = {slot: _name(view, slot) for slot in view.slots.tolist()}
     items = [
-        _live(names[slot], view.live[slot], view.requests[slot], tags, table, hashes)
+        _live(view, slot, tags, table, hashes)
         for slot, table, hashes in zip(
             view.slots.tolist(),
             contents.tables if contents else nothing,
@@ -60,21 +58,22 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
     )
 
 
-def _column(view: View, name: str) -> list[tuple[int, Any]]:
-    slots = view.slots
-    return list(zip(slots.tolist(), view.requests[name][slots].tolist(), strict=True))
+def _name(view: View, slot: int) -> str:
+    name: bytes = view.requests["request_id"][slot]
+    return name.decode(errors="replace")
 
 
 def _live(
-    name: str, live: np.void, fixed: np.void, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
+    view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
 ) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, *_,
-    ) = live.item()  # fmt: skip
-    _, _, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens = fixed.item()
+    ) = view.live[slot].item()  # fmt: skip
+    _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens = view.requests[slot].item()
+    name = name_bytes.decode(errors="replace")
     tag = tags.get(client_id(name))
-    if tag is None and tag_tokens > 0:
-        tag = Tag(median_tokens=tag_tokens, spread=tag_spread)
+    if tag is None:
+        tag = _tag(tag_tokens, tag_spread)
     return LiveRequest(
         request=Request(
             request_id=name,
@@ -95,6 +94,14 @@ def _live(
         block_ids=tuple(table.tolist()),
         num_preemptions=num_preemptions,
     )
+
+
+def _tag(median_tokens: float, spread: float) -> Tag | None:
+    """The tag that a request carries; one that makes no sense is none, and no reason to lose sight of the engine."""
+    try:
+        return Tag(median_tokens=median_tokens, spread=spread)
+    except ValueError:
+        return None
 
 
 def _step(start_s: float, entries: np.ndarray, names: Mapping[int, str]) -> StepUnderWay:

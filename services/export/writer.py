@@ -61,7 +61,7 @@ class Writer:
         """Requests that there is room for."""
         return len(self.live)
 
-    def put_request(
+    def put_request(  # noqa: PLR0913 - the fields of a row
         self,
         slot: int,
         *,
@@ -101,7 +101,7 @@ class Writer:
         self.state["num_steps"] += 1
         self.state["last_step_s"] = row[2]
 
-    def add_outcome(
+    def add_outcome(  # noqa: PLR0913 - the fields of a row
         self,
         *,
         serial: int,

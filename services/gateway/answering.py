@@ -34,7 +34,7 @@ REASONS = {
 class Ending:
     """What is known of an answer at its end; tokens are None where the engine did not count them."""
 
-    finish_reason: common_pb2.FinishReason
+    finish_reason: common_pb2.FinishReason.ValueType
     output_tokens: int  # the engine's count, else the number of events that carried text
     prompt_tokens: int | None
 

@@ -6,17 +6,18 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, cast
 from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.asking import REQUEST_ID, Ask, read_body, read_headers
-from services.gateway.exchange import Exchange, Headers, Send, Shared
+from services.gateway.exchange import Exchange, Send, Shared
 from services.gateway.keys import ApiKeys
 from services.gateway.models import Models
 from services.gateway.refusals import RefusedError
+from services.http_client import Headers
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
+BODY_S = 60
 AUTHORIZATION = b"authorization"
 
 # What is said to us, and not to the engine.
@@ -160,8 +162,7 @@ class Gateway:
     async def _run(self, exchange: Exchange, receive: Receive, path: str) -> None:
         """See an exchange through; end it at once when its client leaves."""
         loop = self._shared.loop
-        task = asyncio.current_task()
-        assert task is not None
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         here = left = False
 
         def gone(_: asyncio.Task[Any]) -> None:
@@ -170,7 +171,7 @@ class Gateway:
                 left = True
                 task.cancel()
 
-        watch = loop.create_task(receive())  # type: ignore[arg-type]  # a coroutine it is, in every server
+        watch: asyncio.Task[Any] = loop.create_task(cast("Coroutine[Any, Any, Any]", receive()))
         watch.add_done_callback(gone)
         here = True
         self._under_way[exchange.request_id] = task
@@ -236,6 +237,14 @@ async def _body(headers: Headers, receive: Receive, most_bytes: int) -> bytes:
     length = next((value for name, value in headers if name == b"content-length"), b"0")
     if int(length) > most_bytes:  # digits only: the server's parser has seen to that
         raise too_long
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _received(receive, most_bytes, too_long)
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not come within {BODY_S} s") from None
+
+
+async def _received(receive: Receive, most_bytes: int, too_long: RefusedError) -> bytes:
     pieces = []
     num_bytes = 0
     while True:
@@ -282,5 +291,3 @@ async def _refuse(send: Send, refused: RefusedError, shown_id: str | None = None
         headers.append((REQUEST_ID, shown_id.encode()))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": refused.body(), "more_body": False})
-
-

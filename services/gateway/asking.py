@@ -1,4 +1,4 @@
-"""What placing a request needs to know, read from its body and headers; what is wrong is named as the client wrote it."""
+"""What placing a request needs to know, from its body and headers; what is wrong is named as the client wrote it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Wishes:
     session_id: str
     fairness_id: str
     priority: int | None
-    request_class: common_pb2.RequestClass
+    request_class: common_pb2.RequestClass.ValueType
 
 
 def read_body(body: bytes, *, chat: bool) -> Ask:

@@ -28,7 +28,7 @@ from services.gateway.releases import Releases
 from services.gateway.retries import RetryBudget
 from services.gateway.schedulers import NobodyError, Schedulers
 from services.gateway.settings import GatewaySettings
-from services.http_client import Connection, ConnectError, Headers, HttpClient, request_head
+from services.http_client import ConnectError, Connection, Headers, HttpClient, request_head
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
@@ -117,9 +117,7 @@ class Exchange:
                 await self._stream(reply, reply.stream)
         finally:
             if self._place is not None:  # cancelled, or failed in a way that nobody foresaw
-                self._leave(
-                    common_pb2.FINISH_REASON_CANCELLED, None if self._reader is None else self._reader.ending()
-                )
+                self._leave(common_pb2.FINISH_REASON_CANCELLED, None if self._reader is None else self._reader.ending())
 
     async def cut(self, refused: RefusedError) -> None:
         """End an answer that has begun with an error that the client can read."""
@@ -241,7 +239,7 @@ class Exchange:
         """Leave a place that did not answer."""
         say(log, logging.INFO, "engine failed", request_id=self.request_id, instance_id=place.instance_id, why=why)
         self._excluded.append(place.instance_id)
-        self._leave(common_pb2.FINISH_REASON_FAILED)
+        self._leave(place, common_pb2.FINISH_REASON_FAILED)
 
     def _may_retry(self, attempt: int, why: str) -> bool:
         if attempt >= self.shared.settings.attempts or not self.shared.budget.spend():
@@ -285,7 +283,7 @@ class Exchange:
         headers.append((b"content-length", b"%d" % len(reply.body)))
         if self._place is not None:  # else it was given up before, and this is the best there is
             ended = ending_of(reply.body) if reply.status == 200 else None
-            self._leave(common_pb2.FINISH_REASON_FAILED if ended is None else ended.finish_reason, ended)
+            self._leave(self._place, common_pb2.FINISH_REASON_FAILED if ended is None else ended.finish_reason, ended)
         self.started, self.status = True, reply.status
         await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": reply.body, "more_body": False})
@@ -310,13 +308,13 @@ class Exchange:
                 log, logging.WARNING, "stream broken", request_id=self.request_id,
                 instance_id=reply.place.instance_id, why=str(error),
             )  # fmt: skip
-            self._leave(common_pb2.FINISH_REASON_FAILED, stream.ending())
+            self._leave(reply.place, common_pb2.FINISH_REASON_FAILED, stream.ending())
             await self.cut(unanswered(error))
             return
         self._ended_s = connection.last_byte_s
         body += stream.rest()
         ended = stream.ending()
-        self._leave(ended.finish_reason, ended)
+        self._leave(reply.place, ended.finish_reason, ended)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _reply_headers(self, reply: Reply) -> Headers:
@@ -344,23 +342,22 @@ class Exchange:
 
     # Leaving.
 
-    def _leave(self, reason: common_pb2.FinishReason, ended: Ending | None = None) -> None:
+    def _leave(self, place: Place, reason: common_pb2.FinishReason.ValueType, ended: Ending | None = None) -> None:
         """Be done with an engine: close or keep the connection, and tell what became of the request there."""
-        place, self._place = self._place, None
+        self._place = None
         if self._connection is not None:
             self._connection.release()
             self._connection = None
-        assert place is not None
         outcome = self._outcome(place, reason, ended) if self._sent else None
         if place.policy != LAST_RESORT:
             self.shared.releases.put(
-                common_pb2.ReleaseRequest(
-                    request_id=self.request_id, instance_id=place.instance_id, outcome=outcome
-                )
+                common_pb2.ReleaseRequest(request_id=self.request_id, instance_id=place.instance_id, outcome=outcome)
             )
         self._sent, self._first_s, self._ended_s, self._reader = False, None, None, None
 
-    def _outcome(self, place: Place, reason: common_pb2.FinishReason, ended: Ending | None) -> common_pb2.Outcome:
+    def _outcome(
+        self, place: Place, reason: common_pb2.FinishReason.ValueType, ended: Ending | None
+    ) -> common_pb2.Outcome:
         """Write down what became of the request, and count it."""
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
         ttft_s = None if self._first_s is None else self._first_s - self.arrived_s

@@ -81,7 +81,14 @@ class Models:
             data = json.loads(body)["data"] if status == 200 else []
             return [model for model in data if isinstance(model["id"], str)]
         except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
-            say(log, logging.INFO, "engine does not tell its models", engine=origin.host, port=origin.port, why=str(error))
+            say(
+                log,
+                logging.INFO,
+                "engine does not tell its models",
+                engine=origin.host,
+                port=origin.port,
+                why=str(error),
+            )
             return []
 
 

@@ -146,8 +146,8 @@ class Schedulers:
         self, one: _Scheduler, request: scheduler_pb2.ScheduleRequest, abandoned: Settled | None
     ) -> scheduler_pb2.ScheduleResponse:
         call = one.stub.Schedule(request, timeout=self._within_s)
-        done = self._loop.create_future()
-        call.add_done_callback(lambda _: done.done() or done.set_result(None))
+        done: asyncio.Future[None] = self._loop.create_future()
+        call.add_done_callback(lambda _: _set(done))
         try:
             await done
         except asyncio.CancelledError:
@@ -163,6 +163,11 @@ class Schedulers:
         one.circuit.failed(self._loop.time())
         if one.circuit.is_open() and not was_open:
             say(log, logging.WARNING, "scheduler does not answer", scheduler=one.address, code=code.name, why=details)
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
 
 
 _SETTLING: set[asyncio.Task[None]] = set()  # or they would be collected before they end

@@ -70,12 +70,8 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     with listening(server.host, server.port) as own, metrics_served(server, registry):
-        schedulers = Schedulers(
-            settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures
-        )
-        releases = Releases(
-            schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost
-        )
+        schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
+        releases = Releases(schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost)
         engines = HttpClient(connect_s=settings.connect_s)
         last_resort = LastResort(settings.engine_urls)
         loop = asyncio.get_running_loop()
@@ -105,7 +101,7 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
 async def answering(gateway: Gateway, own: socket.socket, drain_s: float) -> AsyncIterator[None]:
     """Let uvicorn speak HTTP on a socket while the block runs; signals are not its business."""
     config = uvicorn.Config(
-        gateway,  # type: ignore[arg-type]  # scopes and messages are plain mappings here
+        gateway,
         http="httptools",
         ws="none",
         lifespan="off",

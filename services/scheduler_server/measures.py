@@ -38,6 +38,9 @@ class Measures:
             "block_releases", "Reservations ended, by whether there was one.", ("released",), registry=registry
         )
         self.tags = Counter("block_scheduler_tags", "Lengths, by who told them.", ("source",), registry=registry)
+        self.tagger_failures = Counter(
+            "block_tagger_failures", "The tagger's failures to answer.", ("kind",), registry=registry
+        )
         self.outcomes = Counter(
             "block_scheduler_outcomes", "Outcomes for the tagger, by whether it got them.", ("told",), registry=registry
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from length_tagger.settings import TaggerSettings
 from scheduler.policies import policy_named
@@ -31,7 +31,7 @@ class SchedulerSettings:
 
     tagger: str = ""  # host:port
     tagger_deadline_s: float = 0.01
-    without_tagger: TaggerSettings = TaggerSettings()  # what lengths are, while no tagger answers
+    without_tagger: TaggerSettings = field(default_factory=TaggerSettings)  # what lengths are, while no tagger answers
 
     attempts: int = 3  # engines that Generate tries
     first_token_s: float = 120.0  # from sending to the first piece of a stream

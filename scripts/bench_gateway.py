@@ -1,0 +1,389 @@
+"""What the gateway adds to a request: processor time and time to first token, against engines reached directly.
+
+Four fake engines that answer at once or at an engine's pace, a scheduler that decides in turn over real gRPC, and the
+gateway are processes of their own; prompts have 2 KB, answers are streams of 16 events. Everything stays on loopback.
+
+- `router_cpu_ms_per_request`: processor time (user and system) of the gateway's process, over all requests of the runs
+  with engines that answer at once, 16 at a time; every request is scheduled, streamed and released.
+- `added_ttft_ms`: 16 at a time, engines at an engine's pace (first event after 40 ms, then one every 8 to 12 ms, drawn
+  per request, so that requests do not begin in step), time to the first event through the gateway less the same
+  directly, both in this run, alternating.
+- `requests_per_s`: as many as there can be at 1 and 16 at a time, the load and the fake engines on the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import grpc
+import httptools
+import uvloop
+
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.gateway.answering import StreamReader
+from services.http_client import HttpClient, Origin, origin_of, request_head
+
+NUM_ENGINES = 4
+NUM_EVENTS = 16
+PROMPT_BYTES = 2048
+FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)
+ROUNDS = 3
+WARM_UP = 200
+PLACE = "127.0.0.1"
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TARGET = b"/v1/completions"
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--requests", type=int, default=1500, help="per round with engines that answer at once")
+    parser.add_argument("--paced-requests", type=int, default=300, help="per round with engines at an engine's pace")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        uvloop.run(PARTS[arguments.part]())
+        return
+    with ExitStack() as stack:
+        engines = [stack.enter_context(part("engine")) for _ in range(NUM_ENGINES)]
+        environment = {"BLOCK_BENCH_ENGINES": ",".join(engine.url for engine in engines)}
+        scheduler = stack.enter_context(part("scheduler", environment))
+        gateway = stack.enter_context(gateway_before(scheduler.port))
+        results = uvloop.run(measured(engines, gateway, arguments.requests, arguments.paced_requests))
+    if arguments.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
+        json.dump({"bench": "gateway", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for result in results:
+        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")
+
+
+# Measuring.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """So many requests, so many of them at a time."""
+
+    name: str
+    bodies: list[bytes]
+    num: int
+    at_a_time: int
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """Times of requests, and the processor time that the gateway took for them."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    e2e_ms: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def rate(self) -> float:
+        """Requests a second."""
+        return len(self.e2e_ms) / self.wall_s
+
+
+async def measured(engines: list[Part], gateway: Part, num: int, num_paced: int) -> list[dict[str, object]]:
+    """Run everything, direct and through the gateway by turns, so that both see the same machine."""
+    direct_to, through = [origin_of(engine.url) for engine in engines], [origin_of(gateway.url)]
+    at_once, paced = [body_for(0, 0)], [body_for(FIRST_MS, gap_ms) for gap_ms in GAPS_MS]
+    samples: dict[tuple[str, str], Sample] = {}
+    client = HttpClient()
+    warm_up = Case(name="warm-up", bodies=at_once, num=WARM_UP, at_a_time=16)
+    cases = (
+        Case(name="c1", bodies=at_once, num=num // 3, at_a_time=1),
+        Case(name="c16", bodies=at_once, num=num, at_a_time=16),
+        Case(name="paced", bodies=paced, num=num_paced, at_a_time=16),
+    )
+    for case in (warm_up, *ROUNDS * cases):
+        for way, origins in (("direct", direct_to), ("gateway", through)):
+            await load(client, origins, case, gateway, samples.setdefault((case.name, way), Sample()))
+    client.close()
+    return list(results_of(samples))
+
+
+def results_of(samples: dict[tuple[str, str], Sample]) -> Iterator[dict[str, object]]:
+    """Put the samples into numbers with names."""
+
+    def result(name: str, value: float, unit: str, sample: Sample) -> dict[str, object]:
+        return {"name": name, "value": value, "unit": unit, "n": len(sample.e2e_ms)}
+
+    full, slow, single = (samples[case, "gateway"] for case in ("c16", "paced", "c1"))
+    yield result("router_cpu_ms_per_request", 1000 * full.cpu_s / len(full.e2e_ms), "ms", full)
+    yield result("router_cpu_ms_per_request.paced", 1000 * slow.cpu_s / len(slow.e2e_ms), "ms", slow)
+    yield result("router_cpu_ms_per_request.c1", 1000 * single.cpu_s / len(single.e2e_ms), "ms", single)
+    for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        direct, routed = quantile(samples["paced", "direct"].ttft_ms, fraction), quantile(slow.ttft_ms, fraction)
+        yield result(f"added_ttft_ms.{name}", routed - direct, "ms", slow)
+        yield result(f"direct_ttft_ms.{name}", direct, "ms", samples["paced", "direct"])
+        yield result(f"gateway_ttft_ms.{name}", routed, "ms", slow)
+    for case in ("c1", "c16"):
+        for way in ("direct", "gateway"):
+            sample = samples[case, way]
+            yield result(f"requests_per_s.{way}.{case}", sample.rate(), "requests/s", sample)
+            yield result(f"e2e_ms.{way}.{case}.p50", quantile(sample.e2e_ms, 0.5), "ms", sample)
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Give the value below which so many lie."""
+    if fraction == 0.5:
+        return statistics.median(values)
+    return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
+
+
+async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part, sample: Sample) -> None:
+    """Send requests, so many at a time, and note their times."""
+    rng = random.Random(0)
+    left = iter([(number, rng.choice(case.bodies)) for number in range(case.num)])
+    headers = [(b"content-type", b"application/json")]
+
+    async def one_after_the_other() -> None:
+        for number, body in left:
+            origin = origins[number % len(origins)]
+            start_s = time.perf_counter()
+            connection = await client.send(origin, request_head(b"POST", origin, TARGET, headers, len(body)), body, 10)
+            reader = StreamReader()
+            reader.feed(await connection.read(10))
+            first_s = time.perf_counter()
+            while not connection.drained():
+                reader.feed(await connection.read(10))
+            end_s = time.perf_counter()
+            if connection.status != 200 or reader.num_data != NUM_EVENTS + 1:
+                raise RuntimeError(f"an answer with status {connection.status} and {reader.num_data} events")
+            connection.release()
+            sample.ttft_ms.append(1000 * (first_s - start_s))
+            sample.e2e_ms.append(1000 * (end_s - start_s))
+
+    cpu_s, start_s = gateway.cpu_s(), time.perf_counter()
+    await asyncio.gather(*(one_after_the_other() for _ in range(case.at_a_time)))
+    sample.wall_s += time.perf_counter() - start_s
+    await gateway.settled()
+    sample.cpu_s += gateway.cpu_s() - cpu_s
+
+
+def body_for(first_ms: int, gap_ms: int) -> bytes:
+    """Write a request of 2 KB; the fake engine reads its pace from it."""
+    words = random.Random(0)
+    text = " ".join("".join(words.choices("abcdefghij", k=words.randint(2, 9))) for _ in range(400))[:PROMPT_BYTES]
+    fields = {"model": "bench", "prompt": text, "max_tokens": NUM_EVENTS, "ignore_eos": True, "stream": True}
+    return json.dumps({**fields, "user": f"pace {first_ms} {gap_ms} end"}).encode()
+
+
+# Processes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A process that serves something."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://{PLACE}:{self.port}"
+
+    def cpu_s(self) -> float:
+        """Processor time that it has taken, all its threads, in user and system mode."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+    async def settled(self) -> None:
+        """Wait until what it does in the background is done."""
+        client = HttpClient()
+        origin = origin_of(self.url)
+        for _ in range(200):
+            _, text = await client.get(origin, b"/metrics", within_s=5)
+            if b"\nblock_gateway_releases_waiting 0.0" in text:
+                break
+            await asyncio.sleep(0.005)
+        client.close()
+
+
+@contextmanager
+def part(name: str, environment: dict[str, str] | None = None) -> Iterator[Part]:
+    """Run a part of this script as a process; its first line is its port."""
+    command = [sys.executable, __file__, "--part", name]
+    with started(command, environment or {}, stdout=subprocess.PIPE) as process:
+        line = process.stdout.readline() if process.stdout else ""
+        yield Part(process=process, port=int(line))
+
+
+@contextmanager
+def gateway_before(scheduler_port: int) -> Iterator[Part]:
+    """Run the gateway as its users do; its log says where it listens."""
+    command = [sys.executable, "-m", "services.cli.serve_gateway", "--port", "0", "--log-format", "json"]
+    command += ["--scheduler", f"{PLACE}:{scheduler_port}"]
+    with started(command, {}, stderr=subprocess.PIPE) as process:
+        for line in process.stderr or ():
+            said = json.loads(line)
+            if said["event"] == "serving":
+                yield Part(process=process, port=said["port"])
+                return
+        raise RuntimeError("the gateway did not start")
+
+
+@contextmanager
+def started(command: list[str], environment: dict[str, str], **streams: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a command until the block ends."""
+    root = str(Path(__file__).parents[1])
+    process = subprocess.Popen(  # type: ignore[call-overload]
+        command, text=True, cwd=root, env={**os.environ, **environment, "PYTHONPATH": root}, **streams
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+# The fake engine.
+
+
+class Engine(asyncio.Protocol):
+    """Answers every request with a stream of events, at the pace that the request asks for."""
+
+    def __init__(self) -> None:
+        """Have no connection yet."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._body = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came."""
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        """Collect the body."""
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        """Begin to answer."""
+        _, first_ms, gap_ms, _ = self._body[self._body.rindex(b"pace") :].split(b" ", 3)
+        self._body = b""
+        if first_ms == b"0":
+            self._transport.write(HEAD + b"".join(EVENTS))
+        else:
+            self._later(0, int(first_ms) / 1000, int(gap_ms) / 1000)
+
+    def _later(self, number: int, pause_s: float, gap_s: float) -> None:
+        asyncio.get_running_loop().call_later(pause_s, self._event, number, gap_s)
+
+    def _event(self, number: int, gap_s: float) -> None:
+        self._transport.write(EVENTS[number] if number else HEAD + EVENTS[0])
+        if number + 1 < NUM_EVENTS:
+            self._later(number + 1, gap_s, gap_s)
+        else:
+            self._transport.write(EVENTS[-1])
+
+
+def chunk(text: bytes) -> bytes:
+    """Frame a piece of a body."""
+    return b"%x\r\n%s\r\n" % (len(text), text)
+
+
+def events() -> Iterator[bytes]:
+    """Write a stream as vLLM does."""
+    for number in range(NUM_EVENTS):
+        reason = '"length"' if number == NUM_EVENTS - 1 else "null"
+        choice = f'{{"index":0,"text":" token{number}","logprobs":null,"finish_reason":{reason},"stop_reason":null}}'
+        head = '{"id":"cmpl-bench","object":"text_completion","created":1,"model":"bench"'
+        yield chunk(f'data: {head},"choices":[{choice}]}}\n\n'.encode())
+    yield chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ndate: Sat, 21 Nov 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
+    b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+EVENTS = tuple(events())
+
+
+async def engine_part() -> None:
+    """Serve as an engine."""
+    server = await asyncio.get_running_loop().create_server(Engine, PLACE, 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+# The stub scheduler.
+
+
+class InTurn(scheduler_pb2_grpc.SchedulerServicer):
+    """Sends each request to the next engine."""
+
+    def __init__(self, urls: list[str]) -> None:
+        """Know the engines."""
+        self._instances = [
+            common_pb2.Instance(instance_id=f"engine-{number}", engine_url=url, models=["bench"])
+            for number, url in enumerate(urls)
+        ]
+        self._turn = 0
+
+    async def Schedule(  # noqa: N802 - the wire's name
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        context: grpc.aio.ServicerContext[scheduler_pb2.ScheduleRequest, scheduler_pb2.ScheduleResponse],  # noqa: ARG002
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide."""
+        self._turn += 1
+        here = self._turn % len(self._instances)
+        decision = common_pb2.Decision(
+            request_id=request.request.request_id,
+            instance=self._instances[here],
+            policy="round_robin",
+            forecast=common_pb2.Forecast(ttft_s=0.04, e2e_s=0.2, tpot_s=0.01, output_tokens=NUM_EVENTS),
+            tag=common_pb2.Tag(median_tokens=NUM_EVENTS, estimator="client", confidence=1),
+            next_best=[one for number, one in enumerate(self._instances) if number != here],
+        )
+        return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    async def Release(  # noqa: N802 - the wire's name
+        self,
+        request: common_pb2.ReleaseRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[common_pb2.ReleaseRequest, common_pb2.ReleaseResponse],  # noqa: ARG002
+    ) -> common_pb2.ReleaseResponse:
+        """Forget."""
+        return common_pb2.ReleaseResponse(released=True)
+
+
+async def scheduler_part() -> None:
+    """Serve as a scheduler."""
+    server = grpc.aio.server()
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(InTurn(os.environ["BLOCK_BENCH_ENGINES"].split(",")), server)
+    port = server.add_insecure_port(f"{PLACE}:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+PARTS = {"engine": engine_part, "scheduler": scheduler_part}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`block serve scheduler`: decides where requests go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from length_tagger.settings import TaggerSettings
+from scheduler.policies import POLICIES
+from services.cli.server_options import server_flag, server_options, server_settings
+from services.instances import FromFile, Listed, Source, instance_from_flag, source_from_name
+
+DEFAULTS = TaggerSettings()
+PORT = 50051
+
+
+@click.command()
+@server_options("scheduler", port=PORT)
+@server_flag(
+    "scheduler",
+    "--instance",
+    multiple=True,
+    metavar="ID=ENGINE_URL,SIDECAR",
+    help="One engine and its sidecar's host:port; names of models may follow after further commas. Repeatable; in the "
+    "environment, several are set apart by spaces.",
+)
+@server_flag(
+    "scheduler", "--instances-file", metavar="FILE", help="TOML or JSON with a list `instances`; watched for changes."
+)
+@server_flag(
+    "scheduler",
+    "--instances-dns",
+    metavar="NAME:ENGINE_PORT:SIDECAR_PORT",
+    help="A DNS name; each of its addresses is an instance.",
+)
+@server_flag("scheduler", "--poll-s", type=float, default=1.0, help="How often the file or the name is looked at.")
+@server_flag("scheduler", "--policy", default="block", help=f"By which rule to decide: {', '.join(POLICIES)}.")
+@server_flag("scheduler", "--seed", type=int, default=None, help="Of policies that draw; another for each process.")
+@server_flag("scheduler", "--scheduler-id", default="", help="What this one is called in decisions: host/process.")
+@server_flag(
+    "scheduler",
+    "--forecast-always/--no-forecast-always",
+    default=False,
+    help="Have the chosen instance forecast also for policies that need no forecast.",
+)
+@server_flag("scheduler", "--sidecar-deadline-ms", type=float, default=50.0, help="Longest wait for a sidecar.")
+@server_flag(
+    "scheduler", "--reservation-s", type=float, default=10.0, help="How long a promise lasts that no engine shows."
+)
+@server_flag(
+    "scheduler",
+    "--most-conflicts",
+    type=int,
+    default=6,
+    help="Times that a request yields to those decided elsewhere at the same time.",
+)
+@server_flag("scheduler", "--max-deciding", type=int, default=8, help="Most fan-outs at once; more requests wait.")
+@server_flag("scheduler", "--tagger", metavar="ADDRESS", default="", help="host:port of the length tagger.")
+@server_flag("scheduler", "--tagger-deadline-ms", type=float, default=10.0, help="Longest wait for it.")
+@server_flag(
+    "scheduler",
+    "--constant-tokens",
+    type=float,
+    default=DEFAULTS.constant_tokens,
+    help="Length of answers while no tagger tells.",
+)
+@server_flag("scheduler", "--constant-spread", type=float, default=DEFAULTS.constant_spread, help="Its spread.")
+@server_flag("scheduler", "--attempts", type=int, default=3, help="Engines that Generate tries for one request.")
+@server_flag(
+    "scheduler", "--first-token-s", type=float, default=120.0, help="Generate's longest wait for a first token."
+)
+@server_flag("scheduler", "--idle-s", type=float, default=60.0, help="Generate's longest wait for any other.")
+def scheduler(  # noqa: PLR0917 - click names them all
+    instance: tuple[str, ...],
+    instances_file: str | None,
+    instances_dns: str | None,
+    poll_s: float,
+    sidecar_deadline_ms: float,
+    tagger_deadline_ms: float,
+    constant_tokens: float,
+    constant_spread: float,
+    **flags: Any,
+) -> None:
+    """Decide where requests go: gRPC, block.v1.Scheduler."""
+    from services.scheduler_server import SchedulerSettings, serve
+
+    server = server_settings(flags)
+    source = source_from(instance, instances_file, instances_dns)
+    if not 0 < poll_s < 1e6:
+        raise ValueError(f"poll_s: must be a time above 0, not {poll_s}")
+    settings = SchedulerSettings(
+        sidecar_deadline_s=sidecar_deadline_ms / 1e3,
+        tagger_deadline_s=tagger_deadline_ms / 1e3,
+        without_tagger=TaggerSettings(constant_tokens=constant_tokens, constant_spread=constant_spread),
+        **flags,
+    )
+    serve(settings, server, source, poll_s)
+
+
+def source_from(listed: tuple[str, ...], file: str | None, name: str | None) -> Source:
+    """Find out where the list of instances is; there is one place."""
+    given = [bool(listed), bool(file), bool(name)]
+    if sum(given) != 1:
+        raise ValueError("instances: give one of --instance, --instances-file and --instances-dns")
+    if file:
+        return FromFile(file)
+    return source_from_name(name) if name else Listed([instance_from_flag(text) for text in listed])

@@ -1,0 +1,68 @@
+"""The scheduler as a service: asks the sidecars, decides, reserves; remembers nothing that a restart must keep."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from protos.block.v1 import scheduler_pb2_grpc
+from services.grpc_server import ServerSettings, serve_until_signalled
+from services.http_client import HttpClient
+from services.instances import FromName, Source, watch
+from services.scheduler_server.fleet import Fleet
+from services.scheduler_server.lengths import Lengths
+from services.scheduler_server.measures import Measures
+from services.scheduler_server.service import SchedulerService
+from services.scheduler_server.settings import SchedulerSettings
+
+__all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
+
+NAME = "scheduler"
+
+
+def serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
+    """Run the service until it is told to stop."""
+    asyncio.run(_serve(settings, server, source, poll_s))
+
+
+async def _serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
+    if not settings.scheduler_id:
+        settings = replace(settings, scheduler_id=f"{socket.gethostname()}/{os.getpid()}")
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    async with scheduling(settings, source, registry, poll_s) as service:
+        register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
+        await serve_until_signalled(NAME, server, [register], registry)
+
+
+@asynccontextmanager
+async def scheduling(
+    settings: SchedulerSettings, source: Source, registry: CollectorRegistry, poll_s: float = 1.0
+) -> AsyncIterator[SchedulerService]:
+    """Follow the instances while the block runs; a list that is bad at the start is refused, a DNS name may wait."""
+    measures = Measures(registry)
+    fleet, lengths, client = Fleet(settings, measures), Lengths(settings, measures), HttpClient()
+    watching = None
+    try:
+        try:
+            fleet.update(await source.poll() or ())
+        except ValueError:
+            if not isinstance(source, FromName):
+                raise
+        watching = asyncio.create_task(watch(source, poll_s, fleet.update))
+        yield SchedulerService(settings, fleet, lengths, measures, client)
+    finally:
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        await fleet.close()
+        await lengths.close()
+        client.close()

@@ -1,0 +1,100 @@
+"""A placement in the words of the wire."""
+
+from __future__ import annotations
+
+import time
+
+from predictor.forecast import Forecast
+from protos.block.v1 import common_pb2
+from scheduler.dispatch import COMPARED, Candidate, Fate
+from services.scheduler_server.placing import Placement, Wish
+from services.wire import forecast_message, indicators_message
+
+MOST_NEXT = 3
+MOST_NAMED = 4
+
+FATES = {
+    Fate.UNASKED: common_pb2.CANDIDATE_FATE_UNSPECIFIED,
+    Fate.FORECAST: common_pb2.CANDIDATE_FATE_FORECAST,
+    Fate.LAST_INDICATORS: common_pb2.CANDIDATE_FATE_LAST_INDICATORS,
+    Fate.REFUSED: common_pb2.CANDIDATE_FATE_REFUSED,
+    Fate.LATE: common_pb2.CANDIDATE_FATE_LATE,
+    Fate.DOWN: common_pb2.CANDIDATE_FATE_DOWN,
+    Fate.EXCLUDED: common_pb2.CANDIDATE_FATE_EXCLUDED,
+    Fate.INVALID: common_pb2.CANDIDATE_FATE_INVALID,
+    Fate.DRAINING: common_pb2.CANDIDATE_FATE_DOWN,
+    Fate.STOPPED: common_pb2.CANDIDATE_FATE_DOWN,
+}
+
+
+def decision_message(placement: Placement, wish: Wish, scheduler_id: str, *, explain: bool) -> common_pb2.Decision:
+    """Write a decision down; with all candidates where an explanation was asked for."""
+    skipped = [candidate for candidate in placement.candidates if candidate.fate not in COMPARED]
+    message = common_pb2.Decision(
+        request_id=wish.request.request_id,
+        instance=placement.chosen.message,
+        policy=placement.policy,
+        basis=placement.basis,
+        why=why(placement, skipped),
+        forecast=None if placement.forecast is None else forecast_message(placement.forecast),
+        tag=wish.request.tag if wish.request.HasField("tag") else None,
+        decision_s=placement.decision_s,
+        reserved_for_s=placement.reserved_for_s,
+        scheduler_id=scheduler_id,
+        decided_unix_s=time.time(),
+        num_candidates=len(placement.candidates),
+        num_skipped=len(skipped),
+        next_best=[sidecar.message for sidecar in placement.ranking[1 : 1 + MOST_NEXT]],
+    )
+    if explain:
+        message.candidates.extend(candidate_message(candidate, placement.basis) for candidate in placement.candidates)
+    return message
+
+
+def why(placement: Placement, skipped: list[Candidate]) -> str:
+    """Say in one line what a decision rests on."""
+    forecast, num = placement.forecast, len(placement.candidates) - len(skipped)
+    if placement.basis == common_pb2.DECISION_BASIS_LAST_RESORT:
+        line = f"nobody could be compared: {placement.candidate.note or 'no forecast'}"
+    elif forecast is not None:
+        line = f"{placement.policy} over {num}: {seconds(forecast)}{runner_up(placement)}"
+        if placement.num_conflicts:
+            line += f", after {placement.num_conflicts} conflicts"
+    else:
+        line = f"{placement.policy} over {num}"
+    if skipped:
+        named = [f"{candidate.instance_id}: {candidate.note}" for candidate in skipped[:MOST_NAMED]]
+        more = f", and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
+        line += f"; without {'; '.join(named)}{more}"
+    return line
+
+
+def seconds(forecast: Forecast) -> str:
+    """Say what is foreseen."""
+    return f"e2e {forecast.e2e_s:.3f} s, ttft {forecast.ttft_s:.3f} s"
+
+
+def runner_up(placement: Placement) -> str:
+    """Say who would have been next."""
+    if len(placement.ranking) < 2:
+        return ""
+    name = placement.ranking[1].name
+    candidate = next(candidate for candidate in placement.candidates if candidate.instance_id == name)
+    forecast = candidate.view().forecast
+    return "" if forecast is None else f"; next {name}: e2e {forecast.e2e_s:.3f} s"
+
+
+def candidate_message(candidate: Candidate, basis: common_pb2.DecisionBasis.ValueType) -> common_pb2.Candidate:
+    """Write a candidate down as the decision saw it."""
+    forecast, fate = candidate.view().forecast, candidate.fate
+    if basis == common_pb2.DECISION_BASIS_LAST_RESORT and fate is Fate.LATE and candidate.indicators:
+        fate = Fate.LAST_INDICATORS
+    return common_pb2.Candidate(
+        instance_id=candidate.instance_id,
+        fate=FATES[fate],
+        score=candidate.score,
+        forecast=None if forecast is None else forecast_message(forecast),
+        indicators=indicators_message(candidate.indicators, age_s=candidate.age_s) if candidate.indicators else None,
+        note=candidate.note,
+        answered_s=candidate.answered_s,
+    )

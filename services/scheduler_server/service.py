@@ -1,0 +1,188 @@
+"""The scheduler's methods: decide, decide and stream, release."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scheduler.policies import policy_named
+from services.http_client import HttpClient
+from services.log_lines import say
+from services.scheduler_server.engines import EngineError, Question, answer, question_from
+from services.scheduler_server.explaining import decision_message
+from services.scheduler_server.fleet import Fleet
+from services.scheduler_server.lengths import Lengths
+from services.scheduler_server.measures import Measures
+from services.scheduler_server.placing import BASES, Placement, Placer, Wish
+from services.scheduler_server.progress import Progress
+from services.scheduler_server.settings import SchedulerSettings
+from services.scheduler_server.sidecar import Sidecar
+from services.wire import require_name
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s")
+
+
+class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
+    """Any of several may serve any request, and release what another has reserved."""
+
+    def __init__(
+        self, settings: SchedulerSettings, fleet: Fleet, lengths: Lengths, measures: Measures, client: HttpClient
+    ) -> None:
+        """Serve a fleet."""
+        self._settings = settings
+        self._fleet = fleet
+        self._lengths = lengths
+        self._measures = measures
+        self._client = client
+        self._placer = Placer(settings, fleet, lengths, measures)
+
+    async def Schedule(  # noqa: N802 - the wire's name
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        context: Context,  # noqa: ARG002
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide, and reserve at the chosen instance."""
+        wish = Wish(
+            request=request.request,
+            taken_s=time.monotonic(),
+            prompt=request.prompt,
+            policy=request.policy,
+            excluded=frozenset(request.exclude_instance_ids),
+            dry_run=request.dry_run,
+        )
+        require(wish)
+        placement = await self._placer.place(wish)
+        return scheduler_pb2.ScheduleResponse(decision=self._decision(placement, wish, explain=request.explain))
+
+    async def Generate(  # noqa: N802 - the wire's name
+        self,
+        request: scheduler_pb2.GenerateRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
+        """Decide, send the request, and stream its answer; another engine is tried as long as nothing has come."""
+        question = question_from(request)
+        taken_s = time.monotonic()
+        if not request.request.prompt_tokens:
+            request.request.prompt_tokens = question.num_prompt_tokens
+        wish = Wish(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
+        require(wish)
+        for attempt in range(1, self._settings.attempts + 1):
+            placement = await self._placer.place(wish)
+            decision = self._decision(placement, wish, explain=request.explain)
+            progress = Progress(decision=decision, wish=wish)
+            try:
+                yield scheduler_pb2.GenerateResponse(decision=decision)
+                async with aclosing(self._streamed(placement.chosen, question, progress)) as chunks:
+                    async for chunk in chunks:
+                        yield scheduler_pb2.GenerateResponse(chunk=chunk)
+            except (ConnectionError, TimeoutError) as error:
+                progress.failed()
+                self._measures.attempts.labels("broken" if progress.num_chunks else "failed").inc()
+                others = any(sidecar is not placement.chosen for sidecar in placement.ranking)
+                if progress.num_chunks or attempt == self._settings.attempts or not others:
+                    raise EngineError(f"{placement.chosen.name}: {error}") from None
+                say(
+                    log, logging.INFO, "engine failed, trying another", request_id=wish.request.request_id,
+                    instance=placement.chosen.name, reason=str(error),
+                )  # fmt: skip
+                wish.excluded = {*wish.excluded, placement.chosen.name}
+            else:
+                self._measures.attempts.labels("ended").inc()
+                yield scheduler_pb2.GenerateResponse(outcome=progress.outcome())
+                return
+            finally:
+                self._end(placement.chosen, progress)
+
+    async def _streamed(
+        self, sidecar: Sidecar, question: Question, progress: Progress
+    ) -> AsyncGenerator[scheduler_pb2.Chunk]:
+        waits = (self._settings.first_token_s, self._settings.idle_s)
+        pieces = answer(self._client, sidecar.instance, question, waits)
+        async with aclosing(pieces) as open_pieces:
+            async for piece in open_pieces:
+                progress.heard(piece)
+                if piece.is_answer():
+                    yield scheduler_pb2.Chunk(
+                        text=piece.text,
+                        token_ids=piece.token_ids,
+                        num_tokens=len(piece.token_ids),
+                        finish_reason=piece.finish_reason,
+                    )
+        progress.require_end()
+
+    def _end(self, sidecar: Sidecar, progress: Progress) -> None:
+        """Release in the background what a stream had reserved, however it ended."""
+        outcome = progress.outcome()
+        self._learn(sidecar, outcome)
+        release = common_pb2.ReleaseRequest(
+            request_id=outcome.request_id, instance_id=outcome.instance_id, outcome=outcome
+        )
+        sidecar.start(self._released(sidecar, release))
+
+    async def Release(  # noqa: N802 - the wire's name
+        self,
+        request: common_pb2.ReleaseRequest,
+        context: Context,  # noqa: ARG002
+    ) -> common_pb2.ReleaseResponse:
+        """Pass the end of a request on to its instance's sidecar, and its outcome to the tagger."""
+        require_name("request_id", request.request_id)
+        require_name("instance_id", request.instance_id)
+        if request.HasField("outcome"):
+            require_outcome(request.outcome)
+        sidecar = self._fleet.named(request.instance_id)
+        if sidecar is None:
+            self._measures.releases.labels("unknown_instance").inc()
+            return common_pb2.ReleaseResponse()
+        if request.HasField("outcome"):
+            self._learn(sidecar, request.outcome)
+        return await self._released(sidecar, request)
+
+    async def _released(self, sidecar: Sidecar, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        response = await sidecar.release(request)
+        self._measures.releases.labels("yes" if response.released else "no").inc()
+        return response
+
+    def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
+        if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:
+            sidecar.engine.failed(time.monotonic())
+        elif outcome.finish_reason in ENDED:
+            sidecar.engine.succeeded()
+            self._lengths.observe(outcome)
+
+    def _decision(self, placement: Placement, wish: Wish, *, explain: bool) -> common_pb2.Decision:
+        decision = decision_message(placement, wish, self._settings.scheduler_id, explain=explain)
+        if log.isEnabledFor(logging.DEBUG):
+            say(
+                log, logging.DEBUG, "decided", request_id=decision.request_id, instance=decision.instance.instance_id,
+                policy=decision.policy, basis=BASES[decision.basis], decision_ms=round(decision.decision_s * 1e3, 3),
+                candidates=decision.num_candidates, skipped=decision.num_skipped, conflicts=placement.num_conflicts,
+                reserved=decision.HasField("reserved_for_s"), why=decision.why,
+            )  # fmt: skip
+        return decision
+
+
+def require(wish: Wish) -> None:
+    """Refuse a request that cannot be told from others, and a policy that nobody knows."""
+    require_name("request.request_id", wish.request.request_id)
+    if wish.policy:
+        policy_named(wish.policy)
+
+
+def require_outcome(outcome: common_pb2.Outcome) -> None:
+    """Refuse times that are none."""
+    for name in OUTCOME_TIMES:
+        value = getattr(outcome, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"outcome.{name}: must be a time from 0 on, not {value}")

@@ -1,0 +1,58 @@
+"""The same source, compiled and interpreted: no index leaves its array, and both do the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from predictor.batching import BATCHERS
+from tests.interpreted import run
+from tests.strategies import Load, examples, loads
+
+ROOT = Path(__file__).parents[2]
+CLOSE = 1e-9
+LOADS_EACH = 15
+
+
+def drawn(batcher: str, count: int) -> list[Load]:
+    """Draw a few loads, always the same, the last ones of many as the first are the plainest."""
+    found: list[Load] = []
+
+    @settings(examples(4 * count), phases=[Phase.generate])
+    @given(loads(batcher, distinct_arrivals=True, max_requests=6, tick_s=0.01))
+    def collect(load: Load) -> None:
+        found.append(load)
+
+    collect()
+    return found[-count:]
+
+
+def test_interpreted_kernels_stay_within_their_arrays_and_do_the_same() -> None:
+    """Runs, forecasts and snapshots are equal; interpreted arrays refuse indices that compiled code would follow."""
+    workloads = [load for batcher in BATCHERS for load in drawn(batcher, LOADS_EACH)]
+    interpreted = subprocess.run(
+        [sys.executable, "-m", "tests.interpreted"],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONWARNINGS": "error"},
+        input="".join(json.dumps(asdict(load)) + "\n" for load in workloads),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert interpreted.returncode == 0, interpreted.stderr[-3000:]
+    answers = [json.loads(line) for line in interpreted.stdout.splitlines()]
+    for load, theirs in zip(workloads, answers, strict=True):
+        ours: dict[str, Any] = json.loads(json.dumps(run(load)))
+        assert ours["counts"] == theirs["counts"]
+        for our, their in zip(ours["times"], theirs["times"], strict=True):
+            assert our == pytest.approx(their, rel=CLOSE, abs=CLOSE)
+        numbers = [[value for value in side["forecast"] if not isinstance(value, str)] for side in (ours, theirs)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=CLOSE, abs=CLOSE)
