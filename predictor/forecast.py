@@ -122,7 +122,7 @@ def simulation_with(
     ) -> None:
         shared = layer(workspace, source, SHARED)
         copy_into(shared, source)
-        if not shared.engine[0].by_priority:
+        if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
             drive(shared, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
         alone = layer(workspace, source, ALONE)
         if delays:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from predictor import blocks
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FINISHED, NOBODY, RUNNING, WAITING, State
@@ -201,6 +203,16 @@ def next_arrival_s(state: State) -> float:
     if engine.num_pending == 0:
         return float("inf")
     return state.requests[state.pending[engine.pending_head]].arrival_s
+
+
+@kernel
+def last_arrival_s(state: State) -> float:
+    """When the last pending request arrives; minus infinity when none is pending."""
+    engine = state.engine[0]
+    if engine.num_pending == 0:
+        return -np.inf
+    last = at(engine.pending_head, engine.num_pending - 1, len(state.pending))
+    return state.requests[state.pending[last]].arrival_s
 
 
 @kernel

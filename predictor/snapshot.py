@@ -33,6 +33,7 @@ class LiveRequest:
     full_blocks: int = 0
     block_ids: tuple[int, ...] = ()
     num_preemptions: int = 0
+    prefill_tokens: int | None = None  # that it was admitted to compute before it decodes; None where nobody says
 
     def __post_init__(self) -> None:
         """Refuse counts that cannot be."""

@@ -51,6 +51,7 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         produced_tokens=int(row.output_tokens),
         num_blocks=int(row.num_blocks),
         full_blocks=int(row.full_blocks),
+        prefill_tokens=int(row.prefill_tokens),
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
         **{name: int(row[name]) for name in COUNTERS},
     )
@@ -132,14 +133,17 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
     if item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
         raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can ever need")
-    decodes = item.computed_tokens + 1 == request.prompt_tokens + item.produced_tokens + item.placeholders
+    prefill_tokens = item.prefill_tokens
+    if prefill_tokens is None:
+        known = request.prompt_tokens + item.produced_tokens
+        prefill_tokens = 0 if item.computed_tokens + 1 == known + item.placeholders else known
     begun = item.computed_tokens > 0 or item.num_preemptions > 0
     slot = engine.place(
         request,
         status=status,
         output_tokens=item.produced_tokens,
         num_blocks=item.num_blocks if status == RUNNING else 0,
-        prefill_tokens=0 if decodes else request.prompt_tokens + item.produced_tokens,
+        prefill_tokens=prefill_tokens,
         scheduled_s=request.arrival_s if begun else NOBODY,
         first_token_s=request.arrival_s if item.produced_tokens > 0 else NOBODY,
         **{name: getattr(item, name) for name in COUNTERS},

@@ -149,21 +149,25 @@ def loads(  # noqa: PLR0913 each argument pins one thing that is drawn otherwise
     *,
     policy: str | None = None,
     chunked: bool | None = None,
-    distinct_arrivals: bool = False,
+    ending: bool = False,
     tick_s: float = 0.25,
     max_requests: int = 10,
 ) -> Load:
-    """Draw an engine and its requests, every one of which fits into the engine, some of them barely."""
+    """Draw an engine and its requests, every one of which fits into the engine, some of them barely.
+
+    With `ending`, no run goes in circles: no two requests arrive together, which vLLM's priorities could let preempt
+    each other for ever, and vLLM v0 has the block to spare without which it recomputes a lone prompt for ever.
+    """
     engine = draw(engines(batcher, policy=policy, chunked=chunked))
     requests = draw(
-        request_lists(engine, distinct_arrivals=distinct_arrivals, tick_s=tick_s, max_requests=max_requests)
+        request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests)
     )
     size = engine["block_size"]
     largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
     slack = draw(st.sampled_from((0, 0, 1, 2, 3, largest, 4 * largest)))
     num_blocks = max(2, largest + slack + BATCHERS[batcher].null_blocks)
     if batcher in KEEPS_WATERMARK:
-        while num_blocks - int((engine["watermark"] or 0.0) * num_blocks) < largest:
+        while num_blocks - int(engine["watermark"] * num_blocks) < largest + ending:
             num_blocks += 1
     return Load(engine={**engine, "num_gpu_blocks": num_blocks}, requests=requests)
 
@@ -208,12 +212,12 @@ def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool 
 
 @st.composite
 def request_lists(
-    draw: st.DrawFn, engine: dict[str, Any], *, distinct_arrivals: bool, tick_s: float, max_requests: int
+    draw: st.DrawFn, engine: dict[str, Any], *, ending: bool, tick_s: float, max_requests: int
 ) -> list[dict[str, Any]]:
     """Draw requests in bursts and with gaps, some ending early, some sharing beginnings."""
     longest_prompt = draw(st.sampled_from((engine["block_size"] + 1, engine["max_model_len"] // 2, 10**9)))
     longest_answer = draw(st.sampled_from((3, 12, 40)))
-    least_pause = 1 if distinct_arrivals else 0
+    least_pause = 1 if ending else 0
     num_priorities = draw(st.sampled_from((1, 2, 3)))
     num_requests = draw(st.integers(1, max_requests))
     names = draw(st.permutations([f"r{place:02}" for place in range(num_requests)]))

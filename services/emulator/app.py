@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.emulator.driver import Driver, Job
+from services.emulator.driver import Driver
 from services.emulator.faults import Faults, faults_from
+from services.emulator.jobs import Job
 from services.emulator.metrics import Exposition
 from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, ask_from, parsed, prompt_of
 from services.emulator.refusals import RefusedError, bad_value, unavailable

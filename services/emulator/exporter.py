@@ -34,7 +34,7 @@ def settings_of(engine: Engine, about: dict[str, Any]) -> dict[str, Any]:
 class Exporter:
     """Copies the engine's state into its file; an error of the file's stops the copying, not the engine."""
 
-    def __init__(  # noqa: PLR0913 - these are its parts
+    def __init__(
         self, path: str, engine: Engine, clock: EngineClock, *, names: Names | None, about: dict[str, Any]
     ) -> None:  # fmt: skip
         """Put the file of an idle engine in place; without `names` it tells nothing of what blocks hold."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,13 +174,13 @@ class Exposition(Collector):
         yield self._gauge("engine_sleep_state", "Engine sleep state; awake = 1.", 1, sleep_state="awake")
         yield self._cache_config()
         preemptions = "Cumulative number of preemption from the engine."
-        yield self._counter("num_preemptions", preemptions, {(): gauges.num_preemptions})
+        yield self._counter("num_preemptions", preemptions, {None: gauges.num_preemptions})
         for name, help_text in COUNTERS.items():
-            yield self._counter(name, help_text, {(): metrics.counts[name]})
-        ended = {(("finished_reason", reason),): count for reason, count in metrics.finished.items()}
-        yield self._counter("request_success", "Count of successfully processed requests.", ended)
-        refused = {(("reason", REFUSED_FOR_LENGTH),): metrics.num_refused}
-        yield self._counter("admission_rejections", "Number of admission attempts rejected by a queue limit.", refused)
+            yield self._counter(name, help_text, {None: metrics.counts[name]})
+        ended = "Count of successfully processed requests."
+        yield self._counter("request_success", ended, metrics.finished, by="finished_reason")
+        refused = "Number of admission attempts rejected by a queue limit."
+        yield self._counter("admission_rejections", refused, {REFUSED_FOR_LENGTH: metrics.num_refused}, by="reason")
         for name, (help_text, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
             family.add_metric(tuple(self._labels.values()), *metrics.histograms[name].buckets())
@@ -217,12 +217,12 @@ class Exposition(Collector):
         family.add_metric(tuple(labels.values()), value)
         return family
 
-    def _counter(self, name: str, help_text: str, values: dict[tuple[tuple[str, str], ...], int]) -> Metric:
-        first = dict(next(iter(values)))
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=(*self._labels, *first))
-        for labels, value in values.items():
-            label_values = (*self._labels.values(), *dict(labels).values())
-            family.add_metric(label_values, value, created=self._started_s)
+    def _counter(self, name: str, help_text: str, values: Mapping[Any, int], by: str | None = None) -> Metric:
+        """Make a counter, of one value or of several told apart by one more label."""
+        labels = [*self._labels, *([by] if by else [])]
+        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=labels)
+        for value, count in values.items():
+            family.add_metric([*self._labels.values(), *([value] if by else [])], count, created=self._started_s)
         return family
 
 

@@ -67,14 +67,25 @@ class Reply:
             },
             "completion_tokens_details": None,
         }
-        ended = {"logprobs": None, "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+        ended: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
         closing = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
         about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
         nothing = {"prompt_logprobs": None, "prompt_token_ids": None}
         if not self._chat:
-            choice = {"index": 0, "text": text, **ended, "token_ids": None, **nothing, "routed_experts": None}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": text,
+                **ended,
+                "token_ids": None,
+                **nothing,
+                "routed_experts": None,
+            }
             return _json({**self._common, "choices": [choice], **about, **closing})
-        message = {
+        message: dict[str, Any] = {
             "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
             "function_call": None, "reasoning": None,
         }  # fmt: skip

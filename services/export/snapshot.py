@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import numpy as np
 
 from predictor.config import FIELD_NAMES, EngineConfig
@@ -11,7 +12,7 @@ from predictor.request import Request
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
 from services.export import layout
 from services.export.identity import client_id
-from services.export.reader import Contents, View
+from services.export.view import Contents, View
 from services.names import require_known
 
 FARTHEST_PRIORITY = 2**31
@@ -63,9 +64,7 @@ def _name(view: View, slot: int) -> str:
     return name.decode(errors="replace")
 
 
-def _live(
-    view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
-) -> LiveRequest:
+def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, *_,
     ) = view.live[slot].item()  # fmt: skip

@@ -18,7 +18,7 @@ from tests.strategies import AFFINE, Load, examples, load_of, loads
 
 CLOSE = 1e-9
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
-LOADS = {batcher: loads(batcher, distinct_arrivals=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
+LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 moments = st.floats(0.0, 1.05)
 
 

@@ -27,7 +27,7 @@ def drawn(batcher: str, count: int) -> list[Load]:
     found: list[Load] = []
 
     @settings(examples(4 * count), phases=[Phase.generate])
-    @given(loads(batcher, distinct_arrivals=True, max_requests=6, tick_s=0.01))
+    @given(loads(batcher, ending=True, max_requests=6, tick_s=0.01))
     def collect(load: Load) -> None:
         found.append(load)
 

@@ -21,8 +21,7 @@ LONGEST_RUN = 2000
 MAY_EXCEED_BUDGET = ("orca", "faster_transformer", "lightllm")
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 BATCHER_LOADS = {batcher: loads(batcher) for batcher in BATCHERS}
-# Two requests equal in priority and arrival that do not fit together would keep vLLM going in circles.
-ENDING_LOADS = {batcher: loads(batcher, distinct_arrivals=True) for batcher in BATCHERS}
+ENDING_LOADS = {batcher: loads(batcher, ending=True) for batcher in BATCHERS}
 
 
 def run_by_steps(engine: Engine) -> bool:

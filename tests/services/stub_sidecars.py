@@ -1,0 +1,170 @@
+"""Sidecars that do what a test tells them to, over real gRPC on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protos.block.v1 import common_pb2, predictor_pb2
+from services.instances import Instance
+
+SERVICE = "block.v1.Predictor"
+
+READY = common_pb2.INSTANCE_STATE_READY
+RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
+EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
+CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
+
+
+@dataclass(slots=True, kw_only=True)
+class StubSidecar:
+    """Forecasts a time that grows with each promise, and counts promises as a real one does.
+
+    `twist` changes an answer before it is sent, or makes it something else altogether; while `hung` is set it answers
+    nothing.
+    """
+
+    name: str
+    engine_url: str = "http://127.0.0.1:1"
+    e2e_s: float = 2.0
+    per_promise_s: float = 0.1
+    state: common_pb2.InstanceState.ValueType = READY
+    streams: bool = True
+    models: tuple[str, ...] = ()
+    hung: asyncio.Event | None = None
+    hung_reserving: asyncio.Event | None = None
+    twist: Callable[[predictor_pb2.PredictResponse], Any] | None = None
+    refuse: grpc.StatusCode | None = None
+    held: dict[str, predictor_pb2.ReserveRequest] = field(default_factory=dict)
+    ever: list[str] = field(default_factory=list)  # whom it promised a place
+    outcomes: list[common_pb2.Outcome] = field(default_factory=list)
+    questions: list[predictor_pb2.PredictRequest] = field(default_factory=list)
+    num_streamed: int = 0
+    num_conflicts: int = 0
+    version: int = 0
+    epoch: int = 7
+    port: int = 0
+    server: Any = None
+
+    @property
+    def instance(self) -> Instance:
+        """How a scheduler is told of it."""
+        return Instance(
+            instance_id=self.name,
+            engine_url=self.engine_url,
+            sidecar_address=f"127.0.0.1:{self.port}",
+            models=self.models,
+        )
+
+    async def start(self) -> None:
+        """Listen: on any free port at first, on the same one after that."""
+        self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        methods = {
+            "Predict": grpc.unary_unary_rpc_method_handler(self.predict),
+            "Reserve": grpc.unary_unary_rpc_method_handler(self.reserve),
+            "Release": grpc.unary_unary_rpc_method_handler(self.release),
+        }
+        if self.streams:
+            methods["PredictStream"] = grpc.stream_stream_rpc_method_handler(self.predict_stream)
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def die(self) -> None:
+        """Be gone at once, and with it all that it knew."""
+        await self.server.stop(None)
+        self.held.clear()
+        self.version, self.epoch = 0, self.epoch + 1
+
+    async def predict(self, raw: bytes, context: Any) -> bytes:
+        """Answer one question."""
+        request = predictor_pb2.PredictRequest.FromString(raw)
+        self.questions.append(request)
+        if self.hung is not None:
+            await self.hung.wait()
+        if self.refuse is not None:
+            await context.abort(self.refuse, "as told")
+        if request.instance_id != self.name:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is {self.name}")
+        response = predictor_pb2.PredictResponse(
+            instance_id=self.name,
+            predictions=[self.prediction(one) for one in request.requests],
+            indicators=self.indicators(),
+            version=self.version,
+            epoch=self.epoch,
+            state=self.state,
+        )
+        twisted = response if self.twist is None else self.twist(response)
+        return twisted if isinstance(twisted, bytes) else (twisted or response).SerializeToString()
+
+    async def predict_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """Answer one question after the other."""
+        async for raw in raws:
+            self.num_streamed += 1
+            yield await self.predict(raw, context)
+
+    def prediction(self, request: common_pb2.Request) -> predictor_pb2.Prediction:
+        """Foresee what a request would experience behind all that was promised."""
+        wait_s = self.per_promise_s * len(self.held)
+        forecast = common_pb2.Forecast(
+            request_id=request.request_id,
+            queue_s=wait_s,
+            ttft_s=wait_s + 0.1,
+            e2e_s=wait_s + self.e2e_s,
+            tpot_s=0.01,
+            output_tokens=100,
+        )
+        return predictor_pb2.Prediction(request_id=request.request_id, forecast=forecast)
+
+    def indicators(self) -> common_pb2.Indicators:
+        """Tell how busy it is."""
+        return common_pb2.Indicators(age_s=0.01, num_running=1, num_waiting=0, num_reserved=len(self.held))
+
+    async def reserve(self, raw: bytes, context: Any) -> bytes:
+        """Promise a place, unless others came first."""
+        request = predictor_pb2.ReserveRequest.FromString(raw)
+        if self.hung_reserving is not None:
+            await self.hung_reserving.wait()
+        if self.refuse is not None:
+            await context.abort(self.refuse, "as told")
+        response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self.epoch, expires_in_s=request.ttl_s)
+        name = request.request.request_id
+        stale = (request.if_version, request.if_epoch) != (self.version, self.epoch)
+        if name in self.held:
+            response.result = EXTENDED
+        elif request.HasField("if_version") and stale:
+            response.result = CONFLICT
+            response.prediction.CopyFrom(self.prediction(request.request))
+            self.num_conflicts += 1
+        else:
+            response.result = RESERVED
+            self.held[name] = request
+            self.ever.append(name)
+            self.version += 1
+        response.version = self.version
+        response.indicators.CopyFrom(self.indicators())
+        return response.SerializeToString()
+
+    async def release(self, raw: bytes, context: Any) -> bytes:  # noqa: ARG002
+        """Take a promise back."""
+        request = common_pb2.ReleaseRequest.FromString(raw)
+        released = self.held.pop(request.request_id, None) is not None
+        if request.HasField("outcome"):
+            self.outcomes.append(request.outcome)
+        return common_pb2.ReleaseResponse(released=released, indicators=self.indicators()).SerializeToString()
+
+
+@asynccontextmanager
+async def sidecars(*names: str, **options: Any) -> AsyncIterator[list[StubSidecar]]:
+    """Some of them, each on a port of its own."""
+    async with AsyncExitStack() as stack:
+        stubs = [StubSidecar(name=name, **options) for name in names]
+        for stub in stubs:
+            await stub.start()
+            stack.push_async_callback(stub.server.stop, None)
+        yield stubs
