@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import config as numba_config
+from numba.extending import is_jitted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +55,27 @@ def small_kernel(function: F) -> F:
 def inner_kernel(function: F) -> F:
     """Compile a function that only other kernels call, such as a closure, whose code is cached as part of theirs."""
     return cast("F", numba.njit(**OPTIONS)(function))
+
+
+def direct(function: F) -> F:
+    """Call a kernel's machine code straight away: finding out the types of a state takes longer than many a kernel.
+
+    The first call compiles it for the types it gets; every later one must bring the same.
+    """
+    if not is_jitted(function):
+        return function
+    entry: Any = None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal entry
+        if entry is not None:
+            return entry(*arguments)
+        result = function(*arguments)
+        (compiled,) = function.overloads.values()
+        entry = compiled.entry_point
+        return result
+
+    return cast("F", call)
 
 
 def interpreted(function: F) -> F:

@@ -10,6 +10,7 @@ import numpy as np
 
 from predictor import blocks, loop, queues, steps
 from predictor.batching import batcher_named, is_compiled, number_of, settled
+from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import Request
@@ -18,6 +19,9 @@ from predictor.step_time import StepTime, tabulate
 
 FOREVER = math.inf
 ANY_NUMBER = 1 << 62
+
+drive = direct(loop.drive)
+announce = direct(queues.announce)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,7 @@ class Engine:
         self.config = settled(config)
         self.batcher = batcher_named(config.batcher)
         # interpreted where the local scheduler is written in Python only
-        self.drive = loop.drive if is_compiled(self.batcher) else loop.loop_with(self.batcher.schedule)
+        self.drive = drive if is_compiled(self.batcher) else loop.loop_with(self.batcher.schedule)
         self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
         costs = tabulate(step_time, largest_step, config.max_num_seqs)
@@ -109,7 +113,7 @@ class Engine:
     def add(self, request: Request, *, tie_break: int | None = None) -> int:
         """Let a request arrive at its `arrival_s`, or now if that is past; return its slot."""
         slot = self.place(request, tie_break=tie_break)
-        queues.announce(self.state, slot)
+        announce(self.state, slot)
         return slot
 
     def place(self, request: Request, *, tie_break: int | None = None, **progress: float) -> int:
@@ -163,7 +167,7 @@ class Engine:
 
     def advance(self, until_s: float = FOREVER) -> None:
         """Let everything happen that happens by then."""
-        self.drive(self.state, until_s, ANY_NUMBER, NOBODY)
+        self.drive(self.state, float(until_s), ANY_NUMBER, NOBODY)
 
     def next_step(self) -> StepRecord | None:
         """Go on to the planning of one more step; None when there is nothing left to do."""
@@ -268,10 +272,11 @@ class Engine:
         if self.tracks_blocks and request.prefix_hashes:
             self.know_contents(request.prefix_hashes)
         old = len(self._requests)
+        most_tokens = request.prompt_tokens + final_tokens
         self.state = widen(
             self.state,
             num_slots=old if self._free_slots else old + 1,
-            blocks_per_request=-(-(request.prompt_tokens + final_tokens) // self.config.block_size) if self.tracks_blocks else 1,
+            blocks_per_request=-(-most_tokens // self.config.block_size) if self.tracks_blocks else 1,
             num_contents=0,
         )
         grown = len(self.state.requests)

@@ -10,7 +10,7 @@ import numpy as np
 
 from predictor import loop, queues
 from predictor.batching import is_compiled
-from predictor.compiled import inner_kernel, interpreted, kernel
+from predictor.compiled import direct, inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
@@ -60,7 +60,9 @@ class Forecaster:
     def __init__(self, engine: Engine) -> None:
         """Prepare room for the simulations to run in."""
         self.engine = engine
-        self._simulate = simulate if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
+        self._simulate = (
+            simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
+        )
         self._make_room(num_candidates=1)
 
     def forecast(self, candidates: Sequence[Request], now_s: float, *, delays: bool = True) -> list[Forecast]:
@@ -90,7 +92,7 @@ class Forecaster:
         if state is not self._shaped_like or len(slots) != len(self._results):
             self._make_room(len(slots))
         results = self._results
-        self._simulate(state, self._workspace, slots, now_s, delays, results)
+        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), results)
         return [
             Forecast(
                 request_id=self.engine.id_of(slot),
@@ -152,6 +154,9 @@ def simulate(
 ) -> None:
     """Run the engine on with each candidate in turn, and read off what became of it."""
     _simulate(source, workspace, slots, now_s, delays, results)
+
+
+simulate_directly = direct(simulate)
 
 
 @kernel

@@ -9,11 +9,14 @@ import numpy as np
 
 from predictor import queues, steps
 from predictor.blocks import OWN_CONTENTS
+from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
 from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, WAITING
 from predictor.step_time import StepTime
+
+enqueue = direct(queues.enqueue)
 
 COUNTERS = ("computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_preemptions")
 
@@ -149,7 +152,7 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         **{name: getattr(item, name) for name in COUNTERS},
     )
     if status == WAITING:
-        queues.enqueue(engine.state, slot)
+        enqueue(engine.state, slot)
         return
     head = engine.state.engine[0]
     engine.state.running[head.num_running] = slot

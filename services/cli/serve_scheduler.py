@@ -52,7 +52,7 @@ PORT = 50051
     "scheduler",
     "--most-conflicts",
     type=int,
-    default=6,
+    default=10,
     help="Times that a request yields to those decided elsewhere at the same time.",
 )
 @server_flag("scheduler", "--max-deciding", type=int, default=8, help="Most fan-outs at once; more requests wait.")

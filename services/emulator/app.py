@@ -160,16 +160,9 @@ class App:
 
     async def _stream(self, call: Call, job: Job) -> None:
         reply = Reply(job.ask, int(time.time()))
-        num_sent = await job.more(0)
-        if num_sent == 0:  # the client left before the first token
-            return
-        await call.start(200, [], EVENTS)
-        body = reply.first() + reply.events(0, num_sent, job.cached_tokens)
-        num_tokens = job.ask.answer.num_tokens
-        while True:
-            await call.send({"type": "http.response.body", "body": body, "more_body": num_sent < num_tokens})
-            if num_sent >= num_tokens:
-                return
+        await call.start(200, [], EVENTS)  # as vLLM does, before the first token
+        num_sent, num_tokens = 0, job.ask.answer.num_tokens
+        while num_sent < num_tokens:
             try:
                 num_ready = await job.more(num_sent)
             except RefusedError as error:
@@ -178,7 +171,10 @@ class App:
             if num_ready == num_sent:  # the client left
                 return
             body = reply.events(num_sent, num_ready, job.cached_tokens)
+            if num_sent == 0:
+                body = reply.first() + body
             num_sent = num_ready
+            await call.send({"type": "http.response.body", "body": body, "more_body": num_sent < num_tokens})
 
     async def _answer_whole(self, call: Call, job: Job) -> None:
         num_ready = 0

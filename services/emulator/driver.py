@@ -213,7 +213,8 @@ class Driver:
         step = self._steps[index]
         start_s, end_s = float(step["start_s"]), float(step["end_s"])
         counts = (
-            "num_tokens", "num_sampled", "num_decodes", "num_prefills", "decode_context", "prefill_qq", "prefill_qkv",
+            "num_tokens", "num_sampled", "num_decodes", "num_prefills", "decode_context", "decode_longest",
+            "prefill_qq", "prefill_qkv",
         )  # fmt: skip
         self._under_way.append((end_s, number, start_s, end_s - start_s, *(step[name].item() for name in counts)))
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 COPIED = (
     "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-    "full_blocks", "num_preemptions", "hit_tokens", "scheduled_s", "first_token_s",
+    "full_blocks", "num_preemptions", "hit_tokens", "prefill_tokens", "scheduled_s", "first_token_s",
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ class Exporter:
         into["num_blocks"] = head["num_blocks"]
         into["num_planned"] = head["num_steps"]
         into["prefix_queries"], into["prefix_hits"] = self._prefix
-        for name in ("num_running", "num_waiting", "num_free_blocks", "num_preemptions", "decodes_since_prefill"):
+        for name in ("num_running", "num_waiting", "num_free_blocks", "num_preemptions", "decodes_since_look"):
             into[name] = head[name]
         writer.running[:num_running] = state.running[:num_running]
         if num_waiting:

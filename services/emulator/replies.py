@@ -1,4 +1,4 @@
-"""The words of vLLM 0.32's replies, whole or as server-sent events, byte for byte."""
+"""The words of vLLM 0.32's replies, whole or as server-sent events, field for field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from services.emulator.refusals import RefusedError
 
 FINGERPRINT = "block-emulator"
 DONE = b"data: [DONE]\n\n"
+TEXT = "\0"  # stands for an event's text while what is around it is spelled out
 
 
 class Reply:
@@ -18,125 +19,102 @@ class Reply:
     def __init__(self, ask: Ask, created_s: int) -> None:
         """Prepare to answer."""
         self._ask = ask
-        self._chat = ask.kind == CHAT
-        kind = "chat.completion" if self._chat else "text_completion"
-        self._id = f"chatcmpl-{ask.request_id}" if self._chat else f"cmpl-{ask.request_id}"
-        self._common = {"id": self._id, "object": kind, "created": created_s, "model": ask.model}
+        self._answer = ask.answer
+        self._is_chat = ask.kind == CHAT
+        prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
+        self._common: dict[str, Any] = {
+            "id": f"{prefix}-{ask.request_id}", "object": kind, "created": created_s, "model": ask.model,
+        }  # fmt: skip
         if ask.stream:
-            self._spell_events()
+            if self._is_chat:
+                self._common["object"] = "chat.completion.chunk"
+            self._head, self._tail = self._around_text(is_last=False)
 
     def first(self) -> bytes:
         """The event before a chat's first token; nothing before that of a completion."""
-        if not self._chat:
+        if not self._is_chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        usage = {"usage": self._usage(0)} if self._ask.continuous_usage else {}
-        ids = {"prompt_token_ids": None, "prompt_text": None}
-        return _event({**self._chunk_common, "choices": [choice], **usage, **ids})
+        usage = {"usage": self._usage_after(0)} if self._ask.continuous_usage else {}
+        return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": None, "prompt_text": None})
 
     def events(self, start: int, end: int, cached_tokens: int) -> bytes:
         """The events of tokens from `start` to before `end`; behind the last one also what closes the stream."""
-        answer = self._ask.answer
-        text, head, tail = answer.text, self._head, self._tail
-        if self._ask.continuous_usage:
-            last = min(end, answer.num_tokens - 1)
-            events = [self._event_with_usage(place) for place in range(start, last)]
-        else:
-            last = min(end, answer.num_tokens - 1)
-            events = [head + text(place, place + 1).encode() + tail for place in range(start, last)]
-        if end >= answer.num_tokens:
-            events.append(self._last_event())
+        num_tokens = self._answer.num_tokens
+        events = [self._token(place) for place in range(start, min(end, num_tokens - 1))]
+        if end >= num_tokens:
+            events.append(self._last_token())
             if self._ask.include_usage:
-                usage = self._usage(answer.num_tokens, cached_tokens)
+                cached = {"cached_tokens": cached_tokens, **({"created_cache_tokens": 0} if self._is_chat else {})}
+                usage = {**self._usage(num_tokens), "prompt_tokens_details": cached}
                 events.append(
-                    _event({**self._chunk_common, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT})
+                    _event({**self._common, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT})
                 )
             events.append(DONE)
         return b"".join(events)
 
     def whole(self, cached_tokens: int) -> bytes:
         """The answer in one piece."""
-        answer = self._ask.answer
-        text = answer.text(0, answer.num_tokens)
-        usage = {
-            **self._usage(answer.num_tokens),
-            "prompt_tokens_details": {
-                "cached_tokens": cached_tokens,
-                "created_cache_tokens": None,
-                "multimodal_tokens": None,
-            },
-            "completion_tokens_details": None,
-        }
-        ended: dict[str, Any] = {
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-        closing = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
-        about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
-        nothing = {"prompt_logprobs": None, "prompt_token_ids": None}
-        if not self._chat:
-            choice: dict[str, Any] = {
-                "index": 0,
-                "text": text,
-                **ended,
-                "token_ids": None,
-                **nothing,
-                "routed_experts": None,
-            }
-            return _json({**self._common, "choices": [choice], **about, **closing})
-        message: dict[str, Any] = {
-            "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
-            "function_call": None, "reasoning": None,
+        cached = {
+            "cached_tokens": cached_tokens, "created_cache_tokens": 0 if self._is_chat else None,
+            "multimodal_tokens": None,
         }  # fmt: skip
-        choice = {"index": 0, "message": message, **ended, "token_ids": None, "routed_experts": None}
-        return _json({**self._common, "choices": [choice], **about, **nothing, "prompt_text": None, **closing})
-
-    def _spell_events(self) -> None:
-        self._chunk_common = {**self._common, **({"object": "chat.completion.chunk"} if self._chat else {})}
-        self._head, self._tail = self._around_text(finished=False)
-
-    def _around_text(self, *, finished: bool) -> tuple[bytes, bytes]:
-        """What stands before and behind the text of an event."""
-        mark = "\0"
-        answer = self._ask.answer
-        reason = answer.finish_reason if finished else None
-        if self._chat:
-            stop = {"stop_reason": answer.stop_reason} if finished else {}
-            choice: dict[str, Any] = {
-                "index": 0, "delta": {"content": mark}, "logprobs": None, "finish_reason": reason, **stop,
-                "token_ids": None,
+        usage = {
+            **self._usage(self._answer.num_tokens), "prompt_tokens_details": cached, "completion_tokens_details": None,
+        }  # fmt: skip
+        about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
+        closing = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+        prompt = {"prompt_logprobs": None, "prompt_token_ids": None}
+        text = self._answer.text(0, self._answer.num_tokens)
+        end = {"logprobs": None, "finish_reason": self._answer.finish_reason, "stop_reason": self._answer.stop_reason}
+        if self._is_chat:
+            message = {
+                "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
+                "function_call": None, "reasoning": None,
             }  # fmt: skip
-        else:
-            choice = {
-                "index": 0, "text": mark, "logprobs": None, "finish_reason": reason,
-                "stop_reason": answer.stop_reason if finished else None, "prompt_token_ids": None, "token_ids": None,
-            }  # fmt: skip
-        whole = _event({**self._chunk_common, "choices": [choice]})
-        head, _, tail = whole.partition(json.dumps(mark)[1:-1].encode())
-        return head, tail
+            choice: dict[str, Any] = {"index": 0, "message": message, **end, "token_ids": None, "routed_experts": None}
+            return _json({**self._common, "choices": [choice], **about, **prompt, "prompt_text": None, **closing})
+        choice = {"index": 0, "text": text, **end, "token_ids": None, **prompt, "routed_experts": None}
+        return _json({**self._common, "choices": [choice], **about, **closing})
 
-    def _event_with_usage(self, place: int) -> bytes:
-        text = self._ask.answer.text(place, place + 1).encode()
-        return self._head + text + _with(self._tail, "usage", self._usage(place + 1))
+    def _token(self, place: int) -> bytes:
+        text = self._answer.text(place, place + 1).encode()
+        if not self._ask.continuous_usage:
+            return self._head + text + self._tail
+        return self._head + text + _with(self._tail, "usage", self._usage_after(place + 1))
 
-    def _last_event(self) -> bytes:
-        answer = self._ask.answer
-        head, tail = self._around_text(finished=True)
+    def _last_token(self) -> bytes:
+        num_tokens = self._answer.num_tokens
+        head, tail = self._around_text(is_last=True)
         if self._ask.continuous_usage:
-            tail = _with(tail, "usage", self._usage(answer.num_tokens))
+            tail = _with(tail, "usage", self._usage_after(num_tokens))
         elif not self._ask.include_usage:
             tail = _with(tail, "system_fingerprint", FINGERPRINT)
-        return head + answer.text(answer.num_tokens - 1, answer.num_tokens).encode() + tail
+        return head + self._answer.text(num_tokens - 1, num_tokens).encode() + tail
 
-    def _usage(self, num_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    def _around_text(self, *, is_last: bool) -> tuple[bytes, bytes]:
+        """What stands before and behind the text of an event."""
+        reason, stop = (self._answer.finish_reason, self._answer.stop_reason) if is_last else (None, None)
+        choice: dict[str, Any] = {"index": 0}
+        choice |= {"delta": {"content": TEXT}} if self._is_chat else {"text": TEXT}
+        choice |= {"logprobs": None, "finish_reason": reason}
+        if not self._is_chat:
+            choice |= {"stop_reason": stop, "prompt_token_ids": None}
+        elif is_last:
+            choice |= {"stop_reason": stop}
+        choice |= {"token_ids": None}
+        head, _, tail = _event({**self._common, "choices": [choice]}).partition(_json(TEXT)[1:-1])
+        return head, tail
+
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
         num_prompt = len(self._ask.prompt)
-        usage: dict[str, Any] = {
+        return {
             "prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens, "completion_tokens": num_tokens,
         }  # fmt: skip
-        if cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-        return usage
+
+    def _usage_after(self, num_tokens: int) -> dict[str, Any]:
+        """Usage as events tell it that are not the last."""
+        return {**self._usage(num_tokens), **({"completion_tokens_details": None} if self._is_chat else {})}
 
 
 def failed(error: RefusedError) -> bytes:
@@ -145,7 +123,7 @@ def failed(error: RefusedError) -> bytes:
 
 
 def _with(tail: bytes, name: str, value: Any) -> bytes:
-    """Add a field behind the others of an event's end."""
+    """Add a field behind the others of an event."""
     return tail.removesuffix(b"}\n\n") + b"," + _json(name) + b":" + _json(value) + b"}\n\n"
 
 

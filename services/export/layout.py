@@ -58,6 +58,8 @@ LIVE = np.dtype(
         ("num_hashes", "<i4"),
         ("num_preemptions", "<i4"),
         ("hit_tokens", "<i4"),
+        ("prefill_tokens", "<i4"),
+        ("reserved", "<i4"),
         ("scheduled_s", "<f8"),
         ("first_token_s", "<f8"),
     ]
@@ -88,6 +90,7 @@ STEP = np.dtype(
         ("num_decodes", "<i4"),
         ("num_prefills", "<i4"),
         ("decode_context", "<i8"),
+        ("decode_longest", "<i8"),
         ("prefill_qq", "<f8"),
         ("prefill_qkv", "<f8"),
     ]

@@ -66,7 +66,8 @@ def _name(view: View, slot: int) -> str:
 
 def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
     (
-        _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, *_,
+        _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
+        prefill_tokens, *_,
     ) = view.live[slot].item()  # fmt: skip
     _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens = view.requests[slot].item()
     name = name_bytes.decode(errors="replace")
@@ -92,6 +93,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
         full_blocks=full_blocks,
         block_ids=tuple(table.tolist()),
         num_preemptions=num_preemptions,
+        prefill_tokens=prefill_tokens if prefill_tokens >= 0 else None,
     )
 
 

@@ -19,6 +19,7 @@ from . import layout, process
 from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
 
 NEVER = -1.0
+UNKNOWN = -1
 DIGEST_BYTES = 16
 
 
@@ -82,6 +83,7 @@ class Writer:
         live = self.live[slot]
         live["serial"] = serial
         live["scheduled_s"] = live["first_token_s"] = NEVER
+        live["prefill_tokens"] = UNKNOWN
 
     def put_hashes(self, slot: int, hashes: np.ndarray, start: int = 0) -> None:
         """Note what a request's full blocks hold, from its block `start` on."""

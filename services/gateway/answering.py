@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
 
-TAIL_BYTES = 4096  # the last events of a stream
+TAIL_BYTES = 4096  # of the last events of a stream
+LAST_PIECES = 4  # that hold them: the last token's, the usage's, [DONE]
 MOST_HELD_BYTES = 2**20  # of an event that does not end
 
 ENDS = (b"\n\n", b"\r\n\r\n")
-DATA = b"\ndata:"
+DATA, DATA_FIRST = b"\ndata:", b"data:"
 
 # In JSON texts a quotation mark is escaped, so these cannot stand inside an answer's own text.
 _REASON = re.compile(rb'"finish_reason"\s*:\s*"(\w+)"')
@@ -48,10 +50,9 @@ class StreamReader:
     """
 
     num_data: int = 0
-    num_bytes: int = 0
     _held: bytes = b""
-    _tail: bytes = b"\n"
-    _first: bytes = field(default=b"")
+    _first: bytes = b""
+    _last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_PIECES))
 
     def feed(self, piece: bytes) -> bytes:
         """Take what came; give what may go on."""
@@ -63,27 +64,26 @@ class StreamReader:
             if len(piece) - cut <= MOST_HELD_BYTES:
                 piece, self._held = piece[:cut], piece[cut:]
         if piece:
-            self._read(piece)
+            self._note(piece)
         return piece
 
     def rest(self) -> bytes:
         """Give what is still held, at the end of the stream."""
         rest, self._held = self._held, b""
         if rest:
-            self._read(rest)
+            self._note(rest)
         return rest
 
-    def _read(self, piece: bytes) -> None:
-        window = self._tail[1 - len(DATA) :] + piece
-        self.num_data += window.count(DATA)
-        if not self.num_bytes:
+    def _note(self, piece: bytes) -> None:
+        """Count the events of a piece, which begins with one, and keep it a while."""
+        self.num_data += piece.count(DATA) + piece.startswith(DATA_FIRST)
+        if not self._first:
             self._first = piece[:TAIL_BYTES]
-        self.num_bytes += len(piece)
-        self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]
+        self._last.append(piece)
 
     def ending(self) -> Ending:
         """Tell how the stream ended, as far as it has come."""
-        tail = self._tail
+        tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
         told = ending_of(tail)
         finish_reason = common_pb2.FINISH_REASON_FAILED if _ERROR.search(tail) else told.finish_reason
         if told.output_tokens:

@@ -23,7 +23,7 @@ class SchedulerSettings:
 
     sidecar_deadline_s: float = 0.05
     reservation_s: float = 10.0
-    most_conflicts: int = 6  # of one request with those who decide at the same time; then it reserves regardless
+    most_conflicts: int = 10  # of one request with those who decide at the same time; then it reserves regardless
     max_deciding: int = 8  # fan-outs under way at once: more would only make each other late
     failures_to_open: int = 2  # of a sidecar, in a row, until it is left alone for a while
     first_pause_s: float = 0.25
