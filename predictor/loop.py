@@ -123,10 +123,23 @@ def count_repeats(state: State, until_s: float) -> int:
 @kernel
 def _within_blocks(state: State, most: int) -> int:
     """Limit repetitions to those for which blocks are free."""
-    free = state.engine[0].num_free_blocks - state.engine[0].decode_reserve
-    if _blocks_needed(state, most) <= free:
+    engine = state.engine[0]
+    free = engine.num_free_blocks - engine.decode_reserve
+    n = engine.num_running
+    if n * (most // engine.block_size + 1) <= free or _blocks_needed(state, most) <= free:
         return most
     fits, too_many = 0, most
+    # Rounded to whole blocks or not, what n requests hold differs by less than n: that is where to look first.
+    room = engine.block_size * free
+    for place in range(n):
+        request = state.requests[state.running[place]]
+        room += request.num_blocks * engine.block_size - request.computed_tokens
+    for guess in (room // n - engine.block_size, room // n + 1):
+        if fits < guess < too_many:
+            if _blocks_needed(state, guess) <= free:
+                fits = guess
+            else:
+                too_many = guess
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _blocks_needed(state, middle) <= free:
@@ -138,14 +151,13 @@ def _within_blocks(state: State, most: int) -> int:
 
 @kernel
 def _blocks_needed(state: State, num_repeats: int) -> int:
+    """How many blocks the running requests take in so many steps."""
     engine = state.engine[0]
-    needed = engine.num_running * (num_repeats // engine.block_size + 1)
-    if needed <= engine.num_free_blocks - engine.decode_reserve:
-        return needed  # at most; there is no need to know better
+    per_token = 1.0 / engine.block_size  # half a token from every whole block, rounding cannot matter
     needed = 0
     for place in range(engine.num_running):
         request = state.requests[state.running[place]]
-        held = blocks.blocks_for(request.computed_tokens + num_repeats, engine.block_size)
+        held = int((request.computed_tokens + num_repeats + engine.block_size - 0.5) * per_token)
         needed += max(held - request.num_blocks, 0)
     return needed
 

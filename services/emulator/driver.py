@@ -8,12 +8,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 
 import numpy as np
 
 from predictor.engine import Engine
 from predictor.request import Request
-from predictor.state import FINISHED, NOBODY
+from predictor.state import FINISHED, NOBODY, STEP
 from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
 from services.emulator.exporter import Exporter
@@ -29,6 +30,17 @@ log = logging.getLogger(__name__)
 
 MOST_LATE_S = 1.0  # of wall clock; a process that was stopped for longer does not make up for it
 ABORTED = "abort"
+
+# of a step of the engine model, what a state file records
+RECORDED = itemgetter(
+    *map(
+        list(STEP.names or ()).index,
+        (
+            "start_s", "end_s", "num_tokens", "num_sampled", "num_decodes", "num_prefills", "decode_context",
+            "decode_longest", "prefill_qq", "prefill_qkv",
+        ),
+    )
+)  # fmt: skip
 
 Ended = tuple[float, ...]
 
@@ -210,13 +222,8 @@ class Driver:
 
     def _note_launched(self, number: int) -> None:
         index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
-        step = self._steps[index]
-        start_s, end_s = float(step["start_s"]), float(step["end_s"])
-        counts = (
-            "num_tokens", "num_sampled", "num_decodes", "num_prefills", "decode_context", "decode_longest",
-            "prefill_qq", "prefill_qkv",
-        )  # fmt: skip
-        self._under_way.append((end_s, number, start_s, end_s - start_s, *(step[name].item() for name in counts)))
+        start_s, end_s, *counts = RECORDED(self._steps[index].item())
+        self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
 
     def _record_ended(self) -> None:
         now_s = float(self._head["now_s"][0])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -52,27 +54,35 @@ COUNTERS = {
 
 
 class Histogram:
-    """Counts of values by bucket; takes many values at once."""
+    """Counts of values by bucket; takes many values at once, most of which tend to be the same."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Start empty."""
-        self._bounds = np.asarray(bounds, np.float64)
-        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._bounds = [float(bound) for bound in bounds]
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, *values: float) -> None:
-        """Count a few values."""
-        self.observe_many(np.array(values, np.float64))
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def observe_many(self, values: np.ndarray) -> None:
         """Count values."""
-        np.add.at(self._counts, np.searchsorted(self._bounds, values), 1)
+        if len(values) == 0:
+            return
         self._sum += float(values.sum())
+        bucket = bisect_left(self._bounds, values.min())
+        if bucket == bisect_left(self._bounds, values.max()):
+            self._counts[bucket] += len(values)
+            return
+        for value in values.tolist():
+            self._counts[bisect_left(self._bounds, value)] += 1
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative counts by upper bound, and the sum, as Prometheus wants them."""
-        bounds = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True)), self._sum
+        bounds = [*(repr(bound) for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

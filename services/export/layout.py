@@ -96,6 +96,8 @@ STEP = np.dtype(
     ]
 )
 
+STEP_ROW = struct.Struct("<Qdd4iqqdd")  # the same, to write
+
 OUTCOME = np.dtype(
     [
         ("serial", "<u8"),

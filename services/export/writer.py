@@ -50,6 +50,7 @@ class Writer:
         self._sequence = self._generation = 0
         self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
+        self._num_steps = 0
         self._rows: list[tuple[str, int, bytes]] = []  # to be written with the next publication: where, what
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
         self._allocate(num_slots)
@@ -99,8 +100,10 @@ class Writer:
 
     def add_step(self, row: tuple[float, ...]) -> None:
         """Record a step that was taken: the fields of `layout.STEP`."""
-        self._put("steps", int(self.state["num_steps"][0]) % layout.NUM_STEPS, 0, np.array([row], layout.STEP))
-        self.state["num_steps"] += 1
+        place = self._num_steps % layout.NUM_STEPS
+        self._rows.append(("steps", place * layout.STEP_ROW.size, layout.STEP_ROW.pack(*row)))
+        self._num_steps += 1
+        self.state["num_steps"] = self._num_steps
         self.state["last_step_s"] = row[2]
 
     def add_outcome(  # noqa: PLR0913 - the fields of a row
