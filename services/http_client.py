@@ -10,7 +10,6 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast
@@ -19,7 +18,6 @@ from urllib.parse import urlsplit
 import httptools
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
-Sink = Callable[[bytes], bool]  # takes a piece; says whether it can take more
 
 READ_AHEAD_BYTES = 256 * 1024  # unread beyond this, the server is made to wait
 JOIN_BYTES = 64 * 1024  # a body up to this goes out in one piece with its head
@@ -207,10 +205,6 @@ class Connection(asyncio.Protocol):
         self._num_unread = 0
         self._paused = False
         self._error: ConnectionError | None = None
-        self._sink: Callable[[bytes], bool] | None = None
-        self._sink: Sink | None = None
-        self._full = False
-        self._pause_s = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -241,31 +235,14 @@ class Connection(asyncio.Protocol):
                 return b""
             await self._wait(within_s)
         pieces, self._pieces, self._num_unread = self._pieces, [], 0
-        self._resume()
+        if self._paused:
+            self._paused = False
+            cast("asyncio.Transport", self._transport).resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def drained(self) -> bool:
         """Tell whether the body has been read to its end."""
         return self.whole and not self._pieces
-
-    async def pipe(self, sink: Sink, within_s: float) -> None:
-        """Hand the body over as it comes, without waking a task for each piece, until it ends or the sink is full.
-
-        While the sink is full the server waits. Pauses may be up to `within_s` long.
-        """
-        self._sink, self._full, self._pause_s = sink, False, within_s
-        try:
-            if self._pieces:
-                self._pour(sink)
-                self._resume()
-            while not (self._full or self.drained()):
-                await self._wait(within_s)
-        finally:
-            self._sink = None
-
-    def _pour(self, sink: Sink) -> None:
-        pieces, self._pieces, self._num_unread = self._pieces, [], 0
-        self._full = not sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     async def read_all(self, within_s: float, most_bytes: int) -> bytes:
         """Read the body to its end, whatever time between its bytes up to `within_s`."""
@@ -277,11 +254,6 @@ class Connection(asyncio.Protocol):
             if num_bytes > most_bytes:
                 raise BrokenError(f"the answer is longer than {most_bytes} bytes")
         return b"".join(pieces)
-
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            cast("asyncio.Transport", self._transport).resume_reading()
 
     def release(self) -> None:
         """End the request: where all has been read, the connection is kept; else it is closed at once."""
@@ -368,14 +340,7 @@ class Connection(asyncio.Protocol):
         if self._num_unread > READ_AHEAD_BYTES and not self._paused and not self.whole:
             self._paused = True
             cast("asyncio.Transport", self._transport).pause_reading()
-        if self._sink is None or self._full:
-            if self._head_done:
-                self._wake()
-            return
-        self._due_s = self._loop.time() + self._pause_s
-        if self._pieces:
-            self._pour(self._sink)
-        if self.whole or self._full:
+        if self._head_done:
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from services.log_lines import say
 log = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
-Send = Callable[[Message], Coroutine[Any, Any, None]]
+Send = Callable[[Message], Awaitable[None]]
 
 EVENT_STREAM = b"text/event-stream"
 WORTH_ANOTHER = (429, 500, 502, 503, 504)  # an engine's statuses that another engine may not give
@@ -296,12 +296,12 @@ class Exchange:
         self.started, self.status = True, reply.status
         headers = self._reply_headers(reply)
         await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        client = Client(self.send, stream, connection)
-        client.put(reply.body)
+        events = reply.body
         try:
             while not connection.drained():
-                await client.ready()
-                await connection.pipe(client.take, idle_s)
+                if events:
+                    await self.send({"type": "http.response.body", "body": events, "more_body": True})
+                events = stream.feed(await connection.read(idle_s))
         except (ConnectionError, TimeoutError) as error:
             self._ended_s = time.monotonic()
             self.shared.failed_lately.failed(reply.place.instance_id)
@@ -311,15 +311,13 @@ class Exchange:
                 instance_id=reply.place.instance_id, why=str(error),
             )  # fmt: skip
             self._leave(reply.place, common_pb2.FINISH_REASON_FAILED, stream.ending())
-            await client.ready()
             await self.cut(unanswered(error))
             return
         self._ended_s = connection.last_byte_s
-        rest = stream.rest()
+        events += stream.rest()
         ended = stream.ending()
         self._leave(reply.place, ended.finish_reason, ended)
-        await client.ready()
-        await self.send({"type": "http.response.body", "body": client.last + rest, "more_body": False})
+        await self.send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _reply_headers(self, reply: Reply) -> Headers:
         """Pass the engine's headers on, and say where the answer comes from and why."""
@@ -396,64 +394,6 @@ class Exchange:
             policy=place.policy,
             finished_unix_s=self.arrived_unix_s + e2e_s,
         )
-
-
-class Client:
-    """The other end of a stream: takes whole events as they come, and keeps the very last for the end.
-
-    Sending runs through at once as long as the client keeps up, so it is done where the bytes arrive, without waking
-    the request's task for each of them (a third of what an event costs). A send that has to wait is left to `ready`.
-    """
-
-    def __init__(self, send: Send, stream: StreamReader, connection: Connection) -> None:
-        """Stand between an engine's connection and a client."""
-        self.last = b""
-        self._send = send
-        self._stream = stream
-        self._connection = connection
-        self._stuck: Coroutine[Any, Any, None] | None = None
-        self._waits_for: Any = None
-
-    def take(self, piece: bytes) -> bool:
-        """Pass a piece on; False where the client is slow."""
-        return self.put(self._stream.feed(piece))
-
-    def put(self, events: bytes) -> bool:
-        """Send whole events; False where the client is slow."""
-        if self._connection.drained():
-            self.last = events
-        elif events:
-            step = self._send({"type": "http.response.body", "body": events, "more_body": True})
-            try:
-                self._waits_for = step.send(None)
-            except StopIteration:
-                return True
-            self._stuck = step
-            return False
-        return True
-
-    async def ready(self) -> None:
-        """Finish a send that has to wait for the client."""
-        if self._stuck is not None:
-            stuck, self._stuck = self._stuck, None
-            await Rest(stuck, self._waits_for)
-
-
-class Rest:
-    """The rest of a coroutine that has run up to its first wait."""
-
-    def __init__(self, begun: Coroutine[Any, Any, None], waits_for: Any) -> None:
-        """Know what it waits for."""
-        self._begun = begun
-        self._waits_for = waits_for
-
-    def __await__(self) -> Generator[Any, None, None]:
-        """Wait for that, and go on."""
-        try:
-            yield self._waits_for
-            yield from self._begun.__await__()
-        finally:
-            self._begun.close()
 
 
 def is_event_stream(headers: Headers) -> bool:
