@@ -12,6 +12,7 @@ setup: .venv/ready
 	touch $@
 
 demo: setup
+	$(BIN)/block warm
 	$(BIN)/block forecast examples/snapshot.json examples/request.json
 	$(BIN)/block replay examples/requests.jsonl --profile llama-2-7b-a30
 

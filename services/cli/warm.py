@@ -10,4 +10,5 @@ from services.warmup import warm_up
 @click.command()
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
+    click.echo("compiling the engine model: about a minute the first time, then it is kept", err=True)
     click.echo(f"kernels ready in {warm_up():.1f} s")
