@@ -72,7 +72,7 @@ def direct(function: F) -> F:
             return entry(*arguments)
         result = function(*arguments)
         (compiled,) = function.overloads.values()
-        entry = compiled.entry_point
+        entry = compiled.entry_point  # type: ignore[attr-defined]  # a named tuple that numba makes at run time
         return result
 
     return cast("F", call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -243,7 +244,7 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     # what is in flight and in no older step came after this one
     older = state.steps[state.engine[0].oldest].num_scheduled if state.engine[0].num_in_flight else 0
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
-    rows = state.requests[slots]
+    rows: Any = state.requests[slots]
     before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_under_way(state, step.start_s)

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import httptools
@@ -363,6 +363,12 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
             next_best=[one for number, one in enumerate(self._instances) if number != here],
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    def Generate(  # noqa: N802 - the wire's name
+        self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        """Refuse: the bench sends nothing there."""
+        raise NotImplementedError
 
     async def Release(  # noqa: N802 - the wire's name
         self,

@@ -66,7 +66,9 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "a truth for a number": lambda: replace(SOUND, num_free_blocks=True),
     "a request twice": lambda: replace(SOUND, waiting=(WAITING, WAITING)),
     "running and reserved": lambda: replace(SOUND, reserved=(RUNNING.request,)),
-    "more running than seats": lambda: replace(SOUND, config=replace(SMALL, max_num_seqs=1), running=(RUNNING, WAITING)),
+    "more running than seats": lambda: replace(
+        SOUND, config=replace(SMALL, max_num_seqs=1), running=(RUNNING, WAITING)
+    ),
     "all produced": lambda: running_with(produced_tokens=23, computed_tokens=10),
     "less than nothing produced": lambda: running_with(produced_tokens=-1),
     "more computed than there is": lambda: running_with(computed_tokens=12),
@@ -106,7 +108,9 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "scheduled but not in flight": lambda: stepping(step()),
     "two steps of an engine that makes one": lambda: stepping(step(), step(), in_flight_tokens=2),
     "three steps": lambda: stepping(step(), step(), step(), in_flight_tokens=3),
-    "a reserved request that is too long": lambda: replace(SOUND, reserved=(Request(request_id="c", prompt_tokens=40),)),
+    "a reserved request that is too long": lambda: replace(
+        SOUND, reserved=(Request(request_id="c", prompt_tokens=40),)
+    ),
 }
 
 

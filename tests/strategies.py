@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -79,7 +80,7 @@ def straight_lines(curve: Curve, count: int) -> float:
     knots = list(zip(curve.x, curve.y, strict=True))
     if count <= knots[0][0]:
         return knots[0][1]
-    for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(knots):
         if count <= x1:
             return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
     (x0, y0), (x1, y1) = knots[-2:]
@@ -143,7 +144,7 @@ def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
 
 
 @st.composite
-def loads(  # noqa: PLR0913 each argument pins one thing that is drawn otherwise
+def loads(
     draw: st.DrawFn,
     batcher: str,
     *,
@@ -159,9 +160,7 @@ def loads(  # noqa: PLR0913 each argument pins one thing that is drawn otherwise
     each other for ever, and vLLM v0 has the block to spare without which it recomputes a lone prompt for ever.
     """
     engine = draw(engines(batcher, policy=policy, chunked=chunked))
-    requests = draw(
-        request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests)
-    )
+    requests = draw(request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests))
     size = engine["block_size"]
     largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
     slack = draw(st.sampled_from((0, 0, 1, 2, 3, largest, 4 * largest)))

@@ -273,7 +273,10 @@ class StateFile:
             raise self._wrong(CORRUPT, f"contradicts itself in {what}")
 
     def _pread(self, offset: int, size: int) -> bytes:
-        data = os.pread(self._descriptor, size, offset)
+        try:
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._wrong(CORRUPT, f"cannot be read: {error.strerror}") from None
         if len(data) != size:
             raise self._wrong(CORRUPT, f"ends before byte {offset + size}")
         return data

@@ -39,7 +39,7 @@ def is_held(descriptor: int) -> bool:
     """Tell whether a writer holds the file; works between containers too, where process ids mean nothing."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # somebody holds it; or nobody can, there being no locks, and then nothing speaks against it
         return True
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False

@@ -177,7 +177,7 @@ def test_a_refused_candidate_takes_no_place() -> None:
     engine = load_of("vllm_v1", (8, 3)).loaded(AFFINE)
     names = set(engine.slots)
     good = Request(request_id="good", prompt_tokens=4, output_tokens=4)
-    with pytest.raises(ValueError, match="^prompt_tokens: "):
+    with pytest.raises(ValueError, match=r"^prompt_tokens: "):
         Forecaster(engine).forecast([good, Request(request_id="bad", prompt_tokens=4000)], 0.0)
     assert set(engine.slots) == names
     assert Forecaster(engine).forecast([good], 0.0)[0].e2e_s < math.inf

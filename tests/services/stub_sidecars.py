@@ -150,7 +150,7 @@ class StubSidecar:
         response.indicators.CopyFrom(self.indicators())
         return response.SerializeToString()
 
-    async def release(self, raw: bytes, context: Any) -> bytes:  # noqa: ARG002
+    async def release(self, raw: bytes, context: Any) -> bytes:
         """Take a promise back."""
         request = common_pb2.ReleaseRequest.FromString(raw)
         released = self.held.pop(request.request_id, None) is not None
