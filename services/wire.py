@@ -250,7 +250,7 @@ def indicators_message(
     values: Mapping[str, float],
     *,
     age_s: float,
-    source: common_pb2.StateSource = common_pb2.STATE_SOURCE_UNSPECIFIED,
+    source: common_pb2.StateSource.ValueType = common_pb2.STATE_SOURCE_UNSPECIFIED,
 ) -> common_pb2.Indicators:
     """Write indicators down; those without a number of their own go under `more`."""
     message = common_pb2.Indicators(age_s=age_s, source=source)

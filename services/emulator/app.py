@@ -71,7 +71,7 @@ class App:
 
     def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, most_body_bytes: int) -> None:
         """Stand before an engine; `paths` says what is answered."""
-        self._driver = driver
+        self.driver = driver
         self._served = served
         self._exposition = exposition
         self._most_body_bytes = most_body_bytes
@@ -101,13 +101,13 @@ class App:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        self._driving = asyncio.create_task(self._driver.run())
+        self._driving = asyncio.create_task(self.driver.run())
         await send({"type": "lifespan.startup.complete"})
         await receive()
         self._driving.cancel()
         with suppress(asyncio.CancelledError):
             await self._driving
-        self._driver.close()
+        self.driver.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,7 +147,7 @@ class App:
         if self._faults.refuse:
             raise unavailable("The engine refuses requests, as it was told to.")
         data = await self._json(call)
-        job = self._driver.submit(ask_from(kind, data, call.headers, call.request_id, self._served))
+        job = self.driver.submit(ask_from(kind, data, call.headers, call.request_id, self._served))
         leaving = asyncio.create_task(self._abort_when_gone(call, job))
         try:
             if job.ask.stream:
@@ -156,7 +156,7 @@ class App:
                 await self._answer_whole(call, job)
         finally:
             leaving.cancel()
-            self._driver.abort(job)
+            self.driver.abort(job)
 
     async def _stream(self, call: Call, job: Job) -> None:
         reply = Reply(job.ask, int(time.time()))
@@ -188,7 +188,7 @@ class App:
         """Wait until the client leaves, or all has been said."""
         while (await call.receive())["type"] != "http.disconnect":
             pass
-        self._driver.abort(job)
+        self.driver.abort(job)
 
     async def _models(self, call: Call) -> None:
         card = {
@@ -198,17 +198,17 @@ class App:
         await call.answer(_json({"object": "list", "data": [card]}))
 
     async def _health(self, call: Call) -> None:
-        is_well = self._driver.failure is None and not self._faults.refuse
+        is_well = self.driver.failure is None and not self._faults.refuse
         await call.answer(b"", status=200 if is_well else 503, kind=None)
 
     async def _version(self, call: Call) -> None:
         await call.answer(_json({"version": VERSION}))
 
     async def _load(self, call: Call) -> None:
-        await call.answer(_json({"server_load": self._driver.num_jobs}))
+        await call.answer(_json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.answer(self._exposition.text(self._driver.gauges()), kind=METRICS)
+        await call.answer(self._exposition.text(self.driver.gauges()), kind=METRICS)
 
     async def _tokenize(self, call: Call) -> None:
         ids, wants_texts = prompt_of(await self._json(call))
@@ -236,8 +236,8 @@ class App:
         except ValueError as error:
             raise bad_value(str(error)) from None
         say(log, logging.WARNING, "faults ordered", **asdict(self._faults))
-        self._driver.pace.slow = self._faults.slow
-        self._driver.hang(hangs=self._faults.hang)
+        self.driver.pace.slow = self._faults.slow
+        self.driver.hang(hangs=self._faults.hang)
         await call.answer(_json(asdict(self._faults)))
         if self._faults.crash:
             os.kill(os.getpid(), signal.SIGKILL)

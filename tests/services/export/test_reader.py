@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,8 @@ from services.export.writer import Writer, short_id
 from tests.services.export.files import CONFIG, busy, writer_at
 
 ROOT = Path(__file__).parents[3]
+
+Start = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -223,7 +225,7 @@ time.sleep(60)
 
 
 @pytest.fixture
-def other_process(path: Path) -> Iterator[object]:
+def other_process(path: Path) -> Iterator[Start]:
     """Start another process that writes a file, and wait until it says so."""
     started: list[subprocess.Popen[str]] = []
 
@@ -242,9 +244,9 @@ def other_process(path: Path) -> Iterator[object]:
         child.communicate()
 
 
-def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: object) -> None:
+def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Start) -> None:
     """While another process writes without pause, every view is of one publication."""
-    other_process(WRITE_FOR_EVER)  # type: ignore[operator]
+    other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=5.0)
     last = 0
     for _ in range(1500):
@@ -262,9 +264,9 @@ def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: obje
     assert last > 0
 
 
-def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: object) -> None:
+def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: Start) -> None:
     """The kernel lets go of a dead writer's lock, so that its last state is not taken for true."""
-    child = other_process(WRITE_FOR_EVER)  # type: ignore[operator]
+    child = other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=5.0)
     reader.read()
     child.kill()
@@ -276,9 +278,9 @@ def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_proc
     assert len(reader.read().running) == 2
 
 
-def test_a_writer_that_stops_half_way_is_waited_for_so_long(path: Path, other_process: object) -> None:
+def test_a_writer_that_stops_half_way_is_waited_for_so_long(path: Path, other_process: Start) -> None:
     """An odd sequence is busy while its writer lives, and the end of it once it has died."""
-    child = other_process(WRITE_HALF)  # type: ignore[operator]
+    child = other_process(WRITE_HALF)
     start_s = time.monotonic()
     assert refused(path, patience_s=0.05).reason == BUSY
     assert 0.05 <= time.monotonic() - start_s < 5

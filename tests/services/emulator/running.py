@@ -1,0 +1,137 @@
+"""Emulated engines for tests: within this process, on a thread of their own, or as processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from predictor.config import EngineConfig
+from predictor.profile import Profile, load_profile
+from services.emulator.app import App
+from services.emulator.driver import Driver
+from services.emulator.server import EmulatorSettings, application, bind, server
+
+ROOT = Path(__file__).parents[3]
+MODEL = "tiny"
+PATIENCE_S = 20.0
+A30 = load_profile("llama-2-7b-a30")
+CONFIG = EngineConfig(max_num_seqs=16, num_gpu_blocks=257, max_model_len=1024, block_size=16)
+
+# the command as it is installed, whether or not the group has it yet
+COMMAND = """
+from services.cli import main
+from services.cli.serve import serve
+from services.cli.serve_engine import engine
+serve.add_command(engine)
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulated:
+    """A running emulated engine, and a client of it."""
+
+    app: App
+    driver: Driver
+    state_file: Path
+    client: httpx.Client
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """Ask for a completion, whole."""
+        answer = self.client.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, **fields})
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    def order(self, **faults: Any) -> None:
+        """Order faults; none of them is the engine well again."""
+        assert self.client.post("/admin/fault", json=faults).status_code == 200
+
+    def metric(self, name: str) -> float:
+        """One sample of /metrics, by its name and labels beyond those that all have."""
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.plain_metrics(), re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def plain_metrics(self) -> str:
+        """/metrics without the labels that all have."""
+        text = self.client.get("/metrics").text
+        return re.sub(r"\{\}", "", re.sub(r'engine="0",?|model_name="tiny",?', "", text)).replace(",}", "}")
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds, with a request between one look and the next."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline_s, "waited in vain"
+            self.client.get("/load")
+
+    def is_idle(self) -> bool:
+        """Tell whether nothing runs or waits, and all blocks are free."""
+        gauges = self.driver.gauges()
+        return (gauges.num_running, gauges.num_waiting, gauges.kv_cache_usage) == (0, 0, 0.0)
+
+
+@contextmanager
+def emulated(
+    folder: Path, config: EngineConfig = CONFIG, profile: Profile = A30, **settings: Any
+) -> Iterator[Emulated]:
+    """Run an emulated engine while the block runs."""
+    state_file = folder / "engine.state"
+    told = EmulatorSettings(**{"model": MODEL, "state_file": str(state_file), "port": 0, "speed": 200.0, **settings})
+    listener = bind(told.host, told.port)
+    app = application(told, config, profile)
+    listener.listen()
+    running = server(app, told.drain_s)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            yield Emulated(app=app, driver=app.driver, state_file=state_file, client=client)
+    finally:
+        running.should_exit = True
+        thread.join()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """An emulated engine as a process."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[Started]:
+    """Start `block serve engine` on a free port, and wait until it says that it serves."""
+    command = [sys.executable, "-c", COMMAND, "serve", "engine", "--port", "0", "--log-format", "json", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stderr is not None
+        try:
+            for line in child.stderr:
+                said = json.loads(line)
+                if said["event"] == "serving":
+                    yield Started(process=child, url=f"http://127.0.0.1:{said['port']}")
+                    break
+        finally:
+            child.kill()
+            child.stderr.read()
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream; the last one must be [DONE]."""
+    *data, last, end = text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: ") for event in data)
+    return [json.loads(event.removeprefix("data: ")) for event in data]
