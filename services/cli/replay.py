@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ from services.simulator.replay import replay as replay_requests
 from services.simulator.replay import replay_steps
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
+OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
 
 
 @click.command()
@@ -64,11 +66,8 @@ def replay(
             return
     outcomes = replay_requests(config, profile.step_time, requests)
     if as_json:
-        json.dump(
-            plain({"profile": profile.name, "requests": [_row(o) for o in outcomes], "summary": summary(outcomes)}),
-            sys.stdout,
-        )
-        print()
+        rows = [row_of(outcome) for outcome in outcomes]
+        print(json.dumps({"profile": profile.name, "requests": rows, "summary": summary(outcomes)}))
     else:
         _print_table(outcomes)
 
@@ -89,8 +88,9 @@ def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[Reque
     out.writelines(json.dumps(plain(step)) + "\n" for step in replay_steps(config, step_time, requests))
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
-    return {**plain(outcome), **{name: getattr(outcome, name) for name in METRICS}}
+def row_of(outcome: Outcome) -> dict[str, Any]:
+    """Give what a request experienced as JSON has it; times that never came are null."""
+    return {name: getattr(outcome, name) for name in OUTCOME_FIELDS}
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.gateway.asking import REQUEST_ID, Ask, read_body, read_headers
 from services.gateway.exchange import Exchange, Send, Shared
 from services.gateway.keys import ApiKeys
-from services.gateway.models import Models
 from services.gateway.refusals import RefusedError
 from services.http_client import Headers
 from services.log_lines import say
@@ -45,11 +44,10 @@ class ClientLeftError(Exception):
 class Gateway:
     """Serves all requests; `cut_off` ends those that are still under way when there is no more time."""
 
-    def __init__(self, shared: Shared, models: Models, keys: ApiKeys) -> None:
+    def __init__(self, shared: Shared, keys: ApiKeys) -> None:
         """Serve with what the requests share."""
         self.draining = False
         self._shared = shared
-        self._models = models
         self._keys = keys
         self._known_models = frozenset(shared.settings.models)
         self._most = shared.settings.max_concurrency
@@ -200,16 +198,16 @@ class Gateway:
             return
         self._shared.metrics.answered(path, exchange.status if exchange.started or refused is None else refused.status)
         if refused is not None:
-            if exchange.started:
+            if exchange.streaming:
                 await exchange.cut(refused)
-            else:
+            elif not exchange.started:
                 await _refuse(exchange.send, refused, exchange.shown_id)
 
     # The rest.
 
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         self._admitted(scope["headers"])
-        models = await self._models.listed()
+        models = await self._shared.models.listed()
         await _reply(send, 200, JSON, json.dumps({"object": "list", "data": models}).encode())
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002

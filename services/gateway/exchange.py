@@ -13,6 +13,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from services.gateway.answering import Ending, StreamReader, ending_of
 from services.gateway.asking import Ask, Wishes
 from services.gateway.metrics import Metrics
+from services.gateway.models import Models
 from services.gateway.places import (
     LAST_RESORT,
     NEXT_BEST,
@@ -61,6 +62,7 @@ class Shared:
     sizes: PromptSizes
     last_resort: LastResort
     failed_lately: FailedLately
+    models: Models
     loop: asyncio.AbstractEventLoop
 
 
@@ -95,6 +97,7 @@ class Exchange:
     arrived_unix_s: float
 
     started: bool = False  # the client has got a status
+    streaming: bool = False
     status: int = 200
     decision_s: float = 0.0
     _place: Place | None = None  # where something is reserved or under way
@@ -141,7 +144,7 @@ class Exchange:
             except NobodyError:
                 pass
         for instance in self._next_best:
-            if instance.instance_id not in self._excluded:
+            if instance.instance_id not in self._excluded and instance.engine_url:
                 shared.metrics.last_resort.labels(NEXT_BEST).inc()
                 return place_next_best(instance)
         place = shared.last_resort.next(self._excluded, avoided)
@@ -170,6 +173,7 @@ class Exchange:
             say(log, logging.ERROR, "decision names no place", scheduler=decision.scheduler_id, why=str(error))
             raise NobodyError("the decision names no place") from None
         self._next_best = list(decision.next_best)
+        self.shared.models.saw(decision.instance)
         return place
 
     def _request(self, excluded: list[str]) -> scheduler_pb2.ScheduleRequest:
@@ -293,7 +297,7 @@ class Exchange:
         """Pass a stream on as it comes; where it breaks off, end it with an error event."""
         connection = reply.connection
         idle_s = self.shared.settings.idle_s
-        self.started, self.status = True, reply.status
+        self.started = self.streaming = True
         headers = self._reply_headers(reply)
         await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
         events = reply.body
@@ -311,12 +315,14 @@ class Exchange:
                 instance_id=reply.place.instance_id, why=str(error),
             )  # fmt: skip
             self._leave(reply.place, common_pb2.FINISH_REASON_FAILED, stream.ending())
+            self.streaming = False
             await self.cut(unanswered(error))
             return
         self._ended_s = connection.last_byte_s
         events += stream.rest()
         ended = stream.ending()
         self._leave(reply.place, ended.finish_reason, ended)
+        self.streaming = False
         await self.send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _reply_headers(self, reply: Reply) -> Headers:

@@ -12,13 +12,14 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from services.gateway.places import LastResort
 from services.gateway.refusals import RefusedError
 from services.gateway.schedulers import NobodyError, Schedulers
-from services.http_client import HttpClient, Origin, origin_of
+from services.http_client import HttpClient, origin_of
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
 
 KEEP_S = 5.0  # a list is good for so long
 ENGINE_S = 2.0
+SEEN_S = 600.0  # an instance that got no request for so long may be gone
 MOST_ASKED = 32  # engines that are asked themselves
 
 
@@ -37,6 +38,11 @@ class Models:
         self._until_s = 0.0
         self._listed: list[dict[str, Any]] = []
         self._lock = asyncio.Lock()
+        self._seen: dict[str, tuple[common_pb2.Instance, float]] = {}
+
+    def saw(self, instance: common_pb2.Instance) -> None:
+        """Remember an instance that a request went to."""
+        self._seen[instance.instance_id] = (instance, self._loop.time())
 
     async def listed(self) -> list[dict[str, Any]]:
         """Give OpenAI's model objects, by id."""
@@ -51,14 +57,14 @@ class Models:
     async def _ask(self) -> list[dict[str, Any]]:
         """Collect from instances what they serve; from engines, where their instances do not say."""
         models: dict[str, dict[str, Any]] = {}
-        instances = await self._instances()
+        now_s = self._loop.time()
+        self._seen = {name: seen for name, seen in self._seen.items() if now_s - seen[1] < SEEN_S}
+        instances = [*(instance for instance, _ in self._seen.values()), *await self._instances()]
         for instance in instances:
             models.update((name, described(name)) for name in instance.models)
-        silent = [instance.engine_url for instance in instances if not instance.models]
-        origins = [origin_of(url) for url in silent] or (
-            [] if instances else [place.origin for place in self._last_resort.places]
-        )
-        for told in await asyncio.gather(*(self._of_engine(origin) for origin in origins[:MOST_ASKED])):
+        silent = {instance.engine_url for instance in instances if not instance.models}
+        urls = sorted(silent) if instances else self._last_resort.urls
+        for told in await asyncio.gather(*(self._of_engine(url) for url in urls[:MOST_ASKED])):
             models.update((model["id"], model) for model in told)
         return [models[name] for name in sorted(models)]
 
@@ -70,25 +76,18 @@ class Models:
         try:
             response = await self._schedulers.schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True))
         except (RefusedError, NobodyError) as error:
-            if self._last_resort.places:
+            if self._last_resort.places or self._seen:
                 return []
             raise RefusedError(503, f"the models are not known now: {error}") from None
         return [response.decision.instance, *response.decision.next_best]
 
-    async def _of_engine(self, origin: Origin) -> list[dict[str, Any]]:
+    async def _of_engine(self, url: str) -> list[dict[str, Any]]:
         try:
-            status, body = await self._engines.get(origin, b"/v1/models", within_s=ENGINE_S)
+            status, body = await self._engines.get(origin_of(url), b"/v1/models", within_s=ENGINE_S)
             data = json.loads(body)["data"] if status == 200 else []
             return [model for model in data if isinstance(model["id"], str)]
         except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
-            say(
-                log,
-                logging.INFO,
-                "engine does not tell its models",
-                engine=origin.host,
-                port=origin.port,
-                why=str(error),
-            )
+            say(log, logging.INFO, "engine does not tell its models", engine=url, why=str(error))
             return []
 
 

@@ -45,6 +45,7 @@ class LastResort:
 
     def __init__(self, urls: Sequence[str]) -> None:
         """Know their URLs."""
+        self.urls = list(urls)
         self.places = [
             Place(instance_id=f"{origin.host}:{origin.port}{origin.prefix}", origin=origin, policy=LAST_RESORT)
             for origin in map(origin_of, urls)
@@ -69,19 +70,27 @@ class FailedLately:
         self._circuits: dict[str, Circuit] = {}
 
     def avoided(self) -> list[str]:
-        """Name those to leave alone now; one whose pause is over is tried by one request."""
+        """Name those to leave alone now. When its pause is over an instance may be chosen again, and not before."""
         if not self._circuits:
             return []
         now_s = self._clock()
-        return [instance_id for instance_id, circuit in self._circuits.items() if not circuit.allows(now_s)]
+        return [instance_id for instance_id, circuit in self._circuits.items() if in_pause(circuit, now_s)]
 
     def failed(self, instance_id: str) -> None:
-        """Note a failure."""
+        """Note a failure; all that fails while an instance is left alone began before, and is no news."""
+        now_s = self._clock()
         if len(self._circuits) >= MOST_CIRCUITS and instance_id not in self._circuits:
             del self._circuits[next(iter(self._circuits))]
-        self._circuits.setdefault(instance_id, Circuit()).failed(self._clock())
+        circuit = self._circuits.setdefault(instance_id, Circuit())
+        if not in_pause(circuit, now_s):
+            circuit.failed(now_s)
 
     def succeeded(self, instance_id: str) -> None:
         """Forget the failures."""
         if self._circuits:
             self._circuits.pop(instance_id, None)
+
+
+def in_pause(circuit: Circuit, now_s: float) -> bool:
+    """Tell whether a part is to be left alone."""
+    return circuit.is_open() and now_s < circuit.retry_at_s

@@ -38,8 +38,6 @@ UNWILLING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
-MODEL_FIELDS = ("model:", "request.model:")
-
 Settled = Callable[[scheduler_pb2.ScheduleResponse], None]
 
 
@@ -55,6 +53,7 @@ class _Scheduler:
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
         self.circuit = Circuit()
+        self.failed_s = 0.0  # when a failure was counted last
 
 
 class Schedulers:
@@ -87,6 +86,7 @@ class Schedulers:
         """
         unwilling: RefusedError | None = None
         for one in self._in_turn():
+            began_s = self._loop.time()
             try:
                 response = await self._call(one, request, abandoned)
             except grpc.aio.AioRpcError as error:
@@ -99,7 +99,7 @@ class Schedulers:
                     one.circuit.succeeded()
                     unwilling = RefusedError(UNWILLING[code], details or "no scheduler takes this now")
                     continue
-                self._failed(one, code, details)
+                self._failed(one, began_s, code, details)
             else:
                 one.circuit.succeeded()
                 return response
@@ -110,6 +110,7 @@ class Schedulers:
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Tell an end to any; False where none took it."""
         for one in self._in_turn():
+            began_s = self._loop.time()
             try:
                 await one.stub.Release(request, timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -119,7 +120,7 @@ class Schedulers:
                     say(log, logging.WARNING, "release refused", request_id=request.request_id, why=error.details())
                     return False
                 if code not in UNWILLING:
-                    self._failed(one, code, error.details() or "")
+                    self._failed(one, began_s, code, error.details() or "")
             else:
                 return True
         return False
@@ -158,9 +159,12 @@ class Schedulers:
             raise
         return await call
 
-    def _failed(self, one: _Scheduler, code: grpc.StatusCode, details: str) -> None:
+    def _failed(self, one: _Scheduler, began_s: float, code: grpc.StatusCode, details: str) -> None:
         was_open = one.circuit.is_open()
-        one.circuit.failed(self._loop.time())
+        if was_open and began_s < one.failed_s:
+            return  # many calls fail at once where one scheduler dies: that is one failure
+        one.failed_s = self._loop.time()
+        one.circuit.failed(one.failed_s)
         if one.circuit.is_open() and not was_open:
             say(log, logging.WARNING, "scheduler does not answer", scheduler=one.address, code=code.name, why=details)
 
@@ -183,6 +187,7 @@ async def _settle(
 
 
 def _refused(code: grpc.StatusCode, details: str) -> RefusedError:
-    if code is grpc.StatusCode.NOT_FOUND or details.startswith(MODEL_FIELDS):
-        return RefusedError(404, details or "there is no such model", code="model_not_found", param="model")
-    return RefusedError(REFUSALS[code], (details or "the request was refused").removeprefix("request."))
+    message = (details or "the request was refused").removeprefix("request.")
+    if code is grpc.StatusCode.NOT_FOUND:
+        return RefusedError(404, message, code="model_not_found", param="model")
+    return RefusedError(REFUSALS[code], message)

@@ -85,9 +85,10 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
             sizes=PromptSizes(settings.bytes_per_token),
             last_resort=last_resort,
             failed_lately=FailedLately(loop.time),
+            models=Models(settings.models, schedulers, last_resort, engines),
             loop=loop,
         )
-        gateway = Gateway(shared, Models(settings.models, schedulers, last_resort, engines), keys)
+        gateway = Gateway(shared, keys)
         try:
             async with answering(gateway, own, server.drain_s):
                 yield Serving(port=own.getsockname()[1], gateway=gateway)

@@ -20,7 +20,7 @@ from predictor.config import EngineConfig
 from predictor.profile import Profile, load_profile
 from services.emulator.app import App
 from services.emulator.driver import Driver
-from services.emulator.server import EmulatorSettings, application, bind, server
+from services.emulator.server import EmulatorSettings, application, bind, server, warm
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
@@ -89,6 +89,7 @@ def emulated(
     """Run an emulated engine while the block runs."""
     state_file = folder / "engine.state"
     told = EmulatorSettings(**{"model": MODEL, "state_file": str(state_file), "port": 0, "speed": 200.0, **settings})
+    warm(config, profile)
     listener = bind(told.host, told.port)
     app = application(told, config, profile)
     listener.listen()
