@@ -235,7 +235,7 @@ def part(name: str, environment: dict[str, str] | None = None) -> Iterator[Part]
 @contextmanager
 def gateway_before(scheduler_port: int) -> Iterator[Part]:
     """Run the gateway as its users do; its log says where it listens."""
-    command = [sys.executable, "-m", "services.cli.serve_gateway", "--port", "0", "--log-format", "json"]
+    command = [str(Path(sys.executable).with_name("block")), "serve", "gateway", "--port", "0", "--log-format", "json"]
     command += ["--scheduler", f"{PLACE}:{scheduler_port}"]
     with started(command, {}, stderr=subprocess.PIPE) as process:
         for line in process.stderr or ():

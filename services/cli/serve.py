@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.serve_gateway import gateway
 from services.cli.serve_scheduler import scheduler
 from services.cli.serve_tagger import tagger
 
@@ -13,5 +14,5 @@ def serve() -> None:
     """Run one part of the system until SIGTERM or Ctrl-C; then what is under way is finished."""
 
 
-for command in (scheduler, tagger):
+for command in (gateway, scheduler, tagger):
     serve.add_command(command)

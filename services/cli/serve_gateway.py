@@ -79,7 +79,3 @@ def gateway(
     if api_key_file is not None:
         keys = ApiKeys.from_file(api_key_file)
     serve(settings, server, keys)
-
-
-if __name__ == "__main__":
-    gateway()

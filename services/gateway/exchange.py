@@ -155,9 +155,10 @@ class Exchange:
 
     async def _decided_avoiding(self, avoided: list[str]) -> Place:
         """Ask without those that failed lately; where nothing is left then, with them."""
-        if avoided:
+        more = [instance_id for instance_id in avoided if instance_id not in self._excluded]
+        if more:
             try:
-                return await self._decided([*self._excluded, *avoided])
+                return await self._decided([*self._excluded, *more])
             except RefusedError as error:
                 if error.status == 429:
                     raise

@@ -55,6 +55,10 @@ class _Scheduler:
         self.circuit = Circuit()
         self.failed_s = 0.0  # when a failure was counted last
 
+    def says_itself(self, code: grpc.StatusCode) -> bool:
+        """Tell a scheduler that has no instance from one that is not there: the connection stands."""
+        return code is grpc.StatusCode.UNAVAILABLE and self.channel.get_state() is grpc.ChannelConnectivity.READY
+
 
 class Schedulers:
     """Asks one after the other until one answers. Needs a running event loop."""
@@ -64,7 +68,7 @@ class Schedulers:
         self._all = [_Scheduler(address) for address in addresses]
         self._within_s = within_s
         self._failures = failures
-        self._turn = 0
+        self._turns = {"schedule": 0, "release": 0}  # both calls go round, each by itself
         self._loop = asyncio.get_running_loop()
         for one in self._all:
             one.channel.get_state(try_to_connect=True)
@@ -85,7 +89,7 @@ class Schedulers:
         A caller who is cancelled meanwhile does not cancel the call: what was decided in vain goes to `abandoned`.
         """
         unwilling: RefusedError | None = None
-        for one in self._in_turn():
+        for one in self._in_turn("schedule"):
             began_s = self._loop.time()
             try:
                 response = await self._call(one, request, abandoned)
@@ -95,9 +99,9 @@ class Schedulers:
                     one.circuit.succeeded()
                     raise _refused(code, details) from None
                 self._failures.labels(one.address, code.name).inc()
-                if code in UNWILLING:
+                if code in UNWILLING or one.says_itself(code):
                     one.circuit.succeeded()
-                    unwilling = RefusedError(UNWILLING[code], details or "no scheduler takes this now")
+                    unwilling = RefusedError(UNWILLING.get(code, 503), details or "no scheduler takes this now")
                     continue
                 self._failed(one, began_s, code, details)
             else:
@@ -109,7 +113,7 @@ class Schedulers:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Tell an end to any; False where none took it."""
-        for one in self._in_turn():
+        for one in self._in_turn("release"):
             began_s = self._loop.time()
             try:
                 await one.stub.Release(request, timeout=self._within_s)
@@ -119,7 +123,7 @@ class Schedulers:
                 if code in REFUSALS:
                     say(log, logging.WARNING, "release refused", request_id=request.request_id, why=error.details())
                     return False
-                if code not in UNWILLING:
+                if code not in UNWILLING and not one.says_itself(code):
                     self._failed(one, began_s, code, error.details() or "")
             else:
                 return True
@@ -130,13 +134,13 @@ class Schedulers:
         for one in self._all:
             await one.channel.close()
 
-    def _in_turn(self) -> Iterator[_Scheduler]:
+    def _in_turn(self, call: str) -> Iterator[_Scheduler]:
         """Everybody whose circuit is closed, beginning with another each time; else who is to be tried next anyway."""
-        self._turn += 1
+        turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
         tried = False
         for step in range(count):
-            one = self._all[(self._turn + step) % count]
+            one = self._all[(turn + step) % count]
             if one.circuit.allows(self._loop.time()):
                 tried = True
                 yield one

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import scheduler_pb2_grpc
@@ -29,7 +30,7 @@ NAME = "scheduler"
 
 def serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
     """Run the service until it is told to stop."""
-    asyncio.run(_serve(settings, server, source, poll_s))
+    uvloop.run(_serve(settings, server, source, poll_s))
 
 
 async def _serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:

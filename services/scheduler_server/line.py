@@ -8,15 +8,16 @@ from typing import Any, cast
 
 import grpc
 
-PREDICT_STREAM = "/block.v1.Predictor/PredictStream"  # stream of PredictRequest -> stream of PredictResponse
+PREDICT_STREAM = "/block.v1.Predictor/PredictStream"  # a stream of what Predict takes, and of what it gives, in order
 
 
 class Line:
     """A stream that answers each question in its turn; it is opened by the first one, and again after it broke."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, method: str) -> None:
         """Open nothing yet."""
-        self._open: Any = channel.stream_stream(PREDICT_STREAM)
+        self.works: bool | None = None  # None: nobody knows yet whether the other side can do it
+        self._open: Any = channel.stream_stream(method)
         self._call: Any = None
         self._unsent: deque[bytes] = deque()
         self._unanswered: deque[asyncio.Future[bytes]] = deque()
@@ -72,6 +73,7 @@ class Line:
                     error = ConnectionError("answered what nobody had asked")
                     call.cancel()
                     break
+                self.works = True
                 waiting = self._unanswered.popleft()
                 if not waiting.done():
                     waiting.set_result(cast("bytes", answer))
@@ -79,6 +81,8 @@ class Line:
                 error = ConnectionError("ended the stream")
         except grpc.aio.AioRpcError as failed:
             error = failed
+            if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self.works = False
         except asyncio.CancelledError:
             error = ConnectionError("hung up")
         if call is self._call:

@@ -17,7 +17,7 @@ from scheduler.circuit import Circuit
 from scheduler.dispatch import Candidate, Fate
 from services.instances import Instance
 from services.log_lines import say
-from services.scheduler_server.line import Line
+from services.scheduler_server.line import PREDICT_STREAM, Line
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.settings import SchedulerSettings
 from services.wire import forecast_from, indicators_from
@@ -93,8 +93,7 @@ class Sidecar:
         self._predict: Any = self._channel.unary_unary("/block.v1.Predictor/Predict")
         stub = predictor_pb2_grpc.PredictorStub(self._channel)
         self._reserve, self._release = stub.Reserve, stub.Release
-        self._line = Line(self._channel)
-        self._has_line: bool | None = None  # None: not tried yet
+        self._line = Line(self._channel, PREDICT_STREAM)
 
     @property
     def name(self) -> str:
@@ -127,6 +126,8 @@ class Sidecar:
         if fate is Fate.REFUSED:
             return
         self._measures.sidecar_failures.labels(self.name, fate.value).inc()
+        if fate is Fate.DOWN and not self._line.works:
+            self._line.works = None  # another may come in its place
         if self._circuit.is_open():
             return
         self._circuit.failed(time.monotonic())
@@ -146,22 +147,18 @@ class Sidecar:
     def ask(self, question: bytes) -> asyncio.Future[bytes]:
         """Send a serialised PredictRequest that names nobody; messages are merged by putting them together."""
         question += self._suffix
-        if self._has_line:
+        if self._line.works:
             return self._line.ask(question)
         return asyncio.ensure_future(self._ask(question))
 
     async def _ask(self, question: bytes) -> bytes:
-        """Ask over a stream, if the sidecar knows how to; else by a call."""
-        if self._has_line is None:
+        """Ask over the stream, if the sidecar knows how to; else by a call."""
+        if self._line.works is None:
             try:
-                told = await self._line.ask(question)
+                return await self._line.ask(question)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
-                self._has_line = False
-            else:
-                self._has_line = True
-                return told
         answer: bytes = await self._predict(question, timeout=self._deadline_s)
         return answer
 

@@ -121,6 +121,7 @@ def process(*arguments: str) -> Iterator[Started]:
         assert child.stderr is not None
         try:
             for line in child.stderr:
+                assert line.startswith("{"), line
                 said = json.loads(line)
                 if said["event"] == "serving":
                     yield Started(process=child, url=f"http://127.0.0.1:{said['port']}")

@@ -333,10 +333,11 @@ def test_metrics_have_vllms_names(engine: Emulated) -> None:
     families = {family.name: family for family in text_string_to_metric_families(engine.client.get("/metrics").text)}
     assert families.keys() >= {
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info",
-        "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
-        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds",
-        "vllm:request_inference_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:iteration_tokens_total",
+        "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:prompt_tokens",
+        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds", "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds", "vllm:generation_tokens", "vllm:request_success",
+        "vllm:iteration_tokens_total",
     }  # fmt: skip
     (info,) = families["vllm:cache_config_info"].samples
     assert (info.labels["num_gpu_blocks"], info.labels["block_size"]) == ("257", "16")

@@ -1,0 +1,177 @@
+"""The parts of an emulated engine, each by itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.config import EngineConfig
+from predictor.engine import Engine
+from predictor.profile import constant_profile
+from predictor.request import Request
+from services.emulator import answers
+from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
+from services.emulator.clock import EngineClock
+from services.emulator.contents import Names, forget_contents
+from services.emulator.metrics import Histogram, one_two_five
+from services.emulator.pace import Pace
+from services.emulator.tokens import chat_text, content_hashes, text_of, token_ids
+
+OFFSETS = st.integers(0, 20_000)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=st.text(max_size=60))
+def test_tokens_spell_their_text(text: str) -> None:
+    """No text is lost in tokens, whatever it is made of, but for characters that NUL bytes begin."""
+    if "\0" not in text:
+        assert text_of(token_ids(text)) == text
+    assert all(0 <= token < 2**40 for token in token_ids(text))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(before=st.text(st.characters(codec="ascii"), max_size=40), offset=OFFSETS, num_tokens=st.integers(1, 50))
+def test_an_answer_is_the_same_tokens_when_it_comes_back(before: str, offset: int, num_tokens: int) -> None:
+    """A conversation tokenized again begins with its prompt's tokens and its answer's."""
+    prompt = chat_text([("user", before)])
+    given_answer = answer(offset, num_tokens, 100, StopRule())
+    again = token_ids(prompt + given_answer.text(0, num_tokens) + "\n")
+    assert again[:-1] == token_ids(prompt) + given_answer.token_ids()
+
+
+def test_every_word_is_one_token() -> None:
+    """The endless text is counted as it is cut."""
+    assert [token_ids(piece) for piece in PIECES[:500]] == [[token] for token in IDS[:500]]
+    assert stretch(8190, 5) == "".join(PIECES[place % 8192] for place in range(8190, 8195))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    offset=OFFSETS,
+    num_tokens=st.integers(1, 60),
+    max_tokens=st.integers(1, 60),
+    min_tokens=st.integers(0, 10),
+    stops=st.lists(st.sampled_from([" the", "e", "at", "h i", "zzz", "a b"]), max_size=3),
+    shows=st.booleans(),
+)
+def test_an_answer_stops_where_a_plain_search_finds_it(
+    offset: int, num_tokens: int, max_tokens: int, min_tokens: int, stops: list[str], *, shows: bool
+) -> None:
+    """Token by token, as an engine looks for stop strings, the same end is found."""
+    min_tokens = min(min_tokens, max_tokens)
+    made = answer(offset, num_tokens, max_tokens, StopRule(strings=stops, min_tokens=min_tokens, shows=shows))
+    text, reason, stopped_by, count = "", "length", None, 0
+    end = min(max_tokens, max(num_tokens, min_tokens))
+    while count < end and stopped_by is None:
+        piece = PIECES[(offset + count) % 8192]
+        count += 1
+        text += piece
+        if count > min_tokens:
+            found = [(text.find(stop, max(0, len(text) - len(piece) - len(stop) + 1)), stop) for stop in stops]
+            ends = [(at + len(stop), order, at, stop) for order, (at, stop) in enumerate(found) if at >= 0]
+            if ends:
+                last, _, at, stopped_by = min(ends)
+                text = text[: last if shows else at]
+    if stopped_by is not None or end < max_tokens:
+        reason = "stop"
+    assert (made.num_tokens, made.finish_reason, made.stop_reason) == (count, reason, stopped_by)
+    assert made.text(0, count) == text
+    assert "".join(made.text(place, place + 1) for place in range(count)) == text
+
+
+def test_lengths_are_drawn_from_their_distribution() -> None:
+    """The median is the median, and the spread that of the logarithm."""
+    lengths = answers.Lengths(median_tokens=300, spread=0.5)
+    draws = [lengths.draw(answers.fate([number], 7)[0]) for number in range(4000)]
+    assert 285 < np.median(draws) < 315
+    assert 0.47 < np.std(np.log(draws)) < 0.53
+    assert answers.Lengths(median_tokens=30, spread=0).draw(0.999) == 30
+
+
+def test_a_clock_that_is_held_goes_on_where_it_stood() -> None:
+    """Engine time passes at its speed, stands while held, and can be set back."""
+    clock = EngineClock(50.0)
+    clock.hold()
+    held_s = clock.now_s()
+    assert clock.now_s() == held_s
+    clock.release()
+    assert held_s <= clock.now_s() < held_s + 50
+    clock.set_back(2.0)
+    assert 2.0 <= clock.now_s() < 52
+    assert clock.wall_s(clock.now_s()) == pytest.approx(clock.wall_s(0) + clock.now_s() / 50, abs=0.5)
+
+
+def test_noise_is_seeded_and_has_mean_one() -> None:
+    """The same seed makes the same noise, of the size asked for; a fault multiplies it."""
+    one, other = Pace(0.1, 4), Pace(0.1, 4)
+    draws = [one.next() for _ in range(4000)]
+    assert draws == [other.next() for _ in range(4000)]
+    assert np.mean(draws) == pytest.approx(1, abs=0.01)
+    assert np.std(draws) == pytest.approx(0.1, abs=0.01)
+    calm = Pace(0.0, 4)
+    calm.slow = 3.0
+    assert calm.next() == 3.0
+
+
+def test_histograms_count_as_prometheus_does() -> None:
+    """A value equal to a bound belongs to that bound's bucket, alone or among many."""
+    histogram = Histogram((1.0, 2.0, 5.0))
+    histogram.observe(1.0)
+    histogram.observe_many(np.array([0.5, 2.5, 9.0]))
+    histogram.observe_many(np.array([1.5, 2.0]))
+    histogram.observe_many(np.empty(0))
+    assert histogram.buckets() == ([("1.0", 2), ("2.0", 4), ("5.0", 5), ("+Inf", 6)], 16.5)
+    assert one_two_five(60) == [1, 2, 5, 10, 20, 50]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_forgetting_contents_changes_nothing(seed: int) -> None:
+    """An engine whose contents are numbered anew now and then serves as one whose are not."""
+    draw = np.random.default_rng(seed)
+    config = EngineConfig(max_num_seqs=4, num_gpu_blocks=24, block_size=4, max_model_len=64, max_num_batched_tokens=32)
+    prompts = [draw.integers(0, 3, draw.integers(1, 30)).tolist() for _ in range(40)]
+    engines = [Engine(config, constant_profile().step_time) for _ in range(2)]
+    names = Names(engines[1])
+    for number, prompt in enumerate(prompts):
+        hashes = content_hashes(prompt, 4)
+        names.learn(hashes)
+        for engine in engines:
+            engine.add(
+                Request(
+                    request_id=str(number), prompt_tokens=len(prompt), output_tokens=int(draw.integers(1, 2)) + 9,
+                    arrival_s=number * 2.0, prefix_hashes=hashes,
+                )
+            )  # fmt: skip
+        if number % 7 == 6:
+            for engine in engines:
+                engine.advance(number * 2.0)
+                engine.forget_finished()
+            known = len(engines[1].contents)
+            forget_contents(engines[1])
+            assert len(engines[1].contents) <= known
+            assert sorted(engines[1].contents.values()) == list(range(len(engines[1].contents)))
+    for engine in engines:
+        engine.advance()
+    assert engines[0].forget_finished() == engines[1].forget_finished()
+    assert engines[0].state.engine[0].num_free_blocks == engines[1].state.engine[0].num_free_blocks
+
+
+def test_names_follow_contents_that_are_numbered_anew() -> None:
+    """When too many contents are known the unused go, and blocks keep their hashes."""
+    config = EngineConfig(max_num_seqs=4, num_gpu_blocks=9, block_size=4, max_model_len=64)
+    engine = Engine(config, constant_profile().step_time)
+    names = Names(engine)
+    names.learn((7, 8))
+    engine.add(Request(request_id="r", prompt_tokens=8, output_tokens=1, prefix_hashes=(7, 8)))
+    engine.advance()
+    assert sorted(names.of_blocks()) == [0] * 6 + [7, 8]
+    fresh = itertools.count(100)
+    for _ in range(80):
+        names.learn([next(fresh) for _ in range(1000)])
+    assert len(engine.contents) < 80_000
+    assert sorted(names.of_blocks()) == [0] * 6 + [7, 8]
+    assert sorted(names.reuse_of_blocks()) == list(range(1, 9))

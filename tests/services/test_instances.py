@@ -1,0 +1,231 @@
+"""Where lists of instances come from: flags, a watched file, a name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from services.instances import (
+    FromFile,
+    FromName,
+    Instance,
+    Instances,
+    Listed,
+    instance_from_flag,
+    instances_from_file,
+    source_from_name,
+    watch,
+)  # fmt: skip
+
+A = {"instance_id": "a", "engine_url": "http://10.0.0.7:8000", "sidecar_address": "10.0.0.7:50052", "models": ["m"]}
+B = {**A, "instance_id": "b", "state": "draining"}
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test on a loop of its own; one that hangs fails."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(limited())
+
+
+def names(instances: Instances | None) -> list[str] | None:
+    """Their ids."""
+    return None if instances is None else [instance.instance_id for instance in instances]
+
+
+def test_a_flag_names_an_engine_and_its_sidecar() -> None:
+    """ID=URL,ADDRESS, and models if they are known."""
+    assert instance_from_flag("a=http://h:1,h:2") == Instance(
+        instance_id="a", engine_url="http://h:1", sidecar_address="h:2"
+    )
+    assert instance_from_flag(" a = https://h/x , [::1]:2 , m/1,m2").models == ("m/1", "m2")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a", "must be ID="),
+        ("a=http://h:1", "must be ID="),
+        ("=http://h:1,h:2", "instance_id"),
+        ("a=h:1,h:2", "engine_url"),
+        ("a=ftp://h:1,h:2", "engine_url"),
+        ("a=http://h:1,h", "sidecar_address"),
+        ("a=http://h:1,h:99999", "sidecar_address"),
+        ("a=http://h:1,:2", "sidecar_address"),
+        ("a=http://h:1,h:2,,m", "models"),
+    ],
+)
+def test_a_bad_flag_is_named(text: str, named: str) -> None:
+    """What is wrong with a flag is said, with the flag."""
+    with pytest.raises(ValueError, match=named) as caught:
+        instance_from_flag(text)
+    assert text in str(caught.value)
+
+
+def test_two_of_one_name_are_refused() -> None:
+    """An id stands for one instance."""
+    with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' is there twice"):
+        Listed([instance_from_flag("a=http://h:1,h:2")] * 2)
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    """A table per instance; JSON may leave the outer object out."""
+    for name, text in {
+        "i.json": json.dumps({"instances": [A, B]}),
+        "bare.json": json.dumps([A, B]),
+        "i.toml": "".join(
+            "[[instances]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in one.items())
+            for one in (A, B)
+        ),
+    }.items():
+        (tmp_path / name).write_text(text)
+        first, second = instances_from_file(str(tmp_path / name))
+        assert (first.instance_id, first.models, first.state) == ("a", ("m",), "ready")
+        assert (second.instance_id, second.state) == ("b", "draining")
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"instance": []}, "did you mean instances"),
+        ({"instances": {}}, "instances: must be a list"),
+        ([1], r"instances\[0\]\.must be a table"),
+        ([A, {**A, "engine_ulr": "x"}], r"instances\[1\]\.engine_ulr: .*did you mean engine_url"),
+        ([{"instance_id": "a", "engine_url": "http://h:1"}], r"instances\[0\]\.sidecar_address: is missing"),
+        ([{**A, "engine_url": "h"}], r"instances\[0\]\.engine_url"),
+        ([{**A, "engine_url": 3}], r"instances\[0\]\.engine_url: must be a text"),
+        ([{**A, "models": "m"}], r"instances\[0\]\.models: must be a list"),
+        ([{**A, "state": "gone"}], r"instances\[0\]\.state"),
+        ([A, A], r"instances\[1\]\.instance_id: 'a' is there twice"),
+    ],
+)
+def test_a_bad_entry_is_named(data: Any, named: str, tmp_path: Path) -> None:
+    """File, place and field are said."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=named) as caught:
+        instances_from_file(str(path))
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("i.json", "{"), ("i.json", "[" * 100_000), ("i.toml", "= 3"), ("i.toml", "")]
+)
+def test_what_is_no_list_at_all(name: str, text: str, tmp_path: Path) -> None:
+    """Broken files are refused; an empty one is a list without instances."""
+    path = tmp_path / name
+    path.write_text(text)
+    if not text:
+        assert instances_from_file(str(path)) == ()
+        return
+    with pytest.raises(ValueError, match=f"{name}: is not"):
+        instances_from_file(str(path))
+
+
+def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path) -> None:
+    """Changed in place or replaced, a new list is told once; a bad one is complained about once."""
+    path = tmp_path / "i.json"
+
+    async def test() -> None:
+        source = FromFile(str(path))
+        with pytest.raises(ValueError, match="cannot be read"):
+            await source.poll()
+        path.write_text(json.dumps([A]))
+        assert names(await source.poll()) == ["a"]
+        assert await source.poll() is None
+        path.write_text(json.dumps([A, B]))
+        assert names(await source.poll()) == ["a", "b"]
+        path.write_text("[")
+        with pytest.raises(ValueError, match="is not JSON"):
+            await source.poll()
+        assert await source.poll() is None
+        other = tmp_path / "other.json"
+        other.write_text(json.dumps([B]))
+        other.rename(path)
+        assert names(await source.poll()) == ["b"]
+
+    run(test)
+
+
+def test_watching_keeps_the_last_good_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is wrong goes to the log, once; the next good list is told."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([A]))
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        lists: asyncio.Queue[list[str] | None] = asyncio.Queue()
+        watching = asyncio.create_task(watch(FromFile(str(path)), 0.001, lambda found: lists.put_nowait(names(found))))
+        assert await lists.get() == ["a"]
+        path.write_text(json.dumps([{**A, "sidecar_address": "nowhere"}]))
+        while "sidecar_address" not in caplog.text + "".join(str(vars(record)) for record in caplog.records):
+            await asyncio.sleep(0)
+        path.write_text(json.dumps([A, B]))
+        assert await lists.get() == ["a", "b"]
+        assert lists.empty()
+        watching.cancel()
+
+    run(test)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) <= 2  # the second where half of a write was seen
+    assert "instances[0].sidecar_address" in str(vars(warnings[0]))
+
+
+def test_a_name_stands_for_its_addresses() -> None:
+    """Each address is an instance; where the name cannot be resolved, that is said."""
+
+    async def test() -> None:
+        source = source_from_name("engines.example:8000:50052")
+        loop = asyncio.get_running_loop()
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("10.0.0.2", "10.0.0.1")]
+        found.append((socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 0, 0, 0)))  # type: ignore[arg-type]
+
+        async def resolved(*_: Any, **__: Any) -> Any:
+            return found
+
+        with patch.object(loop, "getaddrinfo", resolved):
+            instances = await source.poll()
+            assert instances is not None
+            assert names(instances) == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
+            assert instances[2].sidecar_address == "[fd00::1]:50052"
+            assert instances[0].engine_url == "http://10.0.0.1:8000"
+            assert await source.poll() is None
+            found.pop(0)
+            assert names(await source.poll()) == ["10.0.0.1:8000", "[fd00::1]:8000"]
+
+        async def unresolved(*_: Any, **__: Any) -> Any:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+        with patch.object(loop, "getaddrinfo", unresolved), pytest.raises(ValueError, match="engines.example"):
+            await source.poll()
+
+    run(test)
+
+
+@pytest.mark.parametrize("text", ["", "name", "name:1", "name:1:x", ":1:2", "name:0:2", "name:1:99999"])
+def test_a_bad_name_is_refused(text: str) -> None:
+    """Name and both ports are needed."""
+    with pytest.raises(ValueError, match="NAME:ENGINE_PORT:SIDECAR_PORT"):
+        source_from_name(text)
+
+
+def test_localhost_is_a_name() -> None:
+    """A real resolver is asked."""
+
+    async def test() -> None:
+        found = await FromName("localhost", engine_port=1, sidecar_port=2).poll()
+        assert found
+
+    run(test)
