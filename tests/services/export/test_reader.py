@@ -247,7 +247,7 @@ def other_process(path: Path) -> Iterator[Start]:
 def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Start) -> None:
     """While another process writes without pause, every view is of one publication."""
     other_process(WRITE_FOR_EVER)
-    reader = Reader(str(path), patience_s=5.0)
+    reader = Reader(str(path), patience_s=30.0)
     last = 0
     for _ in range(1500):
         view = reader.read(contents=True)
@@ -267,7 +267,7 @@ def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Star
 def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: Start) -> None:
     """The kernel lets go of a dead writer's lock, so that its last state is not taken for true."""
     child = other_process(WRITE_FOR_EVER)
-    reader = Reader(str(path), patience_s=5.0)
+    reader = Reader(str(path), patience_s=30.0)
     reader.read()
     child.kill()
     child.wait()
