@@ -40,6 +40,11 @@ class PredictorStub:
                 request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.FromString,
                 _registered_method=True)
+        self.PredictStream = channel.stream_stream(
+                '/block.v1.Predictor/PredictStream',
+                request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/block.v1.Predictor/Reserve',
                 request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.SerializeToString,
@@ -62,6 +67,14 @@ class PredictorServicer:
 
     def Predict(self, request, context):
         """Forecast each request as if it alone came now, and tell the instance's indicators. Promises nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PredictStream(self, request_iterator, context):
+        """Predict, over and over on one stream: an answer for each question, in their order. For who asks often. A question
+        that is refused ends the stream with the status that Predict would give.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +107,11 @@ def add_PredictorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
+                    request_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.SerializeToString,
+            ),
+            'PredictStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.PredictStream,
                     request_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.SerializeToString,
             ),
@@ -138,6 +156,33 @@ class Predictor:
             request,
             target,
             '/block.v1.Predictor/Predict',
+            protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PredictStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/block.v1.Predictor/PredictStream',
             protos_dot_block_dot_v1_dot_predictor__pb2.PredictRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_predictor__pb2.PredictResponse.FromString,
             options,

@@ -34,6 +34,10 @@ class PredictorStub:
     def __new__(cls, channel: _aio.Channel) -> PredictorAsyncStub: ...
     Predict: _grpc.UnaryUnaryMultiCallable[_predictor_pb2.PredictRequest, _predictor_pb2.PredictResponse]
     """Forecast each request as if it alone came now, and tell the instance's indicators. Promises nothing."""
+    PredictStream: _grpc.StreamStreamMultiCallable[_predictor_pb2.PredictRequest, _predictor_pb2.PredictResponse]
+    """Predict, over and over on one stream: an answer for each question, in their order. For who asks often. A question
+    that is refused ends the stream with the status that Predict would give.
+    """
     Reserve: _grpc.UnaryUnaryMultiCallable[_predictor_pb2.ReserveRequest, _predictor_pb2.ReserveResponse]
     """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
     expiry. Idempotent by request id: reserving again extends the same reservation.
@@ -48,6 +52,10 @@ class PredictorAsyncStub(PredictorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Predict: _aio.UnaryUnaryMultiCallable[_predictor_pb2.PredictRequest, _predictor_pb2.PredictResponse]  # type: ignore[assignment]
     """Forecast each request as if it alone came now, and tell the instance's indicators. Promises nothing."""
+    PredictStream: _aio.StreamStreamMultiCallable[_predictor_pb2.PredictRequest, _predictor_pb2.PredictResponse]  # type: ignore[assignment]
+    """Predict, over and over on one stream: an answer for each question, in their order. For who asks often. A question
+    that is refused ends the stream with the status that Predict would give.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_predictor_pb2.ReserveRequest, _predictor_pb2.ReserveResponse]  # type: ignore[assignment]
     """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
     expiry. Idempotent by request id: reserving again extends the same reservation.
@@ -65,6 +73,16 @@ class PredictorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_predictor_pb2.PredictResponse, _abc.Awaitable[_predictor_pb2.PredictResponse]]:
         """Forecast each request as if it alone came now, and tell the instance's indicators. Promises nothing."""
+
+    @_abc_1.abstractmethod
+    def PredictStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_predictor_pb2.PredictRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_predictor_pb2.PredictResponse], _abc.AsyncIterator[_predictor_pb2.PredictResponse]]:
+        """Predict, over and over on one stream: an answer for each question, in their order. For who asks often. A question
+        that is refused ends the stream with the status that Predict would give.
+        """
 
     @_abc_1.abstractmethod
     def Reserve(
