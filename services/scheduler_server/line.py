@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import grpc
 
-PREDICT_STREAM = "/block.v1.Predictor/PredictStream"  # a stream of what Predict takes, and of what it gives, in order
+PREDICT_STREAM = "/block.v1.Predictor/PredictStream"
 
 
 class Line:
