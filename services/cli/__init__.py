@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import click
 
+from services.cli.bench import bench
 from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
@@ -23,7 +24,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (forecast, replay, profile, serve, warm):
+for command in (bench, forecast, replay, profile, serve, warm):
     block.add_command(command)
 
 

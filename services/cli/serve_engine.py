@@ -14,7 +14,7 @@ PORT = 8000
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
 
 
-@click.command(no_args_is_help=False)
+@click.command()
 @click.option(
     "--config",
     metavar="TOML",

@@ -41,6 +41,8 @@ class Reply:
     def events(self, start: int, end: int, cached_tokens: int) -> bytes:
         """The events of tokens from `start` to before `end`; behind the last one also what closes the stream."""
         num_tokens = self._answer.num_tokens
+        if end == start + 1 < num_tokens:
+            return self._token(start)  # as nearly always
         events = [self._token(place) for place in range(start, min(end, num_tokens - 1))]
         if end >= num_tokens:
             events.append(self._last_token())

@@ -78,11 +78,16 @@ def serve(settings: EmulatorSettings, config: EngineConfig, profile: Profile) ->
     gc.freeze()  # what is there by now stays; the collector need not look at it again and again
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     port = listener.getsockname()[1]
+    running = server(app, settings.drain_s)
+
+    def stop(*_: object) -> None:
+        running.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn takes them, and when it passes them on at its end
+        signal.signal(number, stop)
     listener.listen(BACKLOG)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn passes them on when it is done
-        signal.signal(number, lambda *_: None)
     say(log, logging.INFO, "serving", server="engine", host=settings.host, port=port, state_file=settings.state_file)
-    server(app, settings.drain_s).run(sockets=[listener])
+    running.run(sockets=[listener])
     say(log, logging.INFO, "stopped", server="engine")
 
 

@@ -98,7 +98,7 @@ def emulated(
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits()) as client:
             yield Emulated(app=app, driver=app.driver, state_file=state_file, client=client)
     finally:
         running.should_exit = True

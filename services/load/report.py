@@ -1,0 +1,136 @@
+"""What a load comes to: latencies, goodput, failures; as numbers, as a table, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean, median
+from typing import Any, TextIO
+
+import numpy as np
+
+from predictor.request import Slo
+from services.load.running import Result
+
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+COLUMNS = (
+    "request_id", "due_s", "sent_s", "prompt_tokens", "asked_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s",
+    "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note",
+)  # fmt: skip
+
+
+def met(result: Result, slo: Slo) -> bool:
+    """Tell whether a request was served as fast as it should be: its own targets go before those of the run."""
+    if result.failure is not None:
+        return False
+    for name in ("ttft_s", "tpot_s"):
+        own = getattr(result.plan.slo, name, None)
+        target = getattr(slo, name) if own is None else own
+        value = getattr(result, name)
+        if target is not None and (value if value is not None else 0.0) > target:
+            return False
+    return True
+
+
+def summary(results: Sequence[Result], slo: Slo) -> dict[str, Any]:
+    """Sum a run up; times in seconds."""
+    good = [result for result in results if result.failure is None]
+    begin_s = min((result.plan.due_s for result in results), default=0.0)
+    end_s = max((result.plan.due_s + (result.e2e_s or result.sent_s) for result in results), default=0.0)
+    last_due_s = max((result.plan.due_s for result in results), default=0.0)
+    duration_s = max(end_s - begin_s, 1e-9)
+    num_met = sum(met(result, slo) for result in results)
+    wrong_length = sum(result.output_tokens != result.plan.output_tokens for result in good)
+    spread_s = last_due_s - begin_s
+    return {
+        "num_requests": len(results),
+        "num_ok": len(good),
+        "num_failed": len(results) - len(good),
+        "failures": dict(Counter(result.failure for result in results if result.failure is not None).most_common()),
+        "num_wrong_length": wrong_length,
+        "duration_s": duration_s,
+        "offered_requests_per_s": (len(results) - 1) / spread_s if spread_s > 0 else None,
+        "requests_per_s": len(good) / duration_s,
+        "output_tokens_per_s": sum(result.output_tokens for result in good) / duration_s,
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        "goodput_requests_per_s": num_met / duration_s,
+        "goodput_share": num_met / len(results) if results else 0.0,
+        **{name: spread(getattr(result, name) for result in good) for name in LATENCIES},
+        "sent_late_s": spread(result.sent_s for result in results),
+        "forecast_error": forecast_error(good),
+    }
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean and percentiles; None where there is nothing."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
+    return {"mean": fmean(known), "p50": p50, "p90": p90, "p99": p99}
+
+
+def forecast_error(results: Sequence[Result]) -> dict[str, Any] | None:
+    """Compare what the replies' headers predicted with what was measured from the sending on; None without any."""
+    errors: dict[str, Any] = {}
+    for name in ("ttft_s", "e2e_s"):
+        pairs = [
+            (predicted, actual - result.sent_s)
+            for result in results
+            if (predicted := getattr(result, f"predicted_{name}")) is not None
+            and math.isfinite(predicted)
+            and (actual := getattr(result, name)) is not None
+            and actual > result.sent_s
+        ]
+        if pairs:
+            relative = [(predicted - actual) / actual for predicted, actual in pairs]
+            errors[name] = {"median": median(map(abs, relative)), "bias": median(relative), "n": len(pairs)}
+    return errors or None
+
+
+def table(total: dict[str, Any]) -> Iterator[str]:
+    """Write a summary for people, line by line."""
+    yield f"{'':12}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99"))
+    for name in LATENCIES:
+        if total[name] is not None:
+            cells = "".join(f"{1000 * value:>12.1f}" for value in total[name].values())
+            yield f"{name.removesuffix('_s').upper().replace('E2E', 'e2e') + ' ms':12}{cells}"
+    yield ""
+    yield from _lines(total)
+
+
+def _lines(total: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{total['num_ok']} of {total['num_requests']} requests in {total['duration_s']:.1f} s: "
+        f"{total['requests_per_s']:.2f} requests/s, {total['output_tokens_per_s']:.0f} tokens/s"
+    )
+    targets = [f"{name[:4].upper()} {1000 * value:g} ms" for name, value in total["slo"].items() if value is not None]
+    if targets:
+        share, rate = total["goodput_share"], total["goodput_requests_per_s"]
+        yield f"within {' and '.join(targets)}: {100 * share:.1f} %, {rate:.2f} requests/s"
+    for name, error in (total["forecast_error"] or {}).items():
+        label = name.removesuffix("_s")
+        yield f"predicted {label}: median error {100 * error['median']:.1f} %, bias {100 * error['bias']:+.1f} %"
+    if total["num_wrong_length"]:
+        yield f"{total['num_wrong_length']} answers had another length than was asked for"
+    late = total["sent_late_s"]
+    if late is not None and late["p99"] > 0.05:
+        yield f"sent late: p99 {1000 * late['p99']:.0f} ms (latencies count from when a request was due)"
+    for kind, num in total["failures"].items():
+        yield f"failed: {num} {kind}"
+
+
+def write_csv(results: Sequence[Result], slo: Slo, out: TextIO) -> None:
+    """Write a line per request."""
+    writer = csv.writer(out)
+    writer.writerow(COLUMNS)
+    column: Callable[[float | None], str] = lambda value: "" if value is None else f"{value:.6f}"  # noqa: E731
+    for result in sorted(results, key=lambda result: result.plan.due_s):
+        writer.writerow((
+            result.plan.request_id, column(result.plan.due_s), column(result.sent_s), result.plan.prompt_tokens,
+            result.plan.output_tokens, result.output_tokens, column(result.ttft_s), column(result.tpot_s),
+            column(result.e2e_s), int(met(result, slo)), result.instance, column(result.predicted_ttft_s),
+            column(result.predicted_e2e_s), result.failure or "", result.note,
+        ))  # fmt: skip

@@ -1,0 +1,134 @@
+"""`block serve engine` as a process: how it starts, ends, dies and comes back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.export.reader import Reader
+from services.export.view import ENDED, UnreadableError
+from tests.services.emulator.running import COMMAND, PATIENCE_S, ROOT, process
+
+LONG = {"prompt": "tell me a story", "max_tokens": 60, "ignore_eos": True, "stream": True}
+SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "512", "--num-gpu-blocks", "64")
+
+
+def test_a_killed_engine_comes_back(tmp_path: Path) -> None:
+    """A reader knows that it was killed, by signal or by fault, and reads the one that is started in its place."""
+    path = str(tmp_path / "engine.state")
+    arguments = (*SMALL, "--state-file", path, "--speed", "0.1")
+    reader = Reader(path, patience_s=5.0)
+    with process(*arguments) as started, httpx.Client(base_url=started.url, timeout=PATIENCE_S) as client:
+        life = reader.read().life
+        assert reader.read().settings["engine"]["max_model_len"] == 512
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            chunks = stream.iter_lines()
+            next(chunks)
+            assert len(reader.read().running) == 1
+            started.process.kill()
+            started.process.wait()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(chunks)
+        with pytest.raises(UnreadableError) as caught:
+            reader.read()
+        assert caught.value.reason == ENDED
+    with process(*arguments) as started:
+        assert reader.read().life != life
+        assert len(reader.read().slots) == 0
+        with suppress(httpx.HTTPError):  # it may be gone before its answer is
+            httpx.post(f"{started.url}/admin/fault", json={"crash": True})
+        assert started.process.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_an_engine_that_is_told_to_stop_finishes_what_is_under_way(tmp_path: Path) -> None:
+    """After SIGTERM streams run to their ends, nobody new is let in, and the state file is gone."""
+    path = tmp_path / "engine.state"
+    with process(*SMALL, "--state-file", str(path)) as started:
+        with httpx.Client(base_url=started.url, timeout=PATIENCE_S) as client:
+            with client.stream("POST", "/v1/completions", json=LONG) as stream:
+                chunks = stream.iter_lines()
+                next(chunks)
+                started.process.send_signal(signal.SIGTERM)
+                rest = [line for line in chunks if line]
+            assert (len(rest), rest[-1]) == (60, "data: [DONE]")
+        assert started.process.wait(PATIENCE_S) == 0
+    assert not path.exists()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{started.url}/health")
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says that ends with status 2 and one line."""
+    command = [sys.executable, "-c", COMMAND, "serve", "engine", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    return done.stderr
+
+
+def test_a_port_in_use_is_named() -> None:
+    """Where another listens the command ends at once, with one line."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port: {port} on 127.0.0.1 is in use" in refusal("--port", port)
+
+
+def test_settings_come_from_a_file_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    """A table [engine] sets any flag, the engine's own ones too; what nobody knows is refused."""
+    good = tmp_path / "good.toml"
+    good.write_text("[engine]\nmax_num_seqs = 5\nspeed = 2.0\nexport_contents = false\n")
+    state = tmp_path / "engine.state"
+    with process("--config", str(good), "--state-file", str(state)) as started:
+        assert httpx.get(f"{started.url}/health").status_code == 200
+        view = Reader(str(state)).read(contents=True)
+        assert (view.settings["engine"]["max_num_seqs"], view.clock_rate, view.contents) == (5, 2.0, None)
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[engine]\nspeeed = 2\n")
+    assert "engine.speeed: is no known setting; did you mean speed?" in refusal("--config", str(bad))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--speed", "0"), "speed: must be above 0"),
+        (("--noise", "7"), "noise: must lie between 0 and 1"),
+        (("--output-median", "0"), "output_median: must lie between 1"),
+        (("--state-file", "/dev/null"), "state file: /dev/null is there"),
+        (("--state-file", "/proc/nowhere/x.state"), "state_file: /proc/nowhere/x.state: No such file"),
+        (("--max-num-queued-reqs", "0"), "max_num_queued_reqs: must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad setting is refused by name before anything is served."""
+    from services.cli import main
+    from services.cli.serve import serve
+    from services.cli.serve_engine import engine
+
+    serve.add_command(engine)
+    argv, sys.argv = sys.argv, ["block", "serve", "engine", "--port", "0", *SMALL, *arguments]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.argv = argv
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert message in said
+
+
+def test_the_log_is_lines_of_json(tmp_path: Path) -> None:
+    """What a supervisor reads tells where the engine serves."""
+    with process(*SMALL, "--state-file", str(tmp_path / "engine.state")) as started:
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.stderr is not None
+        (stopped,) = [json.loads(line) for line in started.process.stderr]
+    assert (stopped["event"], stopped["server"]) == ("stopped", "engine")

@@ -1,0 +1,147 @@
+"""`block bench`, run as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.services.cli.running import answer, block, refusal
+from tests.services.gateway.stubs import Answer, Call, Engine
+from tests.services.load.test_running import answers, refuses
+
+
+@contextmanager
+def engine_running(reply: Answer) -> Iterator[Engine]:
+    """Run an engine beside the test."""
+    engine = Engine(answer=reply)
+    started, ended = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await engine.start()
+        started.set()
+        await ended.wait()
+        await engine.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    started.wait()
+    try:
+        yield engine
+    finally:
+        loops[0].call_soon_threadsafe(ended.set)
+        thread.join()
+
+
+async def lists_and_answers(call: Call) -> None:
+    """Serve one model."""
+    if call.target == "/v1/models":
+        call.whole({"object": "list", "data": [{"id": "only"}]})
+    else:
+        await answers(call)
+
+
+def test_one_object_and_one_file(tmp_path: Path) -> None:
+    """With --json there is one object, with --csv a line per request; the first requests do not count."""
+    file = tmp_path / "requests.csv"
+    with engine_running(lists_and_answers) as engine:
+        flags = ("-n", "12", "--warm-up", "2", "--rate", "500", "--output-tokens", "uniform:1:5", "--csv", str(file))
+        total = answer("bench", f"{engine.url}/v1/", *flags, "--slo-ttft-ms", "10000", "-H", "X-Team: a")
+        assert (total["num_requests"], total["num_ok"], total["num_warm_up"]) == (10, 10, 2)
+        assert total["goodput_share"] == 1.0
+        assert total["num_wrong_length"] == 0
+        assert total["forecast_error"]["e2e_s"]["n"] == 10
+        posts = engine.calls[1:]
+        assert len(posts) == 12
+        assert all(json.loads(call.body)["model"] == "only" for call in posts)
+        assert all((call.headers["x-team"], call.headers["x-slo-ttft-ms"]) == ("a", "10000.000") for call in posts)
+        with file.open() as rows:
+            assert len(list(csv.DictReader(rows))) == 10
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    """A trace's lengths are sent in its order, at its times or at others."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("request_id,arrival_s,prompt_tokens,output_tokens\nb,0.02,7,2\na,0.01,3,4\n")
+    with engine_running(answers) as engine:
+        for flags in ((), ("--rate", "1000", "--arrivals", "gamma")):
+            total = answer("bench", engine.url, "--model", "m", "--trace", str(trace), *flags)
+            assert total["num_ok"] == 2
+        bodies = [json.loads(call.body) for call in engine.calls]
+        assert [(len(body["prompt"]), body["max_tokens"]) for body in bodies] == [(3, 4), (7, 2)] * 2
+
+
+def test_a_table() -> None:
+    """Without --json there is a table, and no bar where nobody watches."""
+    with engine_running(answers) as engine:
+        done = block("bench", engine.url, "--model", "m", "-n", "3", "--rate", "1000", "--endpoint", "chat")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "TPOT ms" in done.stdout
+        assert "3 of 3 requests" in done.stdout
+
+
+def test_nothing_succeeds() -> None:
+    """When every request fails the status says so, and the output why."""
+    with engine_running(refuses) as engine:
+        done = block("bench", engine.url, "--model", "m", "-n", "3", "--rate", "1000")
+        assert (done.returncode, done.stderr) == (1, "")
+        assert "failed: 3 status 429" in done.stdout
+
+
+def test_a_key_is_sent_and_not_shown() -> None:
+    """The key comes from the environment, and goes nowhere but to the endpoint."""
+    with engine_running(answers) as engine:
+        done = block("bench", engine.url, "--model", "m", "-n", "1", "--json", OPENAI_API_KEY="sk-secret")
+        assert engine.calls[0].headers["authorization"] == "Bearer sk-secret"
+        assert "sk-secret" not in done.stdout + done.stderr
+
+
+GOOD = "http://127.0.0.1:1"
+BAD = (
+    ([""], "must be a URL"),
+    (["ftp://x"], "must be a URL"),
+    ([GOOD], "url: 127.0.0.1:1 cannot be reached"),
+    ([GOOD, "-n", "0"], "num_requests: "),
+    ([GOOD, "--rate", "-1"], "rate: "),
+    ([GOOD, "--arrivals", "normal"], "arrivals: "),
+    ([GOOD, "--arrivals", "trace"], "arrivals: "),
+    ([GOOD, "--trace", "/nowhere"], "/nowhere: cannot be read"),
+    ([GOOD, "--prompt-tokens", "many"], "prompt_tokens: "),
+    ([GOOD, "--warm-up", "100"], "warm_up: "),
+    ([GOOD, "--endpoint", "embeddings"], "endpoint: "),
+    ([GOOD, "--output", "long"], "output: "),
+    ([GOOD, "--slo-tpot-ms", "0"], "slo_tpot_ms: "),
+    ([GOOD, "--timeout-s", "0"], "timeout_s: "),
+    ([GOOD, "--max-in-flight", "0"], "max_in_flight: "),
+    ([GOOD, "--seed", "-1"], "seed: "),
+    ([GOOD, "-H", "nonsense"], "header: "),
+    ([GOOD, "--csv", "/nowhere/x.csv", "--model", "m"], "csv: /nowhere/x.csv cannot be written"),
+    ([GOOD, "--frobnicate"], "--frobnicate"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input(arguments: list[str], message: str) -> None:
+    """What makes no sense is one line that names it, and status 2."""
+    assert message in refusal("bench", *arguments)
+
+
+async def lists_two(call: Call) -> None:
+    """Serve two models."""
+    call.whole({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})
+
+
+def test_models_that_are_not_clear() -> None:
+    """Where an endpoint has several models, or no list, one has to be named."""
+    with engine_running(lists_two) as engine:
+        assert "model: name one of a, b" in refusal("bench", engine.url)
+    with engine_running(refuses) as engine:
+        assert "name a --model" in refusal("bench", engine.url)

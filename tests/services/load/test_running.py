@@ -1,0 +1,218 @@
+"""Open-loop load on engines that behave, and others; and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from predictor.request import Slo
+from services.http_client import origin_of
+from services.load.asking import Manner
+from services.load.plan import Planned
+from services.load.report import met, summary, table, write_csv
+from services.load.running import Limits, Result, run_plan
+from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, run, unreachable
+
+NO_SLO = Slo()
+
+
+def plan_of(num: int, gap_s: float = 0.0) -> list[Planned]:
+    """Plan requests of three tokens."""
+    return [
+        Planned(request_id=str(number), due_s=number * gap_s, prompt_tokens=2, output_tokens=3) for number in range(num)
+    ]
+
+
+async def answers(call: Call) -> None:
+    """Give as many tokens as were asked for, and say where they come from."""
+    num = json.loads(call.body)["max_tokens"]
+    headers = ("x-block-instance: e0", "x-block-predicted-ttft-ms: 10", "x-block-predicted-e2e-ms: 20")
+    call.head(200, "text/event-stream", "transfer-encoding: chunked", *headers)
+    for number in range(num):
+        await call.chunk(event("x", "length" if number == num - 1 else None))
+    await call.chunk(DONE)
+    call.end()
+
+
+async def load(plan: Sequence[Planned], url: str, limits: Limits | None = None) -> list[Result]:
+    """Run a plan against an engine."""
+    return await run_plan(plan, origin_of(url), Manner(model="tiny"), limits or Limits(), lambda _: None)
+
+
+def test_all_requests_are_sent_and_timed() -> None:
+    """Each result has its times, its tokens, its instance and what was predicted."""
+
+    async def test() -> None:
+        async with engines(answers) as (engine,):
+            results = await load(plan_of(20, 0.002), engine.url)
+            assert len(engine.calls) == len(results) == 20
+            for result in results:
+                assert (result.failure, result.output_tokens, result.instance) == (None, 3, "e0")
+                assert result.ttft_s is not None
+                assert result.e2e_s is not None
+                assert 0 <= result.sent_s < result.ttft_s <= result.e2e_s
+                assert result.tpot_s == pytest.approx((result.e2e_s - result.ttft_s) / 2)
+                assert (result.predicted_ttft_s, result.predicted_e2e_s) == (0.01, 0.02)
+
+    run(test)
+
+
+def test_nobody_waits_for_those_before() -> None:
+    """Requests are sent when they are due, though none has been answered yet."""
+    everybody = asyncio.Barrier(8)
+
+    async def waits(call: Call) -> None:
+        await everybody.wait()
+        await answers(call)
+
+    async def test() -> None:
+        async with engines(waits) as (engine,):
+            results = await load(plan_of(8), engine.url)
+            assert [result.failure for result in results] == [None] * 8
+
+    run(test)
+
+
+def test_waiting_for_room_counts() -> None:
+    """Where requests have to wait for each other, their latencies count from when they were due."""
+    gate = asyncio.Semaphore(0)
+
+    async def one_by_one(call: Call) -> None:
+        await gate.acquire()
+        await answers(call)
+
+    async def test() -> None:
+        async with engines(one_by_one) as (engine,):
+            loop = asyncio.get_running_loop()
+            for number in range(4):
+                loop.call_later(0.05 * (number + 1), gate.release)
+            results = await load(plan_of(4), engine.url, Limits(max_in_flight=1))
+            for number, result in enumerate(results):
+                assert result.ttft_s is not None
+                assert result.ttft_s >= 0.05 * (number + 1) - 0.01
+                assert result.sent_s >= 0.05 * number - 0.01
+
+    run(test)
+
+
+async def refuses(call: Call) -> None:
+    """Refuse."""
+    call.whole({"error": {"message": "too much"}}, 429)
+
+
+async def breaks(call: Call) -> None:
+    """Break off."""
+    call.stream()
+    await call.chunk(event("x"))
+    call.die()
+
+
+async def errs(call: Call) -> None:
+    """End in an error event."""
+    call.stream()
+    await call.chunk(event("x") + b'data: {"error": {"message": "gone"}}\n\n')
+    call.end()
+
+
+async def says_nothing(call: Call) -> None:
+    """End at once."""
+    call.stream()
+    await call.chunk(DONE)
+    call.end()
+
+
+FAILURES = (
+    (refuses, "status 429"),
+    (breaks, "broken"),
+    (errs, "error event"),
+    (hangs, "timeout"),
+    (says_nothing, "empty"),
+)
+
+
+@pytest.mark.parametrize(("answer", "kind"), FAILURES)
+def test_failures_by_kind(answer: Answer, kind: str) -> None:
+    """What goes wrong is counted by what it was, and ends nothing."""
+
+    async def test() -> None:
+        async with engines(answer) as (engine,):
+            total = summary(await load(plan_of(3), engine.url, Limits(timeout_s=0.1)), NO_SLO)
+            assert (total["num_ok"], total["failures"]) == (0, {kind: 3})
+            assert total["e2e_s"] is None
+            assert any(kind in line for line in table(total))
+
+    run(test)
+
+
+def test_an_endpoint_that_is_not_there() -> None:
+    """Not to be reached is a kind of failure, too."""
+
+    async def test() -> None:
+        total = summary(await load(plan_of(2), await unreachable()), NO_SLO)
+        assert total["failures"] == {"unreachable": 2}
+
+    run(test)
+
+
+# Reports.
+
+
+def result(number: int, ttft_s: float, tpot_s: float, *, slo: Slo | None = None, failure: str | None = None) -> Result:
+    """Make a result of eleven tokens."""
+    plan = Planned(request_id=str(number), due_s=float(number), prompt_tokens=5, output_tokens=11, slo=slo)
+    return Result(
+        plan=plan, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + 10 * tpot_s, output_tokens=11, failure=failure,
+        predicted_e2e_s=1.0, predicted_ttft_s=0.1,
+    )  # fmt: skip
+
+
+RESULTS = [
+    result(0, 0.1, 0.09),
+    result(1, 0.2, 0.08),
+    result(2, 0.3, 0.02, slo=Slo(ttft_s=0.35)),
+    result(3, 0.4, 0.06),
+    result(4, 0.1, 0.01, failure="broken"),
+]
+
+
+def test_a_summary() -> None:
+    """Rates are over the time from the first arrival to the last end; failures are in no latency."""
+    total = summary(RESULTS, Slo(ttft_s=0.25, tpot_s=0.085))
+    assert (total["num_requests"], total["num_ok"], total["num_failed"], total["failures"]) == (5, 4, 1, {"broken": 1})
+    assert total["duration_s"] == pytest.approx(4.2)
+    assert total["requests_per_s"] == pytest.approx(4 / 4.2)
+    assert total["output_tokens_per_s"] == pytest.approx(44 / 4.2)
+    assert total["offered_requests_per_s"] == pytest.approx(1.0)
+    assert total["ttft_s"] == {
+        "mean": pytest.approx(0.25), "p50": pytest.approx(0.25), "p90": pytest.approx(0.37), "p99": pytest.approx(0.397),
+    }  # fmt: skip
+    assert (total["goodput_share"], total["goodput_requests_per_s"]) == (0.4, pytest.approx(2 / 4.2))
+    error = total["forecast_error"]["e2e_s"]
+    assert error == {"n": 4, "median": pytest.approx(0.0), "bias": pytest.approx(0.0)}
+
+
+def test_targets() -> None:
+    """A request's own target goes before the run's; without targets all that succeeded is good."""
+    run_slo = Slo(ttft_s=0.25, tpot_s=0.085)
+    assert [met(one, run_slo) for one in RESULTS] == [False, True, True, False, False]
+    assert [met(one, NO_SLO) for one in RESULTS] == [True] * 4 + [False]
+
+
+def test_a_table_and_a_file() -> None:
+    """People get a table of milliseconds, programs a line per request."""
+    text = "\n".join(table(summary(RESULTS, Slo(ttft_s=0.25))))
+    assert "TTFT ms" in text
+    assert "within TTFT 250 ms: 60.0 %" in text
+    assert "failed: 1 broken" in text
+    out = io.StringIO()
+    write_csv(list(reversed(RESULTS)), NO_SLO, out)
+    rows = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert [row["request_id"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert (rows[0]["ttft_s"], rows[0]["met_slo"], rows[4]["met_slo"], rows[4]["failure"]) == (
+        "0.100000", "1", "0", "broken",
+    )  # fmt: skip
