@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,6 +14,8 @@ from numba.core import config as numba_config
 from numba.extending import is_jitted
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+HOLDS_KERNELS = re.compile(rb"from predictor\.compiled import [^\n]*kernel")
 
 
 def _cache_directory() -> Path:
@@ -25,7 +28,7 @@ def _cache_directory() -> Path:
     digest = hashlib.sha256()
     for source in sorted(package.rglob("*.py")):
         text = source.read_bytes()
-        if b"predictor.compiled" in text or source == Path(__file__):  # those that hold kernels
+        if HOLDS_KERNELS.search(text) or source == Path(__file__):
             digest.update(text)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return home / "block" / f"kernels-{digest.hexdigest()[:16]}"

@@ -63,7 +63,7 @@ class EngineConfig:
 FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
 
 
-def require_count(name: str, value: object, *, at_least: int) -> None:
+def require_count(name: str, value: object, *, at_least: int = 1) -> None:
     """Refuse anything but a whole number in range, naming the field."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}: must be a whole number, not {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from predictor.profile import require_count
+from predictor.config import require_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,14 @@ class Engine:
         self._requests[slot] = None
         self._free_slots.append(slot)
 
+    def leave_slots(self, num_slots: int) -> None:
+        """Leave the first slots to whoever fills them in the state itself; the engine must be without requests."""
+        assert not self.slots
+        self.state = widen(self.state, num_slots=num_slots + 1, blocks_per_request=0, num_contents=0)
+        self._requests = [None] * len(self.state.requests)
+        self._free_slots = list(range(len(self.state.requests) - 1, num_slots - 1, -1))
+        self._num_added = num_slots  # their serials are their slots
+
     def lengths(self, request: Request, produced_tokens: int = 0) -> tuple[int, int]:
         """Where the answer ends: really, or as is expected now; and at the latest, as far as the engine knows."""
         room = self.config.max_model_len - request.prompt_tokens

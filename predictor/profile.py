@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from importlib import resources
 from typing import Any, TypeVar
 
+from predictor.config import require_count
 from predictor.step_time import CURVES, NUMBERS, Curve, StepTime, require_seconds
 
 VERSION = 1
@@ -194,14 +195,6 @@ def step_time_from_dict(data: object) -> StepTime:
     for name in CURVES:
         given[name] = _curve_from_dict(f"step_time.{name}", given[name])
     return _under("step_time", StepTime, given)
-
-
-def require_count(name: str, value: object) -> None:
-    """Refuse what is not a whole number above zero, naming the field."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: must be a whole number, not {value!r}")
-    if not 0 < value < 2**31:
-        raise ValueError(f"{name}: must be at least 1 and below 2^31, not {value}")
 
 
 def _curves_of(step_time: StepTime) -> dict[str, Curve]:

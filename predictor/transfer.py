@@ -14,7 +14,7 @@ from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
-from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, WAITING
+from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, WAITING, State
 from predictor.step_time import StepTime
 
 enqueue = direct(queues.enqueue)
@@ -233,6 +233,7 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
     state, sampled = engine.state, set(step.sampled)
+    require_possible_step(state, len(step.scheduled), sum(step.scheduled.values()))
     index = steps.current(state)
     record, batch = state.steps[index], state.batch[index]
     steps.begin(state)
@@ -249,3 +250,11 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_under_way(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)
+
+
+def require_possible_step(state: State, num_requests: int, num_tokens: int) -> None:
+    """Refuse a step that is larger than the tables that its seconds are looked up in."""
+    if num_requests > state.engine[0].max_num_seqs:
+        raise ValueError(f"scheduled: {num_requests} requests are more than max_num_seqs allows")
+    if num_tokens >= len(state.costs.by_tokens):
+        raise ValueError(f"scheduled: {num_tokens} tokens are more than a step of this engine can have")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from predictor.fitting.regression import rounded
-from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange, require_count
+from predictor.config import require_count
+from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 
 # What engines reach of the peaks. Chosen so that Llama-3.1-8B comes out near the fitted H100, H200 and A100 profiles.

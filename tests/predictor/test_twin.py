@@ -1,0 +1,233 @@
+"""A twin stands as the engine that shows itself, whatever it stood like before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.batching import BATCHERS
+from predictor.config import EngineConfig
+from predictor.engine import Engine
+from predictor.forecast import Forecast, Forecaster
+from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
+from predictor.request import Request
+from predictor.snapshot import Snapshot
+from predictor.transfer import engine_from, snapshot_of
+from predictor.twin import COUNTS, Shown, ShownContents, ShownStep, Twin
+from tests.strategies import AFFINE, Load, examples, loads
+
+CLOSE = 1e-9
+LIVE = np.dtype(
+    [(name, "i4") for name in (*COUNTS, "prefill_tokens")] + [("scheduled_s", "f8"), ("first_token_s", "f8")]
+)
+FACTS = np.dtype([("arrival_s", "f8"), ("priority", "i8"), ("prompt_tokens", "i4"), ("max_tokens", "i4")])
+LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
+every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
+NUM_SLOTS = 40
+
+
+def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
+    """Spell a snapshot in arrays, each request in some slot."""
+    items = (*snapshot.running, *snapshot.waiting)
+    slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
+    at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
+    live, facts = np.zeros(NUM_SLOTS, LIVE), np.zeros(NUM_SLOTS, FACTS)
+    known, median, spread = np.zeros(NUM_SLOTS, np.int64), np.full(NUM_SLOTS, np.nan), np.zeros(NUM_SLOTS)
+    for item, slot in zip(items, slots, strict=True):
+        request = item.request
+        row = live[slot]
+        row["output_tokens"], row["hit_tokens"] = item.produced_tokens, 0
+        for name in set(COUNTS) - {"output_tokens", "hit_tokens"}:
+            row[name] = getattr(item, name)
+        row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
+        row["scheduled_s"] = row["first_token_s"] = -1
+        most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
+        facts[slot] = (request.arrival_s, request.priority, request.prompt_tokens, most)
+        known[slot] = request.output_tokens or 0
+        if isinstance(request.tag, Tag):
+            median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
+    running = len(snapshot.running)
+    return Shown(
+        now_s=snapshot.taken_s,
+        num_free_blocks=snapshot.num_free_blocks,
+        decodes_since_look=snapshot.decodes_since_look,
+        running=slots[:running].astype(np.uint32),
+        waiting=slots[running:].astype(np.uint32),
+        steps=tuple(
+            ShownStep(
+                start_s=step.start_s,
+                slots=np.array([at[name] for name in step.scheduled], np.int32),
+                tokens=np.array(list(step.scheduled.values()), np.int64),
+                sampled=np.array([name in step.sampled for name in step.scheduled], np.int32),
+            )
+            for step in snapshot.steps
+        ),
+        live=live,
+        facts=facts,
+        known_tokens=known,
+        tag_median=median,
+        tag_spread=spread,
+        contents=contents(snapshot),
+    )
+
+
+def contents(snapshot: Snapshot) -> ShownContents | None:
+    """Spell what the blocks hold."""
+    if snapshot.kv_cache is None:
+        return None
+    items = (*snapshot.running, *snapshot.waiting)
+    num_blocks = len(snapshot.kv_cache.free_block_ids) + len({b for item in snapshot.running for b in item.block_ids})
+    content, reuse = np.zeros(num_blocks, np.uint64), np.zeros(num_blocks, np.int64)
+    for block, value in snapshot.kv_cache.contents.items():
+        content[block] = number(value)
+    reuse[list(snapshot.kv_cache.free_block_ids)] = np.arange(1, 1 + len(snapshot.kv_cache.free_block_ids))
+    return ShownContents(
+        content=content,
+        reuse=reuse,
+        tables=tuple(np.array(item.block_ids, np.int32) for item in items),
+        hashes=tuple(np.array([number(value) for value in item.request.prefix_hashes], np.uint64) for item in items),
+    )
+
+
+def number(value: int | str) -> int:
+    """Name a content by a number above zero, as engines do that show themselves."""
+    return value + 1 if isinstance(value, int) else 1 + hash(value) % 2**60
+
+
+def numbered(request: Request) -> Request:
+    """Name the contents of a request's prefix so."""
+    return replace(request, prefix_hashes=tuple(number(value) for value in request.prefix_hashes))
+
+
+def twin_of(snapshot: Snapshot) -> Twin:
+    """An idle twin for a snapshot's engine."""
+    return Twin(snapshot.config, AFFINE, num_slots=NUM_SLOTS, track_blocks=snapshot.kv_cache is not None)
+
+
+def without_own_contents(snapshot: Snapshot) -> Snapshot:
+    """Leave out what an engine does not show: contents that only one request can hit."""
+    if snapshot.kv_cache is None:
+        return snapshot
+    return replace(snapshot, kv_cache=replace(snapshot.kv_cache, own_contents={}))
+
+
+def expect_same(ours: Forecast, theirs: Forecast) -> None:
+    """Two forecasts agree in everything."""
+    for name in ("ttft_s", "e2e_s", "tpot_s", "queue_s", "delay_sum_s", "delay_worst_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=CLOSE), name
+    for name in ("output_tokens", "num_preemptions", "prefix_hit_tokens", "others_preempted"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@every_batcher
+def test_a_twin_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) -> None:
+    """From arrays or from values: the same engine; and what the twin followed before leaves no trace."""
+
+    @examples(30)
+    @given(LOADS[batcher], st.lists(st.floats(0.0, 1.05), min_size=1, max_size=3), st.integers(0, 9))
+    def check(load: Load, moments: list[float], seed: int) -> None:
+        first, *others = load.requests
+        candidate = replace(Load(engine=load.engine, requests=[first]).our_requests()[0], request_id="candidate")
+        load = Load(engine=load.engine, requests=others or [first])
+        whole = load.loaded(AFFINE)
+        whole.advance()
+        twin: Twin | None = None
+        for moment in moments:
+            engine = load.loaded(AFFINE)
+            engine.advance(moment * whole.now_s)
+            snapshot = without_own_contents(snapshot_of(engine, moment * whole.now_s))
+            twin = twin or twin_of(snapshot)
+            promised = [numbered(request) for request in snapshot.reserved]
+            for request in promised:
+                twin.engine.add(request)
+            twin.follow(shown(snapshot, seed=seed))
+            (ours,) = Forecaster(twin.engine).forecast([numbered(candidate)], snapshot.taken_s)
+            (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast([candidate], snapshot.taken_s)
+            expect_same(ours, theirs)
+            for request in promised:
+                twin.engine.abort(request.request_id)
+                twin.engine.unplace(request.request_id)
+
+    check()
+
+
+@examples(200)
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1e6), st.sampled_from([0.0, 0.1, 0.7, 3.0]), st.integers(0, 10**6)), min_size=1),
+    st.sampled_from(list(RESIDUALS)),
+)
+def test_lengths_of_many_are_the_lengths_of_each(cases: list[tuple[float, float, int]], residual: str) -> None:
+    """What is left is reckoned for all requests at once as for one."""
+    medians, spreads, so_far = (np.array(column) for column in zip(*cases, strict=True))
+    at_once = expected_lengths(medians, spreads, so_far, residual)
+    each = [expected_tokens(Tag(median_tokens=m, spread=s), n, residual) for m, s, n in cases]
+    assert at_once == pytest.approx(each, rel=1e-9)
+    assert np.isnan(expected_lengths(np.array([np.nan]), np.zeros(1), np.zeros(1, np.int64), residual)).all()
+
+
+def steady() -> tuple[Snapshot, Shown]:
+    """An engine with two requests that decode and one that waits."""
+    config = EngineConfig(max_num_seqs=2, num_gpu_blocks=100, enable_prefix_caching=False)
+    engine = Engine(config, AFFINE)
+    for name in "abc":
+        engine.add(Request(request_id=name, prompt_tokens=20, tag=Tag(median_tokens=50, spread=0.5)))
+    engine.advance(10 * engine.next_step().end_s)  # type: ignore[union-attr]
+    snapshot = snapshot_of(engine, engine.now_s)
+    return snapshot, shown(snapshot)
+
+
+def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
+    """No array that an engine shows, however wrong, reaches compiled code; it is named."""
+    snapshot, right = steady()
+    twin = twin_of(snapshot)
+    assert len(right.running) == 2 and len(right.waiting) == 1 and right.steps
+    slot = int(right.running[0])
+
+    def wrong(**changes: object) -> str:
+        with pytest.raises(ValueError, match=":") as caught:
+            twin.follow(right._replace(**changes))  # type: ignore[arg-type]
+        assert not (twin.engine.running() or twin.engine.waiting() or twin.engine.state.engine[0].num_in_flight)
+        return str(caught.value)
+
+    def live(name: str, value: int) -> np.ndarray:
+        rows = right.live.copy()
+        rows[name][slot] = value
+        return rows
+
+    def facts(name: str, value: int) -> np.ndarray:
+        rows = right.facts.copy()
+        rows[name][slot] = value
+        return rows
+
+    step = right.steps[0]
+    huge = np.full(len(step.tokens), 2**40)
+    assert wrong(running=np.array([1, 1])).startswith("running")
+    assert wrong(running=np.array([NUM_SLOTS])).startswith("running")
+    assert wrong(running=np.array([-1])).startswith("running")
+    assert wrong(running=np.arange(3)).startswith("running")
+    assert wrong(num_free_blocks=10**6).startswith("num_free_blocks")
+    assert wrong(now_s=np.nan).startswith("now_s")
+    assert wrong(steps=(step, step, step)).startswith("steps")
+    assert wrong(steps=(step._replace(tokens=huge),)).startswith("scheduled")
+    assert wrong(steps=(step._replace(tokens=0 * huge),)).startswith("steps")
+    assert wrong(steps=(step._replace(slots=step.slots * 0 + NUM_SLOTS),)).startswith("steps")
+    assert wrong(steps=(step._replace(start_s=np.inf),)).startswith("steps")
+    for name in COUNTS:
+        assert wrong(live=live(name, -1)).startswith(name)
+    assert wrong(live=live("output_tokens", 2**31 - 1)).startswith("output_tokens")
+    assert wrong(live=live("computed_tokens", 2**31 - 1)).startswith("computed_tokens")
+    assert wrong(live=live("num_blocks", 0)).startswith("num_blocks")
+    assert wrong(live=live("num_blocks", 2**31 - 1)).startswith("num_blocks")
+    assert wrong(facts=facts("prompt_tokens", 0)).startswith("prompt_tokens")
+    assert wrong(facts=facts("prompt_tokens", 2**31 - 1)).startswith("prompt_tokens")
+    assert wrong(facts=facts("max_tokens", 0)).startswith("output_tokens")
+    twin.follow(right)
+    (forecast,) = Forecaster(twin.engine).forecast([Request(request_id="new", prompt_tokens=9, tag=5)], right.now_s)
+    (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast(
+        [Request(request_id="new", prompt_tokens=9, tag=5)], right.now_s
+    )
+    expect_same(forecast, theirs)
