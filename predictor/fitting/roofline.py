@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from predictor.fitting.regression import rounded
 from predictor.config import require_count
+from predictor.fitting.regression import rounded
 from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 
