@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from services.emulator.connections import connection_of, write_chunk
 from services.emulator.driver import Driver
 from services.emulator.faults import Faults, faults_from
 from services.emulator.jobs import Job
@@ -159,30 +160,35 @@ class App:
             self.driver.abort(job)
 
     async def _stream(self, call: Call, job: Job) -> None:
-        reply = Reply(job.ask, int(time.time()))
+        reply, connection = Reply(job.ask, int(time.time())), connection_of(call.scope)
+        num_tokens = job.ask.answer.num_tokens
+
+        def push() -> bool:
+            """Send events that are neither the first nor the last, without waking this task."""
+            num_ready = job.num_ready
+            if num_ready >= num_tokens or not write_chunk(connection, reply.events(job.num_sent, num_ready)):
+                return False
+            job.num_sent = num_ready
+            return True
+
         await call.start(200, [], EVENTS)  # as vLLM does, before the first token
-        num_sent, num_tokens = 0, job.ask.answer.num_tokens
-        while num_sent < num_tokens:
-            try:
-                num_ready = await job.more(num_sent)
-            except RefusedError as error:
-                await call.send({"type": "http.response.body", "body": failed(error)})
-                return
-            if num_ready == num_sent:  # the client left
-                return
-            body = reply.events(num_sent, num_ready, job.cached_tokens)
-            if num_sent == 0:
-                body = reply.first() + body
-            num_sent = num_ready
-            await call.send({"type": "http.response.body", "body": body, "more_body": num_sent < num_tokens})
+        try:
+            while job.num_sent < num_tokens:
+                if not await job.more(push if job.num_sent else None):  # the client left
+                    return
+                body = reply.events(job.num_sent, job.num_ready, job.cached_tokens)
+                if job.num_sent == 0:
+                    body = reply.first() + body
+                job.num_sent = job.num_ready
+                await call.send({"type": "http.response.body", "body": body, "more_body": job.num_sent < num_tokens})
+        except RefusedError as error:
+            await call.send({"type": "http.response.body", "body": failed(error)})
 
     async def _answer_whole(self, call: Call, job: Job) -> None:
-        num_ready = 0
-        while num_ready < job.ask.answer.num_tokens:
-            before, num_ready = num_ready, await job.more(num_ready)
-            if num_ready == before:  # the client left
-                return
-        await call.answer(Reply(job.ask, int(time.time())).whole(job.cached_tokens))
+        num_tokens = job.ask.answer.num_tokens
+        await job.more(lambda: job.num_ready < num_tokens)
+        if job.num_ready == num_tokens:  # else the client left
+            await call.answer(Reply(job.ask, int(time.time())).whole(job.cached_tokens))
 
     async def _abort_when_gone(self, call: Call, job: Job) -> None:
         """Wait until the client leaves, or all has been said."""

@@ -241,9 +241,7 @@ class Driver:
             return
         now_s = float(self._head["now_s"][0])
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
-            job = self._jobs[slot]
-            job.num_ready = num_ready
-            job.news.set()
+            self._jobs[slot].tell(num_ready)
         first = changed[seen[changed] == 0]
         if len(first):
             self._note_first(first)

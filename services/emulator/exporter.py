@@ -14,16 +14,14 @@ from predictor.engine import Engine, Outcome
 from predictor.state import NOBODY
 from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
+from services.emulator.copying import Copies, copy
 from services.emulator.jobs import Job
 from services.export.writer import Writer
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
 
-COPIED = (
-    "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-    "full_blocks", "num_preemptions", "hit_tokens", "prefill_tokens", "scheduled_s", "first_token_s",
-)  # fmt: skip
+NO_HASHES = np.zeros(1, np.uint64)
 
 
 def settings_of(engine: Engine, about: dict[str, Any]) -> dict[str, Any]:
@@ -49,16 +47,16 @@ class Exporter:
             num_blocks=engine.num_blocks if names else 0,
             blocks_per_request=-(-config.max_model_len // config.block_size) if names else 0,
         )
-        self._tables = np.zeros((0, 0), np.int32)  # as they are in the file
         self._hashes: dict[int, np.ndarray] = {}
         self._prefix = [0, 0]
+        self._copies = self._place_copies(self._writer)
         self.publish()
 
     def arrived(self, job: Job, arrival_s: float, hashes: Sequence[int]) -> None:
         """Note a new request."""
         num_slots = len(self._engine.state.requests)
         if self._writer is not None and self._writer.num_slots < num_slots:
-            self._guarded(partial(self._writer.grow, num_slots))
+            self._guarded(partial(self._grow, self._writer, num_slots))
         if self._writer is None:
             return
         ask = job.ask
@@ -118,65 +116,52 @@ class Exporter:
     def _publish(self) -> None:
         if (writer := self._writer) is None:
             return
-        state, into = self._engine.state, writer.state
-        head = state.engine.view(np.ndarray)
-        num_running, num_waiting = int(head["num_running"][0]), int(head["num_waiting"][0])
+        state = self._engine.state
+        if len(writer.blocks) and state.tables.shape != self._copies.tables.shape:
+            self._copies = self._place_copies(writer)  # its table has become wider
+        into = writer.state
         into["clock_origin_s"] = self._clock.origin_s
         into["clock_rate"] = self._clock.speed
-        into["num_blocks"] = head["num_blocks"]
-        into["num_planned"] = head["num_steps"]
         into["prefix_queries"], into["prefix_hits"] = self._prefix
-        for name in ("num_running", "num_waiting", "num_free_blocks", "num_preemptions", "decodes_since_look"):
-            into[name] = head[name]
-        writer.running[:num_running] = state.running[:num_running]
-        if num_waiting:
-            places = (int(head["waiting_head"][0]) + np.arange(num_waiting)) % len(state.waiting)
-            writer.waiting[:num_waiting] = state.waiting[places]
-        self._copy_steps(writer, head)
-        self._copy_requests(writer)
+        copy(state, self._copies, self._names.hash_of if self._names else NO_HASHES)
+        self._copy_steps(writer)
+        if len(writer.blocks):
+            self._put_blocks(writer)
         writer.publish()
 
-    def _copy_steps(self, writer: Writer, head: np.ndarray) -> None:
-        state, num_in_flight, oldest = self._engine.state, int(head["num_in_flight"][0]), int(head["oldest"][0])
-        writer.state["num_in_flight"] = num_in_flight
+    def _copy_steps(self, writer: Writer) -> None:
+        state = self._engine.state
         steps, batch = state.steps.view(np.ndarray), state.batch.view(np.ndarray)
-        for place in range(num_in_flight):
+        oldest = int(state.engine.view(np.ndarray)["oldest"][0])
+        for place in range(int(writer.state["num_in_flight"][0])):
             index = (oldest + place) % 2
             num_scheduled = int(steps["num_scheduled"][index])
             writer.state["num_scheduled"][0, place] = num_scheduled
             writer.state["start_s"][0, place] = steps["start_s"][index]
             writer.batch[place, :num_scheduled] = batch[index, :num_scheduled]
 
-    def _copy_requests(self, writer: Writer) -> None:
-        rows, live = self._engine.state.requests.view(np.ndarray), writer.live
-        for name in COPIED:
-            live[name] = rows[name]
-        if self._names is not None:
-            self._copy_hashes(writer, rows)
-            self._copy_tables(writer)
-            writer.blocks["content"] = self._names.of_blocks()
-            writer.blocks["reuse"] = self._names.reuse_of_blocks()
+    def _put_blocks(self, writer: Writer) -> None:
+        """Write what is new of the requests' blocks and of what they hold."""
+        copies, live = self._copies, writer.live
+        for slot in np.flatnonzero(copies.new_hashes != NOBODY).tolist():
+            start = int(copies.new_hashes[slot])
+            writer.put_hashes(slot, self._hashes[slot][start : live["num_hashes"][slot]], start)
+        for slot in np.flatnonzero(copies.new_blocks != NOBODY).tolist():
+            start = int(copies.new_blocks[slot])
+            held = max(live["num_blocks"][slot], live["full_blocks"][slot])
+            writer.put_blocks(slot, copies.tables[slot, start:held], start)
 
-    def _copy_hashes(self, writer: Writer, rows: np.ndarray) -> None:
-        """Tell the hashes of those blocks whose tokens are known by now: the answer's are not known ahead."""
-        live = writer.live
-        known = (rows["prompt_tokens"] + rows["output_tokens"]) // self._engine.config.block_size
-        known = np.where(live["serial"] > 0, np.minimum(known, rows["num_hashes"]), 0)
-        for slot in np.flatnonzero(known > live["num_hashes"]).tolist():
-            start = int(live["num_hashes"][slot])
-            writer.put_hashes(slot, self._hashes[slot][start : known[slot]], start)
-        live["num_hashes"] = known
+    def _grow(self, writer: Writer, num_slots: int) -> None:
+        writer.grow(num_slots)
+        self._copies = self._place_copies(writer)
 
-    def _copy_tables(self, writer: Writer) -> None:
-        tables, live = self._engine.state.tables, writer.live
-        if tables.shape != self._tables.shape:
-            self._tables = np.full_like(tables, NOBODY)
-        held = np.maximum(live["num_blocks"], live["full_blocks"])
-        width = min(int(held.max()), tables.shape[1])
-        changed = (tables[:, :width] != self._tables[:, :width]).any(axis=1)
-        for slot in np.flatnonzero(changed & (live["serial"] > 0)).tolist():
-            writer.put_blocks(slot, tables[slot, : held[slot]])
-            self._tables[slot] = tables[slot]
+    def _place_copies(self, writer: Writer) -> Copies:
+        """Take hold of the writer's arrays; the file's tables count as unknown, and will be written anew."""
+        tables = np.full_like(self._engine.state.tables, NOBODY)
+        num_slots = len(writer.live)
+        new_hashes, new_blocks = np.full(num_slots, NOBODY), np.full(num_slots, NOBODY)
+        state, live, blocks = (array.view(np.recarray) for array in (writer.state, writer.live, writer.blocks))
+        return Copies(state, writer.running, writer.waiting, live, blocks, tables, new_hashes, new_blocks)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

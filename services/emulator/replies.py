@@ -38,7 +38,7 @@ class Reply:
         usage = {"usage": self._usage_after(0)} if self._ask.continuous_usage else {}
         return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": None, "prompt_text": None})
 
-    def events(self, start: int, end: int, cached_tokens: int) -> bytes:
+    def events(self, start: int, end: int, cached_tokens: int = 0) -> bytes:
         """The events of tokens from `start` to before `end`; behind the last one also what closes the stream."""
         num_tokens = self._answer.num_tokens
         if end == start + 1 < num_tokens:

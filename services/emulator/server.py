@@ -20,6 +20,7 @@ from predictor.request import Request
 from services.emulator.answers import Lengths
 from services.emulator.app import VERSION, App
 from services.emulator.clock import EngineClock
+from services.emulator.connections import Protocol
 from services.emulator.contents import Names
 from services.emulator.driver import Driver
 from services.emulator.exporter import Exporter
@@ -124,6 +125,7 @@ def server(app: Callable[..., Any], drain_s: float) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            http=Protocol,
             lifespan="on",
             access_log=False,
             log_config=None,
@@ -157,10 +159,6 @@ def bind(host: str, port: int) -> socket.socket:
 def warm(config: EngineConfig, profile: Profile) -> None:
     """Compile, or load, every kernel that serving needs, before anybody waits for it."""
     engine = Engine(config, profile.step_time)
-    if engine.state.engine[0].prefix_caching:
-        names = Names(engine)
-        names.of_blocks()
-        names.reuse_of_blocks()
     for number in range(2):
         engine.add(Request(request_id=str(number), prompt_tokens=1, output_tokens=2))
     engine.advance(0.0)
