@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from predictor import steps
+from predictor import step_time, steps
 from predictor.blocks import chain_all
 from predictor.compiled import direct
 from predictor.config import EngineConfig
@@ -23,6 +23,7 @@ from predictor.transfer import require_possible_step
 sum_up = direct(steps.sum_up)
 put_under_way = direct(steps.put_under_way)
 chain = direct(chain_all)
+seconds_of = direct(step_time.step_seconds)
 
 COUNTS = (
     "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
@@ -90,6 +91,7 @@ class Twin:
         self.engine = Engine(config, step_time, residual, track_blocks=track_blocks)
         self.engine.leave_slots(num_slots)
         self.num_slots = num_slots
+        self._foretold_end_s = 0.0  # of the oldest step under way
         if self.engine.tracks_blocks:
             self.engine.widen_table(-(-config.max_model_len // config.block_size))
         self._sorted, self._order = np.empty(0, np.uint64), np.empty(0, np.int64)  # contents, and their numbers
@@ -124,6 +126,44 @@ class Twin:
         except ValueError:
             head.num_running = head.num_waiting = head.num_in_flight = 0
             raise
+
+    def let_time_pass(self, now_s: float) -> None:
+        """Note that nothing has happened until now: a step that should have ended by then ends now at the earliest."""
+        state = self.engine.state
+        head = state.engine[0]
+        if head.num_in_flight == 0:
+            head.now_s = max(head.now_s, now_s)
+        for ahead in range(head.num_in_flight):
+            record = state.steps[(head.oldest + ahead) % 2]
+            record.end_s = max(record.end_s, now_s)
+
+    def late_s(self, now_s: float) -> float:
+        """By how much the oldest step under way has outlasted its forecast."""
+        return max(0.0, now_s - self._foretold_end_s) if self.engine.state.engine[0].num_in_flight else 0.0
+
+    def step_seconds(
+        self,
+        *,
+        num_tokens: int,
+        num_sampled: int,
+        num_decodes: int,
+        decode_context: int,
+        num_prefills: int,
+        prefill_qq: float,
+        prefill_qkv: float,
+        decode_longest: int,
+    ) -> float | None:
+        """What the profile alone says of a step, None for one that this engine could not have made."""
+        costs = self.engine.state.costs
+        most = len(costs.by_count)
+        if not (0 < num_tokens < len(costs.by_tokens) and 0 <= num_sampled < most and 0 <= num_decodes < most):
+            return None
+        return float(
+            seconds_of(
+                costs, num_tokens, num_sampled, num_decodes, float(decode_context), num_prefills, prefill_qq,
+                prefill_qkv, float(decode_longest),
+            )
+        )  # fmt: skip
 
     def _require_slots(self, shown: Shown, slots: np.ndarray) -> None:
         _require(len(shown.running) <= self.engine.config.max_num_seqs, "running", "are more than max_num_seqs allows")
@@ -199,6 +239,8 @@ class Twin:
             older = np.where(in_older, step.tokens, rows["in_flight_tokens"])
         sum_up(state, np.maximum(rows["computed_tokens"] - older, 0).astype(np.int64))
         put_under_way(state, step.start_s)
+        if head.num_in_flight == 1:
+            self._foretold_end_s = float(record.end_s)
         record.end_s = max(record.end_s, now_s)
 
     def _follow_blocks(self, shown: Shown, slots: np.ndarray) -> None:

@@ -18,6 +18,10 @@ class UnknownNameError(Exception):
     """A name that stands for nothing here: a model that nobody serves."""
 
 
+class MisdirectedError(Exception):
+    """A call that was meant for somebody else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """What a caller is told, on either kind of wire."""
@@ -33,6 +37,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (DecodeError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (ValueError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (UnknownNameError, Status(grpc_code=grpc.StatusCode.NOT_FOUND, http_code=404)),
+    (MisdirectedError, Status(grpc_code=grpc.StatusCode.FAILED_PRECONDITION, http_code=421)),
     (BusyError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),
     (TimeoutError, Status(grpc_code=grpc.StatusCode.DEADLINE_EXCEEDED, http_code=504)),
     (ConnectionError, Status(grpc_code=grpc.StatusCode.UNAVAILABLE, http_code=503)),

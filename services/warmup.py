@@ -10,6 +10,7 @@ from predictor.forecast import Forecaster
 from predictor.profile import constant_profile
 from predictor.request import Request
 from predictor.transfer import engine_from, snapshot_of
+from predictor.twin import Twin
 from services.simulator.replay import loaded_engine
 
 
@@ -27,4 +28,9 @@ def warm_up() -> float:
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("asked")
+    twin = Twin(config, constant_profile().step_time, num_slots=1, track_blocks=False)
+    twin.step_seconds(
+        num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,
+        decode_longest=9,
+    )  # fmt: skip
     return time.monotonic() - start_s

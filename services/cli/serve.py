@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
+from services.cli.serve_engine import engine
 from services.cli.serve_gateway import gateway
+from services.cli.serve_predictor import predictor
 from services.cli.serve_scheduler import scheduler
 from services.cli.serve_tagger import tagger
 
@@ -14,5 +16,5 @@ def serve() -> None:
     """Run one part of the system until SIGTERM or Ctrl-C; then what is under way is finished."""
 
 
-for command in (gateway, scheduler, tagger):
+for command in (engine, gateway, predictor, scheduler, tagger):
     serve.add_command(command)

@@ -65,6 +65,11 @@ class StateFile:
         """Tell whether nothing will be written to the file any more."""
         return self._status() != layout.LIVE_FILE or not process.is_held(self._descriptor)
 
+    def sequence(self) -> int:
+        """Read the number of the last publication; it is odd while one is being written."""
+        (sequence,) = SEQUENCE.unpack(self._pread(SEQUENCE_AT, SEQUENCE.size))
+        return int(sequence)
+
     def read(self, patience_s: float, *, contents: bool) -> View:
         """Give the newest publication; one that is being written is waited for."""
         deadline_s = time.monotonic() + patience_s
@@ -74,7 +79,7 @@ class StateFile:
             if core is not None and int(core.state["sequence"][0]) == sequence:
                 self._follow_requests(core)
                 told = self._read_contents(core) if contents else None
-                if self._sequence() == sequence:
+                if self.sequence() == sequence:
                     break
             self._pause(deadline_s)
         self._refuse_if_ended(core)
@@ -91,7 +96,7 @@ class StateFile:
             count = int(state[counter][0])
             first = max(num_seen if num_seen <= count else 0, count - place.rows)
             rows = np.frombuffer(self._pread(place.offset, place.size), dtype)
-            if self._sequence() == sequence:
+            if self.sequence() == sequence:
                 return rows[np.arange(first, count) % place.rows], count
             self._pause(deadline_s)
 
@@ -239,13 +244,9 @@ class StateFile:
 
     def _settled_sequence(self, deadline_s: float) -> int:
         """Wait until nothing is being written, and give the number of the last publication."""
-        while (sequence := self._sequence()) % 2 or sequence == 0:
+        while (sequence := self.sequence()) % 2 or sequence == 0:
             self._pause(deadline_s)
         return sequence
-
-    def _sequence(self) -> int:
-        (sequence,) = SEQUENCE.unpack(self._pread(SEQUENCE_AT, SEQUENCE.size))
-        return int(sequence)
 
     def _status(self) -> int:
         (status,) = layout.STATUS.unpack(self._pread(layout.STATUS_AT, layout.STATUS.size))

@@ -25,17 +25,24 @@ class Reader:
         self.path = Path(path).absolute()
         self._patience_s = patience_s
         self._file: StateFile | None = None
+        self._last_read = (0, 0, 0)  # life, generation and sequence of the view given last
         self._seen: dict[str, tuple[int, int]] = {}  # how many rows of each ring, of which engine's life
 
     def read(self, *, contents: bool = False) -> View:
         """Give the newest publication; `contents` of KV blocks where asked for and told."""
         file = self._current()
         try:
-            return file.read(self._patience_s, contents=contents)
+            view = file.read(self._patience_s, contents=contents)
         except UnreadableError:
             if (newer := self._newer()) is None:  # it may have been replaced meanwhile
                 raise
-            return newer.read(self._patience_s, contents=contents)
+            view = newer.read(self._patience_s, contents=contents)
+        self._last_read = (view.life, view.generation, view.sequence)
+        return view
+
+    def has_news(self) -> bool:
+        """Tell whether what `read` would give is not what it gave last; costs next to nothing."""
+        return self._file is None or self._last_read != (self._file.life, self._file.generation, self._file.sequence())
 
     def new_steps(self) -> np.ndarray:
         """Give the records of steps (`layout.STEP`) that this reader has not given yet and that are still kept."""
@@ -70,8 +77,12 @@ class Reader:
         return rows
 
     def _current(self) -> StateFile:
+        """What is at the path, or was while its writer may still live: the newer of the two, if it can be read."""
         if self._file is None:
             self._file = StateFile(self.path)
+        else:
+            with suppress(UnreadableError):
+                self._newer()
         return self._file
 
     def _newer(self) -> StateFile | None:

@@ -10,6 +10,7 @@ from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.lengths import Tag
 from predictor.request import Request
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
+from predictor.twin import Shown, ShownContents, ShownStep
 from services.export import layout
 from services.export.identity import client_id
 from services.export.view import Contents, View
@@ -122,4 +123,33 @@ def _kv_cache(contents: Contents) -> KvCache:
     return KvCache(
         free_block_ids=tuple(order.tolist()),
         contents=dict(zip(cached.tolist(), blocks["content"][cached].tolist(), strict=True)),
+    )
+
+
+def shown_from_view(view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray) -> Shown:
+    """Put a view as a twin takes it; the lengths of answers are given by slot."""
+    contents = view.contents
+    return Shown(
+        now_s=view.now_s,
+        num_free_blocks=int(view.state["num_free_blocks"]),
+        decodes_since_look=int(view.state["decodes_since_look"]),
+        running=view.running.astype(np.int64),
+        waiting=view.waiting.astype(np.int64),
+        steps=tuple(
+            ShownStep(start_s=start_s, slots=rows["slot"], tokens=rows["tokens"], sampled=rows["sampled"])
+            for start_s, rows in view.steps
+        ),
+        live=view.live,
+        facts=view.requests,
+        known_tokens=known_tokens,
+        tag_median=tag_median,
+        tag_spread=tag_spread,
+        contents=None
+        if contents is None
+        else ShownContents(
+            content=contents.blocks["content"],
+            reuse=contents.blocks["reuse"],
+            tables=contents.tables,
+            hashes=contents.hashes,
+        ),
     )

@@ -184,13 +184,14 @@ def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
     """No array that an engine shows, however wrong, reaches compiled code; it is named."""
     snapshot, right = steady()
     twin = twin_of(snapshot)
-    assert len(right.running) == 2 and len(right.waiting) == 1 and right.steps
+    assert (len(right.running), len(right.waiting), len(right.steps)) == (2, 1, 1)
     slot = int(right.running[0])
 
     def wrong(**changes: object) -> str:
         with pytest.raises(ValueError, match=":") as caught:
             twin.follow(right._replace(**changes))  # type: ignore[arg-type]
-        assert not (twin.engine.running() or twin.engine.waiting() or twin.engine.state.engine[0].num_in_flight)
+        head = twin.engine.state.engine[0]
+        assert (head.num_running, head.num_waiting, head.num_in_flight) == (0, 0, 0)
         return str(caught.value)
 
     def live(name: str, value: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Policies, decisions, circuits and reservations on cases worked out by hand."""
+"""Policies, decisions and circuits on cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from predictor.forecast import Forecast
-from predictor.request import Request
 from scheduler.circuit import Circuit
 from scheduler.decision import decide
 from scheduler.instances import InstanceView
 from scheduler.policies import POLICIES, policy_named
-from scheduler.reservations import Reservations
 
 
 def seen(instance_id: str, e2e_s: float | None) -> InstanceView:
@@ -104,23 +102,3 @@ def test_a_circuit_opens_tries_again_and_closes() -> None:
     assert circuit.pause_s() == 3.0
     circuit.succeeded()
     assert circuit.allows(3.6)
-
-
-def asked(name: str) -> Request:
-    """A request by name."""
-    return Request(request_id=name, prompt_tokens=1)
-
-
-def test_reservations_are_idempotent_and_end_by_themselves() -> None:
-    """Twice reserved counts once; shown, released and expired ones are gone."""
-    held = Reservations(expiry_s=5.0, most=3)
-    assert all(held.reserve(asked(name), 0.0) for name in ("a", "a", "b", "c"))
-    assert not held.reserve(asked("d"), 0.0)
-    assert [request.request_id for request in held.held()] == ["a", "b", "c"]
-    assert held.release("b")
-    assert not held.release("b")
-    held.shown({"a", "zzz"})
-    assert len(held) == 1
-    assert held.expire(4.9) == 0
-    assert held.expire(5.0) == 1
-    assert len(held) == 0

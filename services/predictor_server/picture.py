@@ -1,0 +1,81 @@
+"""What a sidecar knows of its engine at a moment, wherever it knows it from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from predictor.engine import Engine
+from predictor.forecast import Forecaster
+from predictor.lengths import Tag
+from predictor.request import Request
+from protos.block.v1 import common_pb2
+
+
+class DownError(Exception):
+    """The engine does not run, or not yet, as far as can be seen; `state` says which."""
+
+    def __init__(self, message: str, state: common_pb2.InstanceState.ValueType) -> None:
+        """Keep the state beside the message."""
+        super().__init__(message)
+        self.state = state
+
+
+@dataclass(slots=True, kw_only=True)
+class Picture:
+    """An engine model that stands as the engine does, promised requests included, at `now_s` on the engine's clock.
+
+    `clock_rate` is engine seconds per second; `serial` changes whenever the picture does; `late_s` tells by how many
+    seconds a step under way has outlasted its forecast. `counters` are indicators that only the engine can tell.
+    """
+
+    engine: Engine
+    forecaster: Forecaster
+    now_s: float
+    clock_rate: float
+    age_s: float
+    late_s: float
+    serial: int
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of a request on the engine; spans are in seconds of the wall clock."""
+
+    request_id: str  # as its client called it
+    output_tokens: int
+    ttft_s: float | None
+    e2e_s: float | None
+    completed: bool  # and neither aborted nor failed
+
+
+class EngineSource(Protocol):
+    """Where a sidecar's picture of its engine comes from."""
+
+    kind: common_pb2.StateSource.ValueType
+
+    def look(self) -> Picture:
+        """Bring the picture up to date; DownError where there is nothing to be seen."""
+
+    def promise(self, request: Request) -> None:
+        """Let a request that the engine has not shown yet stand in the picture; ValueError where it never could."""
+
+    def withdraw(self, request_id: str) -> None:
+        """Take such a request out of the picture."""
+
+    def expect(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
+        """Learn how long an answer will be, before the engine shows its request."""
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget how long answers will be."""
+
+    def newly_shown(self) -> Sequence[str]:
+        """Which requests the engine has shown for the first time since this was last asked."""
+
+    def newly_ended(self) -> Sequence[Ended]:
+        """Which requests have ended since this was last asked."""
+
+    def close(self) -> None:
+        """Let go of everything."""

@@ -1,0 +1,247 @@
+"""block.v1.Predictor, as gRPC has it, over a sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from predictor.forecast import Forecast
+from predictor.request import Request
+from predictor.transfer import snapshot_of
+from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from scheduler.reservations import Promise
+from services.codec import snapshot_json
+from services.failures import BusyError, MisdirectedError
+from services.predictor_server.picture import DownError, Picture
+from services.predictor_server.sidecar import Refused, Sidecar
+from services.wire import forecast_from, forecast_message, indicators_message, request_from, require_name
+
+LEAST_INTERVAL_S = 0.02
+USUAL_INTERVAL_S = 0.1
+
+RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
+EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
+CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
+REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
+
+Context = Any
+
+
+class PredictorService(predictor_pb2_grpc.PredictorServicer):
+    """Translates; what it says is the sidecar's."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        """Answer for a sidecar."""
+        self._sidecar = sidecar
+        self._epoch = secrets.randbits(64)
+        self._summed_up: tuple[int, int, dict[str, float]] | None = None
+
+    async def Predict(self, request: predictor_pb2.PredictRequest, context: Context) -> predictor_pb2.PredictResponse:
+        """Forecast each request, and tell the indicators."""
+        return await self._predict(request)
+
+    async def PredictStream(
+        self, request_iterator: AsyncIterator[predictor_pb2.PredictRequest], context: Context
+    ) -> AsyncIterator[predictor_pb2.PredictResponse]:
+        """Answer one question after the other."""
+        async for request in request_iterator:
+            yield await self._predict(request)
+
+    async def Reserve(self, request: predictor_pb2.ReserveRequest, context: Context) -> predictor_pb2.ReserveResponse:
+        """Promise a place, unless others came first."""
+        self._require_meant(request.instance_id)
+        require_name("request.request_id", request.request.request_id)
+        longest_s = self._sidecar.settings.longest_reservation_s
+        if not 0 < request.ttl_s <= longest_s:
+            raise ValueError(f"ttl_s: must be above 0 and at most {longest_s:g}, not {request.ttl_s}")
+        if request.HasField("if_version") != request.HasField("if_epoch"):
+            raise ValueError("if_version: goes with if_epoch")
+        async with self._sidecar.lock:
+            response = await self._reserve(request)
+        self._sidecar.measures.reserves.labels(predictor_pb2.ReserveResult.Name(response.result)[15:].lower()).inc()
+        return response
+
+    async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseResponse:
+        """End a promise."""
+        self._require_meant(request.instance_id)
+        async with self._sidecar.lock:
+            released = self._sidecar.release(request.request_id)
+            try:
+                indicators = self._indicators(self._sidecar.look())
+            except DownError:
+                indicators = None
+        return common_pb2.ReleaseResponse(released=released, indicators=indicators)
+
+    async def Watch(
+        self, request: predictor_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[predictor_pb2.WatchResponse]:
+        """Tell the indicators whenever they change, and the whole state where it is wanted."""
+        self._require_meant(request.instance_id)
+        interval_s = max(LEAST_INTERVAL_S, request.min_interval_s or USUAL_INTERVAL_S)
+        sequence, told = 0, predictor_pb2.WatchResponse()
+        known: Mapping[str, float] = {}
+        while True:
+            async with self._sidecar.lock:
+                response, values = self._seen(with_snapshot=request.with_snapshots)
+            changed = {name: value for name, value in values.items() if known.get(name) != value}
+            gone = known.keys() - values.keys()
+            if changed or gone or sequence == 0 or (response.state, response.version) != (told.state, told.version):
+                sequence += 1
+                response.full = sequence == 1 or bool(gone)
+                response.sequence = sequence
+                age_s, source = response.indicators.age_s, response.indicators.source
+                shown = values if response.full else changed
+                response.indicators.CopyFrom(indicators_message(shown, age_s=age_s, source=source))
+                known, told = values, response
+                yield response
+            await asyncio.sleep(interval_s)
+
+    async def _predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
+        start_s = time.perf_counter()
+        self._require_meant(request.instance_id)
+        sidecar = self._sidecar
+        if len(request.requests) > sidecar.settings.most_at_once:
+            raise ValueError(
+                f"requests: {len(request.requests)} are more than {sidecar.settings.most_at_once}, the most at once"
+            )
+        async with sidecar.lock:
+            response = predictor_pb2.PredictResponse(
+                instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
+            )
+            try:
+                picture = sidecar.look()
+            except DownError as error:
+                response.state = error.state
+                return response
+            response.state = sidecar.state_of()
+            response.indicators.CopyFrom(self._indicators(picture))
+            predictions = await self._predictions(
+                picture, request.requests, delays=request.with_delays, simulate=not request.without_forecasts
+            )
+            response.predictions.extend(predictions)
+        response.predict_s = time.perf_counter() - start_s
+        sidecar.measures.predict_s.observe(response.predict_s)
+        return response
+
+    async def _predictions(
+        self, picture: Picture, messages: Any, *, delays: bool, simulate: bool
+    ) -> list[predictor_pb2.Prediction]:
+        """Forecast what makes sense, refuse what does not, in the order of the questions."""
+        sidecar = self._sidecar
+        block_size = picture.engine.config.block_size
+        read: list[Request | Refused] = [_request_or_refusal(one, picture.now_s, block_size) for one in messages]
+        requests = [one for one in read if isinstance(one, Request)]
+        made = await sidecar.forecast(picture, requests, delays=delays) if simulate else [None] * len(requests)
+        forecasts = iter(made)
+        answers = [one if isinstance(one, Refused) else next(forecasts) for one in read]
+        for answer in answers if simulate else ():
+            sidecar.measures.forecasts.labels("refused" if isinstance(answer, Refused) else "made").inc()
+        return [_prediction(message, answer, picture) for message, answer in zip(messages, answers, strict=True)]
+
+    async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        sidecar = self._sidecar
+        response = predictor_pb2.ReserveResponse(
+            instance_id=sidecar.settings.instance_id, epoch=self._epoch, expires_in_s=request.ttl_s
+        )
+        try:
+            picture = sidecar.look()
+        except DownError as error:
+            raise ConnectionError(f"the engine is not there: {error}") from None
+        again = request.request.request_id in sidecar.reservations
+        stale = (request.if_version, request.if_epoch) != (sidecar.reservations.version, self._epoch)
+        if sidecar.is_draining and not again:
+            response.result = REFUSED
+            response.prediction.refusal.reason = "takes nothing new, as it is about to end"
+        elif request.HasField("if_version") and stale and not again:
+            response.result = CONFLICT
+            (prediction,) = await self._predictions(picture, [request.request], delays=False, simulate=True)
+            response.prediction.CopyFrom(prediction)
+        elif sidecar.reservations.is_full and not again:
+            raise BusyError(f"{len(sidecar.reservations)} requests are promised, as many as may be")
+        else:
+            self._promise(request, picture, response)
+        response.version = sidecar.reservations.version
+        response.indicators.CopyFrom(self._indicators(picture))
+        if response.result in (CONFLICT, REFUSED):
+            response.expires_in_s = 0.0
+        return response
+
+    def _promise(
+        self,
+        request: predictor_pb2.ReserveRequest,
+        picture: Picture,
+        response: predictor_pb2.ReserveResponse,
+    ) -> None:
+        promised = _request_or_refusal(request.request, picture.now_s, picture.engine.config.block_size)
+        if isinstance(promised, Request):
+            promise = Promise(
+                request=promised,
+                until_s=time.monotonic() + request.ttl_s,
+                forecast=forecast_from(request.forecast) if request.HasField("forecast") else None,
+                policy=request.policy,
+                holder=request.holder,
+            )
+            try:
+                new = self._sidecar.reserve(promise)
+            except ValueError as error:
+                field, _, reason = str(error).partition(": ")
+                promised = Refused(field=field, reason=reason)
+            else:
+                response.result = RESERVED if new else EXTENDED
+                return
+        response.result = REFUSED
+        response.prediction.CopyFrom(_prediction(request.request, promised, picture))
+
+    def _seen(self, *, with_snapshot: bool) -> tuple[predictor_pb2.WatchResponse, dict[str, float]]:
+        sidecar = self._sidecar
+        response = predictor_pb2.WatchResponse(
+            instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
+        )
+        try:
+            picture = sidecar.look()
+        except DownError as error:
+            response.state = error.state
+            response.indicators.source = sidecar.source.kind
+            return response, {}
+        response.state = sidecar.state_of()
+        response.indicators.age_s, response.indicators.source = picture.age_s, sidecar.source.kind
+        if with_snapshot:
+            response.snapshot_json = snapshot_json(snapshot_of(picture.engine, picture.now_s)).encode()
+        return response, sidecar.indicators(picture)
+
+    def _indicators(self, picture: Picture) -> common_pb2.Indicators:
+        """Sum a picture up, unless that has been done already."""
+        key = (picture.serial, len(self._sidecar.reservations))
+        if self._summed_up is None or self._summed_up[:2] != key:
+            self._summed_up = (*key, self._sidecar.indicators(picture))
+        return indicators_message(self._summed_up[2], age_s=picture.age_s, source=self._sidecar.source.kind)
+
+    def _require_meant(self, instance_id: str) -> None:
+        mine = self._sidecar.settings.instance_id
+        if instance_id not in ("", mine):
+            raise MisdirectedError(f"instance_id: this is {mine!r}, not {instance_id!r}")
+
+
+def _request_or_refusal(message: common_pb2.Request, now_s: float, block_size: int) -> Request | Refused:
+    try:
+        return request_from(message, now_s=now_s, block_size=block_size)
+    except ValueError as error:
+        field, _, reason = str(error).partition(": ")
+        return Refused(field=field, reason=reason)
+
+
+def _prediction(
+    message: common_pb2.Request, answer: Forecast | Refused | None, picture: Picture
+) -> predictor_pb2.Prediction:
+    prediction = predictor_pb2.Prediction(request_id=message.request_id)
+    if isinstance(answer, Refused):
+        prediction.refusal.field, prediction.refusal.reason = answer.field, answer.reason
+    elif answer is not None:
+        prediction.forecast.CopyFrom(forecast_message(answer))
+        if picture.engine.tracks_blocks:
+            prediction.prefix_hit_tokens = answer.prefix_hit_tokens
+            prediction.new_prefill_tokens = max(0, message.prompt_tokens - answer.prefix_hit_tokens)
+    return prediction

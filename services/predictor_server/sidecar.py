@@ -1,0 +1,201 @@
+"""One engine's sidecar: its picture of the engine, the promises it has made, and how good its forecasts were."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from predictor.forecast import Forecast
+from predictor.request import Request
+from protos.block.v1 import common_pb2
+from scheduler.reservations import Promise, Reservations
+from services.export.identity import short_hash
+from services.log_lines import say
+from services.predictor_server.errors import ForecastErrors
+from services.predictor_server.health import EngineHealth
+from services.predictor_server.indicators import indicators_of
+from services.predictor_server.measures import Measures
+from services.predictor_server.picture import DownError, EngineSource, Picture
+from services.predictor_server.settings import SidecarSettings
+
+log = logging.getLogger(__name__)
+
+DOWN, DRAINING, READY = (
+    common_pb2.INSTANCE_STATE_DOWN,
+    common_pb2.INSTANCE_STATE_DRAINING,
+    common_pb2.INSTANCE_STATE_READY,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Why a request could never be served here: which field of it, and what is wrong with that."""
+
+    field: str
+    reason: str
+
+
+class Sidecar:
+    """Answers for one engine; whoever uses it holds `lock` meanwhile, as simulations may run in a thread."""
+
+    def __init__(self, settings: SidecarSettings, source: EngineSource, measures: Measures) -> None:
+        """Stand beside an engine."""
+        self.settings = settings
+        self.source = source
+        self.measures = measures
+        self.lock = asyncio.Lock()
+        self.health = EngineHealth(settings.engine_url, settings.health_s)
+        self.reservations = Reservations(most=settings.most_reservations)
+        self.errors = ForecastErrors(measures)
+        self.is_draining = False
+        self._forecast_s = 0.0  # what the last one took
+        self._silent_since: tuple[int, float] | None = None
+        self._was_down = ""
+        measures.reserved.set_function(lambda: len(self.reservations))
+
+    def look(self) -> Picture:
+        """Bring everything up to date; DownError where the engine is not seen to run."""
+        now_s = time.monotonic()
+        try:
+            picture = self.source.look()
+            self._require_alive(picture)
+        except DownError as error:
+            self._note_down(str(error))
+            self._expire(now_s)
+            raise
+        self._note_down("")
+        if shown := self.source.newly_shown():
+            promises = self.reservations.shown(shown)
+            self.errors.expect(promises)
+            self.measures.ended.labels("shown").inc(len(promises))
+        self._expire(now_s)
+        return picture
+
+    def catch_up(self) -> None:
+        """Look, and learn from what has ended."""
+        try:
+            picture = self.look()
+        except DownError:
+            return
+        self.measures.pace.set(picture.counters.get("pace", 1.0))
+        if ended := self.source.newly_ended():
+            self.errors.compare(ended)
+            self.source.forget(one.request_id for one in ended)
+
+    def state_of(self, error: DownError | None = None) -> common_pb2.InstanceState.ValueType:
+        """Tell how the instance stands."""
+        if error is not None:
+            return error.state
+        return DRAINING if self.is_draining else READY
+
+    def indicators(self, picture: Picture) -> dict[str, float]:
+        """Sum the picture up."""
+        return indicators_of(picture, len(self.reservations))
+
+    # Forecasts.
+
+    async def forecast(
+        self, picture: Picture, requests: Sequence[Request], *, delays: bool
+    ) -> list[Forecast | Refused]:
+        """Forecast each request as if it alone came now; those that could never be served are told why."""
+        named = [self._as_candidate(request, place) for place, request in enumerate(requests)]
+        try:
+            forecasts: Sequence[Forecast | Refused] = await self._simulated(picture, named, delays=delays)
+        except ValueError:  # one of them does not fit, so each by itself
+            forecasts = [await self._forecast_or_refusal(picture, one, delays=delays) for one in named]
+        rate = picture.clock_rate
+        return [
+            one if isinstance(one, Refused) else on_the_wall(one, rate, request.request_id)
+            for one, request in zip(forecasts, requests, strict=True)
+        ]
+
+    async def _forecast_or_refusal(self, picture: Picture, request: Request, *, delays: bool) -> Forecast | Refused:
+        try:
+            (forecast,) = await self._simulated(picture, [request], delays=delays)
+        except ValueError as error:
+            field, _, reason = str(error).partition(": ")
+            return Refused(field=field, reason=reason)
+        return forecast
+
+    async def _simulated(self, picture: Picture, requests: Sequence[Request], *, delays: bool) -> list[Forecast]:
+        """Simulate here and now if that is quick, else in a thread: it needs no interpreter lock."""
+        if not requests:
+            return []
+        start_s = time.perf_counter()
+        simulate = picture.forecaster.forecast
+        if self._forecast_s * len(requests) < self.settings.thread_from_s:
+            forecasts = simulate(requests, picture.now_s, delays=delays)
+        else:
+            forecasts = await asyncio.to_thread(simulate, requests, picture.now_s, delays=delays)
+        self._forecast_s = (time.perf_counter() - start_s) / len(requests)
+        return forecasts
+
+    def _as_candidate(self, request: Request, place: int) -> Request:
+        """Name a request as nobody else is named, and its prefix as the engine's blocks are named."""
+        hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
+        return replace(request, request_id=f"candidate/{place}", prefix_hashes=hashes)
+
+    # Promises.
+
+    def reserve(self, promise: Promise) -> bool:
+        """Promise a place; tell whether it is a new promise. ValueError where the engine could never serve it."""
+        request = promise.request
+        if request.request_id not in self.reservations:
+            hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
+            self.source.promise(replace(request, prefix_hashes=hashes))
+            tag = request.tag if not isinstance(request.tag, float | int) else None
+            self.source.expect(request.request_id, tokens=request.output_tokens, tag=tag)
+        return self.reservations.reserve(promise)
+
+    def release(self, request_id: str) -> bool:
+        """Take a promise back; tell whether there was one."""
+        if self.reservations.release(request_id) is None:
+            return False
+        self.source.withdraw(request_id)
+        self.source.forget([request_id])
+        self.measures.ended.labels("released").inc()
+        return True
+
+    def _expire(self, now_s: float) -> None:
+        for promise in self.reservations.expire(now_s):
+            self.source.withdraw(promise.request.request_id)
+            self.measures.ended.labels("expired").inc()
+            say(log, logging.DEBUG, "reservation expired", request_id=promise.request.request_id, holder=promise.holder)
+
+    # Signs of life.
+
+    def _require_alive(self, picture: Picture) -> None:
+        if not self.health.is_well:
+            raise DownError(self.health.complaint, DOWN)
+        if picture.late_s > self.settings.stall_s:
+            raise DownError(f"a step is {picture.late_s:.1f} s late", DOWN)
+
+    def _note_down(self, complaint: str) -> None:
+        if bool(complaint) == bool(self._was_down):
+            return
+        self._was_down = complaint
+        self.measures.up.set(not complaint)
+        if complaint:
+            say(log, logging.WARNING, "engine is down", reason=complaint)
+        else:
+            say(log, logging.INFO, "engine is up")
+
+
+def on_the_wall(forecast: Forecast, clock_rate: float, request_id: str) -> Forecast:
+    """Put a forecast's times, which are the engine's, as the wall clock will show them."""
+    if clock_rate == 1.0:
+        return replace(forecast, request_id=request_id)
+    delay_sum_s, delay_worst_s = forecast.delay_sum_s, forecast.delay_worst_s
+    return replace(
+        forecast,
+        request_id=request_id,
+        ttft_s=forecast.ttft_s / clock_rate,
+        e2e_s=forecast.e2e_s / clock_rate,
+        tpot_s=forecast.tpot_s / clock_rate,
+        queue_s=forecast.queue_s / clock_rate,
+        delay_sum_s=None if delay_sum_s is None else delay_sum_s / clock_rate,
+        delay_worst_s=None if delay_worst_s is None else delay_worst_s / clock_rate,
+    )

@@ -1,0 +1,107 @@
+"""Sidecars for tests: within this process, over real gRPC on a free port, beside whatever a state file shows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from predictor.profile import load_profile
+from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from services.grpc_server import ServerSettings, serving
+from services.predictor_server import PredictorService, SidecarSettings, standing_beside
+from services.predictor_server.sidecar import Sidecar
+
+A30 = load_profile("llama-2-7b-a30")
+NAME = "one"
+PATIENCE_S = 30.0
+READY = common_pb2.INSTANCE_STATE_READY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A sidecar, and a client of it."""
+
+    sidecar: Sidecar
+    stub: Any
+    registry: CollectorRegistry
+
+    async def predict(self, *requests: common_pb2.Request, **fields: Any) -> predictor_pb2.PredictResponse:
+        """Ask about some requests."""
+        response: predictor_pb2.PredictResponse = await self.stub.Predict(
+            predictor_pb2.PredictRequest(requests=requests, **fields)
+        )
+        return response
+
+    async def forecast(self, request: common_pb2.Request) -> common_pb2.Forecast:
+        """The forecast for one request."""
+        (prediction,) = (await self.predict(request)).predictions
+        assert prediction.HasField("forecast"), prediction
+        return prediction.forecast
+
+    async def reserve(self, request: common_pb2.Request, **fields: Any) -> predictor_pb2.ReserveResponse:
+        """Promise a place."""
+        response: predictor_pb2.ReserveResponse = await self.stub.Reserve(
+            predictor_pb2.ReserveRequest(request=request, **{"ttl_s": 60.0, **fields})
+        )
+        return response
+
+    async def release(self, request_id: str) -> bool:
+        """Take a promise back."""
+        response = await self.stub.Release(common_pb2.ReleaseRequest(request_id=request_id))
+        return bool(response.released)
+
+    def sample(self, name: str, **labels: str) -> float:
+        """One of the sidecar's metrics."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, holds: Callable[[predictor_pb2.PredictResponse], bool]) -> predictor_pb2.PredictResponse:
+        """Ask until the answer is as wanted."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not holds(response := await self.predict()):
+            assert time.monotonic() < deadline_s, response
+            await asyncio.sleep(0.005)
+        return response
+
+
+def request(
+    request_id: str = "r", prompt_tokens: int = 20, output_tokens: int = 10, **fields: Any
+) -> common_pb2.Request:
+    """A request whose length is known."""
+    return common_pb2.Request(
+        request_id=request_id, prompt_tokens=prompt_tokens, max_tokens=output_tokens, ignore_eos=True, **fields
+    )
+
+
+@asynccontextmanager
+async def sidecar_of(state_file: object, **settings: Any) -> AsyncIterator[Asked]:
+    """Stand beside whatever shows itself there."""
+    told = SidecarSettings(**{"instance_id": NAME, "state_file": str(state_file), **settings})
+    registry = CollectorRegistry()
+    async with standing_beside(told, A30, registry) as sidecar:
+        register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecar))
+        server = ServerSettings(drain_s=1.0)
+        async with (
+            serving(
+                server, [register], registry, endless=["/block.v1.Predictor/Watch", "/block.v1.Predictor/PredictStream"]
+            ) as here,
+            grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel,
+        ):
+            yield Asked(sidecar=sidecar, stub=predictor_pb2_grpc.PredictorStub(channel), registry=registry)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run a test that waits for things, in so much time at most."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(4 * PATIENCE_S):
+            await test
+
+    asyncio.run(limited())
