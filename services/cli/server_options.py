@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+TABLES = ("gateway", "scheduler", "predictor", "tagger", "engine", "provisioner", "bench")  # of a file
+NOT_IN_FILES = ("--config", "--help")
 SETTINGS = ("host", "port", "metrics_port", "max_concurrency", "max_message_mib", "drain_s")
 
 
@@ -72,27 +74,44 @@ def server_settings(flags: dict[str, Any]) -> ServerSettings:
 def use_file(context: click.Context, path: str, server: str) -> None:
     """Take a command's defaults from its table in a TOML file; what it does not know there is refused by name."""
     try:
-        table = tomllib.loads(read_text(path)).get(server, {})
+        data = tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: is not TOML: {error}") from None
+    try:
+        require_known(data, TABLES, "table")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    table = data.get(server, {})
     if not isinstance(table, Mapping):
         raise ValueError(f"{path}: {server}: must be a table")
-    spelled = {name.replace("-", "_"): value for name, value in table.items()}
-    known = [parameter.name for parameter in context.command.params if parameter.name not in (None, "config", "help")]
     try:
-        require_known(spelled, [str(name) for name in known], "setting")
-        repeated = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
-        flags = {name: _as_flag(name, value) for name, value in spelled.items()}
-        context.default_map = {
-            name: _as_list(spelled[name]) if name in repeated else flag for name, flag in flags.items()
-        }
+        context.default_map = _defaults(context.command, table)
     except ValueError as error:
         raise ValueError(f"{path}: {server}.{error}") from None
 
 
-def _as_list(value: Any) -> list[str]:
+def _defaults(command: click.Command, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Give flags, by the names of their parameters, the values that a table has under the flags' own names."""
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): parameter
+        for parameter in command.params
+        for flag in parameter.opts
+        if flag.startswith("--") and flag not in NOT_IN_FILES
+    }
+    spelled = {name: name.replace("-", "_") for name in table}
+    require_known(spelled.values(), flags, "setting")
+    defaults: dict[str, Any] = {}
+    for name, value in table.items():
+        parameter = flags[spelled[name]]
+        if parameter.name in defaults:
+            raise ValueError(f"{name}: is there twice, under another name too")
+        defaults[str(parameter.name)] = (_as_list if parameter.multiple else _as_flag)(name, value)
+    return defaults
+
+
+def _as_list(name: str, value: Any) -> list[str]:
     """Spell the values of a flag that may be there several times."""
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return [_as_flag(name, item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _as_flag(name: str, value: Any) -> str:

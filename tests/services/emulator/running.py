@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,7 @@ PATIENCE_S = 20.0
 A30 = load_profile("llama-2-7b-a30")
 CONFIG = EngineConfig(max_num_seqs=16, num_gpu_blocks=257, max_model_len=1024, block_size=16)
 
-# the command as it is installed, whether or not the group has it yet
-COMMAND = """
-from services.cli import main
-from services.cli.serve import serve
-from services.cli.serve_engine import engine
-serve.add_command(engine)
-main()
-"""
+COMMAND = (sys.executable, "-c", "from services.cli import main; main()", "serve", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +108,11 @@ class Started:
 
 
 @contextmanager
-def process(*arguments: str) -> Iterator[Started]:
+def process(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
     """Start `block serve engine` on a free port, and wait until it says that it serves."""
-    command = [sys.executable, "-c", COMMAND, "serve", "engine", "--port", "0", "--log-format", "json", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+    command = [*COMMAND, "--port", "0", "--log-format", "json", *arguments]
+    told = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=told) as child:
         assert child.stderr is not None
         try:
             for line in child.stderr:

@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from services.export.reader import Reader
 from services.export.view import ENDED, UnreadableError
+from tests.services.cli import running as cli
 from tests.services.emulator.running import COMMAND, PATIENCE_S, ROOT, process
 
 LONG = {"prompt": "tell me a story", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -67,8 +67,9 @@ def test_an_engine_that_is_told_to_stop_finishes_what_is_under_way(tmp_path: Pat
 
 def refusal(*arguments: str) -> str:
     """What a command says that ends with status 2 and one line."""
-    command = [sys.executable, "-c", COMMAND, "serve", "engine", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     return done.stderr
 
@@ -80,18 +81,43 @@ def test_a_port_in_use_is_named() -> None:
         assert f"port: {port} on 127.0.0.1 is in use" in refusal("--port", port)
 
 
-def test_settings_come_from_a_file_and_wrong_ones_are_named(tmp_path: Path) -> None:
-    """A table [engine] sets any flag, the engine's own ones too; what nobody knows is refused."""
-    good = tmp_path / "good.toml"
-    good.write_text("[engine]\nmax_num_seqs = 5\nspeed = 2.0\nexport_contents = false\n")
-    state = tmp_path / "engine.state"
-    with process("--config", str(good), "--state-file", str(state)) as started:
+def test_settings_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
+    """A table [engine] sets any flag under its own name; the environment goes before it, and flags before both."""
+    file, state = tmp_path / "good.toml", tmp_path / "engine.state"
+    file.write_text(
+        '[engine]\nprofile = "llama-2-7b-a30"\nmax_num_seqs = 5\nspeed = 2.0\nexport_contents = false\n'
+        "num-gpu-blocks-override = 70\nmax-model-len = 300\nseed = 7\n[gateway]\nport = 1\n"
+    )
+    environment = {"BLOCK_ENGINE_SPEED": "3", "BLOCK_MAX_MODEL_LEN": "400", "BLOCK_ENGINE_CONFIG": str(file)}
+    with process("--state-file", str(state), "--max-model-len", "500", environment=environment) as started:
         assert httpx.get(f"{started.url}/health").status_code == 200
         view = Reader(str(state)).read(contents=True)
-        assert (view.settings["engine"]["max_num_seqs"], view.clock_rate, view.contents) == (5, 2.0, None)
-    bad = tmp_path / "bad.toml"
-    bad.write_text("[engine]\nspeeed = 2\n")
-    assert "engine.speeed: is no known setting; did you mean speed?" in refusal("--config", str(bad))
+    assert (view.settings["profile"], view.clock_rate, view.contents) == ("llama-2-7b-a30", 3.0, None)
+    told = view.settings["engine"]
+    assert (told["max_num_seqs"], told["num_gpu_blocks"], told["max_model_len"]) == (5, 70, 500)
+
+
+BAD_FILES = (
+    ("[engine]\nspeeed = 2\n", "engine.speeed: is no known setting; did you mean speed?"),
+    ("[engine]\nprofile_name = 'x'\n", "engine.profile_name: is no known setting"),
+    ("[engine]\nconfig = 'x'\n", "engine.config: is no known setting"),
+    ("[engine]\nno_export_contents = true\n", "engine.no_export_contents: is no known setting; did you mean export_"),
+    ("[engine]\nnum_gpu_blocks = 70\nnum-gpu-blocks-override = 80\n", "num-gpu-blocks-override: is there twice"),
+    ("[engine]\nspeed = {a = 1}\n", "engine.speed: must be a text, a number"),
+    ("[engine]\nspeed = 'fast'\n", "'fast' is not a valid float"),
+    ("[engin]\nspeed = 2\n", "engin: is no known table; did you mean engine?"),
+    ("speed = 2\n", "speed: is no known table"),
+    ("engine = 2\n", "engine: must be a table"),
+    ("[engine\n", "is not TOML"),
+)
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES)
+def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> None:
+    """What nobody knows is refused by name, with the nearest known one."""
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    assert message in cli.refusal("serve", "engine", "--config", str(file))
 
 
 @pytest.mark.parametrize(
@@ -105,24 +131,9 @@ def test_settings_come_from_a_file_and_wrong_ones_are_named(tmp_path: Path) -> N
         (("--max-num-queued-reqs", "0"), "max_num_queued_reqs: must be at least 1"),
     ],
 )
-def test_settings_that_make_no_sense(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_make_no_sense(arguments: tuple[str, ...], message: str) -> None:
     """A bad setting is refused by name before anything is served."""
-    from services.cli import main
-    from services.cli.serve import serve
-    from services.cli.serve_engine import engine
-
-    serve.add_command(engine)
-    argv, sys.argv = sys.argv, ["block", "serve", "engine", "--port", "0", *SMALL, *arguments]
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        sys.argv = argv
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1)
-    assert message in said
+    assert message in cli.refusal("serve", "engine", "--port", "0", *SMALL, *arguments)
 
 
 def test_the_log_is_lines_of_json(tmp_path: Path) -> None:
