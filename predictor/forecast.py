@@ -122,14 +122,16 @@ def simulation_with(
     def simulate(
         source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
     ) -> None:
+        # not as constants: the loop would be compiled anew for each of them
+        nobody, any_number = np.int64(NOBODY), np.int64(ANY_NUMBER)
         shared = layer(workspace, source, SHARED)
         copy_into(shared, source)
         if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-            drive(shared, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
+            drive(shared, FOREVER, any_number, np.int64(loop.TAIL_OF_QUEUE))
         alone = layer(workspace, source, ALONE)
         if delays:
             copy_into(alone, shared)
-            drive(alone, FOREVER, ANY_NUMBER, NOBODY)
+            drive(alone, FOREVER, any_number, nobody)
         after = layer(workspace, source, WITH_CANDIDATE)
         for place in range(len(slots)):
             slot = slots[place]
@@ -137,7 +139,7 @@ def simulation_with(
             after.requests[slot] = source.requests[slot]
             after.requests[slot].arrival_s = now_s
             queues.announce(after, slot)
-            drive(after, FOREVER, ANY_NUMBER, NOBODY if delays else slot)
+            drive(after, FOREVER, any_number, nobody if delays else slot)
             read_result(after, slot, now_s, results[place])
             if delays:
                 compare(source, alone, after, slot, results[place])

@@ -10,20 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from predictor import step_time, steps
+from predictor import steps
 from predictor.blocks import chain_all
 from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.state import NOBODY, NOTHING, REQUEST, RUNNING, WAITING
-from predictor.step_time import StepTime
+from predictor.step_time import StepTime, step_seconds
 from predictor.transfer import require_possible_step
 
 sum_up = direct(steps.sum_up)
 put_under_way = direct(steps.put_under_way)
 chain = direct(chain_all)
-seconds_of = direct(step_time.step_seconds)
 
 COUNTS = (
     "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
@@ -159,7 +158,7 @@ class Twin:
         if not (0 < num_tokens < len(costs.by_tokens) and 0 <= num_sampled < most and 0 <= num_decodes < most):
             return None
         return float(
-            seconds_of(
+            step_seconds(
                 costs, num_tokens, num_sampled, num_decodes, float(decode_context), num_prefills, prefill_qq,
                 prefill_qkv, float(decode_longest),
             )

@@ -105,25 +105,30 @@ def is_compiled(batcher: Batcher) -> bool:
     return bool(is_jitted(batcher.schedule))
 
 
-def _choice(rules: list[tuple[int, Callable[[State], bool]]]) -> Callable[[State], bool]:
-    """Build the kernel that calls the rule whose number the engine carries."""
-    (number, schedule), *others = rules
+def _choice(rules: list[Callable[[State], bool]]) -> Callable[[State], bool]:
+    """Build the kernel that calls the rule whose number the engine carries.
 
-    @inner_kernel
-    def last(state: State) -> bool:
-        return schedule(state)
+    It is written out, as a chain of closures would have the compiler optimise the inner ones over and over.
+    """
+    first, second, third, fourth, fifth, sixth, seventh, eighth = [*rules, *rules[-1:] * (8 - len(rules))]
 
-    if not others:
-        return last
-    otherwise = _choice(others)
-
-    @inner_kernel
     def choose(state: State) -> bool:
-        if state.engine[0].batcher == number:
-            return schedule(state)
-        return otherwise(state)
+        number = state.engine[0].batcher
+        if number == 0:
+            return first(state)
+        if number == 1:
+            return second(state)
+        if number == 2:
+            return third(state)
+        if number == 3:
+            return fourth(state)
+        if number == 4:
+            return fifth(state)
+        if number == 5:
+            return sixth(state)
+        return seventh(state) if number == 6 else eighth(state)
 
-    return choose
+    return inner_kernel(choose)
 
 
-fill = _choice([(number_of(name), batcher.schedule) for name, batcher in BATCHERS.items()])
+fill = _choice([batcher.schedule for batcher in BATCHERS.values()])
