@@ -13,6 +13,7 @@ from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
 from services.cli.serve import serve
+from services.cli.up import up
 from services.cli.warm import warm
 
 BAD_INPUT = 2
@@ -24,7 +25,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (bench, forecast, replay, profile, serve, warm):
+for command in (bench, forecast, replay, profile, serve, up, warm):
     block.add_command(command)
 
 

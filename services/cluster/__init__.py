@@ -1,0 +1,162 @@
+"""The whole system on one machine: emulated engines, sidecars, a tagger, schedulers and gateways, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.cluster.child import Child, StartError
+from services.cluster.settings import ClusterSettings
+
+__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "running"]
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - where processes of one machine share memory
+AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only wait for each other
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What runs, by name: engine-0, predictor-0, …, tagger, scheduler-block-0, …, gateway-block."""
+
+    settings: ClusterSettings
+    folder: Path
+    children: dict[str, Child] = field(default_factory=dict)
+
+    @property
+    def gateway_urls(self) -> Mapping[str, str]:
+        """Where each policy's gateway is."""
+        return {policy: self.url_of(f"gateway-{policy}") for policy in self.settings.policies}
+
+    def url_of(self, name: str) -> str:
+        """The address of a part that speaks HTTP."""
+        return f"http://{self.settings.host}:{self.children[name].port}"
+
+    def address_of(self, name: str) -> str:
+        """The address of a part that speaks gRPC."""
+        return f"{self.settings.host}:{self.children[name].port}"
+
+
+@asynccontextmanager
+async def running(settings: ClusterSettings, started: Callable[[str], None] | None = None) -> AsyncIterator[Cluster]:
+    """Run a cluster while the block runs; `started` hears of each part that serves. StartError where one does not."""
+    cluster = Cluster(settings=settings, folder=_new_folder())
+    try:
+        for layer in (_engines_and_tagger, _sidecars, _schedulers, _gateways):
+            await _start(cluster, layer(cluster), started)
+        yield cluster
+    finally:
+        await _stop(cluster)
+        shutil.rmtree(cluster.folder, ignore_errors=True)
+
+
+def _engines_and_tagger(cluster: Cluster) -> list[Child]:
+    settings = cluster.settings
+    engines = [
+        Child(
+            f"engine-{number}", "engine", *_common(settings), "--state-file", _state_file(cluster, number),
+            "--seed", str(number), *settings.engine_flags,
+        )
+        for number in range(settings.instances)
+    ]  # fmt: skip
+    return [*engines, Child("tagger", "tagger", *_common(settings))]
+
+
+def _sidecars(cluster: Cluster) -> list[Child]:
+    return [
+        Child(
+            f"predictor-{number}", "predictor", *_common(cluster.settings), "--instance-id", f"engine-{number}",
+            "--state-file", _state_file(cluster, number), "--engine-url", cluster.url_of(f"engine-{number}"),
+        )
+        for number in range(cluster.settings.instances)
+    ]  # fmt: skip
+
+
+def _schedulers(cluster: Cluster) -> list[Child]:
+    settings = cluster.settings
+    _write_instances(cluster)
+    return [
+        Child(
+            f"scheduler-{policy}-{number}", "scheduler", *_common(settings), "--policy", policy,
+            "--instances-file", str(_instances_file(cluster)), "--tagger", cluster.address_of("tagger"),
+            "--scheduler-id", f"{policy}-{number}", *settings.scheduler_flags,
+        )
+        for policy in settings.policies
+        for number in range(settings.schedulers)
+    ]  # fmt: skip
+
+
+def _gateways(cluster: Cluster) -> list[Child]:
+    settings = cluster.settings
+    gateways = []
+    for place, policy in enumerate(settings.policies):
+        addresses = [cluster.address_of(f"scheduler-{policy}-{number}") for number in range(settings.schedulers)]
+        flags = [word for address in addresses for word in ("--scheduler", address)]
+        port = 0 if place else settings.port
+        gateways.append(Child(f"gateway-{policy}", "gateway", *_common(settings), *flags, port=port))
+    return gateways
+
+
+def _common(settings: ClusterSettings) -> tuple[str, ...]:
+    """What every process is told; each finds its own table in the file."""
+    config = ("--config", settings.tables_file) if settings.tables_file is not None else ()
+    return (*config, "--host", settings.host, "--log-level", settings.log_level)
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="block-", dir=MEMORY if MEMORY.is_dir() else None))
+
+
+def _state_file(cluster: Cluster, number: int) -> str:
+    return str(cluster.folder / f"engine-{number}.state")
+
+
+def _instances_file(cluster: Cluster) -> Path:
+    return cluster.folder / "instances.json"
+
+
+def _write_instances(cluster: Cluster) -> None:
+    """Tell schedulers of the instances; the file appears whole."""
+    instances = [
+        {
+            "instance_id": f"engine-{number}",
+            "engine_url": cluster.url_of(f"engine-{number}"),
+            "sidecar_address": cluster.address_of(f"predictor-{number}"),
+        }
+        for number in range(cluster.settings.instances)
+    ]
+    path = _instances_file(cluster)
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps({"instances": instances}), encoding="utf-8")
+    whole.rename(path)
+
+
+async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[[str], None] | None) -> None:
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def start(child: Child) -> None:
+        async with room:
+            await child.start()
+        if started is not None:
+            started(child.name)
+
+    cluster.children.update({child.name: child for child in children})
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for child in children:
+                tasks.create_task(start(child))
+    except* StartError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _stop(cluster: Cluster) -> None:
+    """End everything from the front to the back, so that what is under way can finish."""
+    names = list(cluster.children)
+    for kind in ("gateway", "scheduler", "tagger", "predictor", "engine"):
+        await asyncio.gather(*(cluster.children[name].stop() for name in names if name.startswith(kind)))

@@ -1,0 +1,74 @@
+"""What a cluster on one machine is to have."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from scheduler.policies import policy_named
+from services.codec import read_text
+from services.names import require_known
+
+# tables of a cluster's TOML file: its own, and those that the processes read themselves
+TABLES = ("cluster", "engine", "predictor", "tagger", "scheduler", "gateway")
+MOST_INSTANCES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """How many of what. Each policy has schedulers and a gateway of its own in front of the same instances.
+
+    `tables_file` is a TOML file with a table per kind of process, which each reads by itself.
+    """
+
+    instances: int = 4
+    schedulers: int = 1
+    policies: tuple[str, ...] = ("block",)
+    host: str = "127.0.0.1"
+    port: int = 8000  # of the first gateway; the others take any free one
+    tables_file: str | None = None
+    engine_flags: tuple[str, ...] = ()  # for every engine, beyond what its table says
+    scheduler_flags: tuple[str, ...] = ()
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be started."""
+        for name, most in (("instances", MOST_INSTANCES), ("schedulers", 16)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{name}: must be a whole number from 1 to {most}, not {value!r}")
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
+        if not self.policies or len(set(self.policies)) < len(self.policies):
+            raise ValueError("policies: name at least one, and each once")
+        for policy in self.policies:
+            policy_named(policy)
+
+
+KEYS = tuple(
+    spec.name
+    for spec in fields(ClusterSettings)
+    if spec.name not in ("tables_file", "engine_flags", "scheduler_flags", "log_level")
+)
+
+
+def settings_from_file(path: str) -> dict[str, Any]:
+    """Read the table [cluster] of a TOML file; what is not known, there or as a table, is refused by name."""
+    try:
+        document = tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: is not TOML: {error}") from None
+    table = document.get("cluster", {})
+    try:
+        require_known(document, TABLES, "table")
+        if not isinstance(table, Mapping):
+            raise ValueError("cluster: must be a table")
+        require_known(table, KEYS, "setting of [cluster]")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    given = dict(table)
+    if isinstance(policies := given.get("policies"), list):
+        given["policies"] = tuple(str(policy) for policy in policies)
+    return given
