@@ -14,28 +14,42 @@ class Circuit:
     longest_pause_s: float = 8.0
     num_failures: int = 0
     retry_at_s: float = 0.0
-
-    def allows(self, now_s: float) -> bool:
-        """Tell whether a call may be made; where the circuit is open, this one is the trial."""
-        if self.num_failures < self.failures_to_open:
-            return True
-        if now_s < self.retry_at_s:
-            return False
-        self.retry_at_s = now_s + self.pause_s()
-        return True
+    _on_trial: bool = False
 
     def is_open(self) -> bool:
         """Tell whether the part is held to be down."""
         return self.num_failures >= self.failures_to_open
 
+    def may_try(self, now_s: float) -> bool:
+        """Tell whether a call may be made."""
+        return not self.is_open() or now_s >= self.retry_at_s
+
+    def allows(self, now_s: float) -> bool:
+        """Tell whether a call may be made; where the circuit is open, this one is the trial."""
+        if not self.may_try(now_s):
+            return False
+        if self.is_open():
+            self._on_trial = True
+            self.retry_at_s = now_s + self.pause_s()
+        return True
+
     def succeeded(self) -> None:
         """Close the circuit."""
         self.num_failures = 0
+        self._on_trial = False
 
-    def failed(self, now_s: float) -> None:
-        """Count a failure."""
+    def failed(self, now_s: float) -> bool:
+        """Count a failure; tell whether it is the one that opened the circuit.
+
+        While it is open only the trial counts: many calls under way fail together with the one that opened it.
+        """
+        was_open = self.is_open()
+        if was_open and not self._on_trial:
+            return False
+        self._on_trial = False
         self.num_failures += 1
         self.retry_at_s = now_s + self.pause_s()
+        return self.is_open() and not was_open
 
     def pause_s(self) -> float:
         """How long to leave the part alone."""

@@ -34,7 +34,7 @@ import httptools
 import uvloop
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.gateway.answering import StreamReader
+from services.answering import StreamReader
 from services.http_client import HttpClient, Origin, origin_of, request_head
 
 NUM_ENGINES = 4

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast
@@ -103,11 +104,17 @@ class HttpClient:
         return await _sent(await self._connect(origin), head, body, first_s)
 
     async def get(
-        self, origin: Origin, target: bytes, *, within_s: float, most_bytes: int = 2**20
+        self,
+        origin: Origin,
+        target: bytes,
+        *,
+        within_s: float,
+        headers: Headers | None = None,
+        most_bytes: int = 2**20,
     ) -> tuple[int, bytes]:
         """Get a small document."""
         async with asyncio.timeout(within_s):
-            head = request_head(b"GET", origin, target, [], 0)
+            head = request_head(b"GET", origin, target, headers or [], 0)
             connection = await self.send(origin, head, b"", within_s)
             try:
                 return connection.status, await connection.read_all(within_s, most_bytes)
@@ -203,6 +210,7 @@ class Connection(asyncio.Protocol):
         self._header_bytes = 0
         self._pieces: list[bytes] = []
         self._num_unread = 0
+        self._take: Callable[[bytes], None] | None = None
         self._paused = False
         self._error: ConnectionError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -235,10 +243,23 @@ class Connection(asyncio.Protocol):
                 return b""
             await self._wait(within_s)
         pieces, self._pieces, self._num_unread = self._pieces, [], 0
-        if self._paused:
-            self._paused = False
-            cast("asyncio.Transport", self._transport).resume_reading()
+        self._resume()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def hand_over(self, take: Callable[[bytes], None], within_s: float) -> None:
+        """Have the body taken piece by piece as it comes; return at its end, after `within_s` at most.
+
+        Waking a task for every piece would cost more than all that a reader of long streams does with them.
+        """
+        for piece in self._pieces:
+            take(piece)
+        self._pieces, self._num_unread, self._take = [], 0, take
+        self._resume()
+        try:
+            while not self.whole:
+                await self._wait(within_s)
+        finally:
+            self._take = None
 
     def drained(self) -> bool:
         """Tell whether the body has been read to its end."""
@@ -254,6 +275,11 @@ class Connection(asyncio.Protocol):
             if num_bytes > most_bytes:
                 raise BrokenError(f"the answer is longer than {most_bytes} bytes")
         return b"".join(pieces)
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            cast("asyncio.Transport", self._transport).resume_reading()
 
     def release(self) -> None:
         """End the request: where all has been read, the connection is kept; else it is closed at once."""
@@ -340,7 +366,7 @@ class Connection(asyncio.Protocol):
         if self._num_unread > READ_AHEAD_BYTES and not self._paused and not self.whole:
             self._paused = True
             cast("asyncio.Transport", self._transport).pause_reading()
-        if self._head_done:
+        if self._head_done and (self._take is None or self.whole):
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -375,6 +401,9 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         """Take a piece of the body."""
+        if self._take is not None:
+            self._take(piece)
+            return
         self._pieces.append(piece)
         self._num_unread += len(piece)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.gateway.answering import Ending, StreamReader, ending_of
+from services.answering import Ending, StreamReader, ending_of
 from services.gateway.asking import Ask, Wishes
 from services.gateway.metrics import Metrics
 from services.gateway.models import Models

@@ -74,7 +74,7 @@ class FailedLately:
         if not self._circuits:
             return []
         now_s = self._clock()
-        return [instance_id for instance_id, circuit in self._circuits.items() if in_pause(circuit, now_s)]
+        return [instance_id for instance_id, circuit in self._circuits.items() if not circuit.may_try(now_s)]
 
     def failed(self, instance_id: str) -> None:
         """Note a failure; all that fails while an instance is left alone began before, and is no news."""
@@ -82,15 +82,10 @@ class FailedLately:
         if len(self._circuits) >= MOST_CIRCUITS and instance_id not in self._circuits:
             del self._circuits[next(iter(self._circuits))]
         circuit = self._circuits.setdefault(instance_id, Circuit())
-        if not in_pause(circuit, now_s):
+        if circuit.allows(now_s):
             circuit.failed(now_s)
 
     def succeeded(self, instance_id: str) -> None:
         """Forget the failures."""
         if self._circuits:
             self._circuits.pop(instance_id, None)
-
-
-def in_pause(circuit: Circuit, now_s: float) -> bool:
-    """Tell whether a part is to be left alone."""
-    return circuit.is_open() and now_s < circuit.retry_at_s

@@ -53,7 +53,6 @@ class _Scheduler:
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
         self.circuit = Circuit()
-        self.failed_s = 0.0  # when a failure was counted last
 
     def says_itself(self, code: grpc.StatusCode) -> bool:
         """Tell a scheduler that has no instance from one that is not there: the connection stands."""
@@ -89,8 +88,7 @@ class Schedulers:
         A caller who is cancelled meanwhile does not cancel the call: what was decided in vain goes to `abandoned`.
         """
         unwilling: RefusedError | None = None
-        for one in self._in_turn("schedule"):
-            began_s = self._loop.time()
+        for one in self._in_turn("schedule", Circuit.allows):
             try:
                 response = await self._call(one, request, abandoned)
             except grpc.aio.AioRpcError as error:
@@ -103,7 +101,7 @@ class Schedulers:
                     one.circuit.succeeded()
                     unwilling = RefusedError(UNWILLING.get(code, 503), details or "no scheduler takes this now")
                     continue
-                self._failed(one, began_s, code, details)
+                self._failed(one, code, details)
             else:
                 one.circuit.succeeded()
                 return response
@@ -113,8 +111,7 @@ class Schedulers:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Tell an end to any; False where none took it."""
-        for one in self._in_turn("release"):
-            began_s = self._loop.time()
+        for one in self._in_turn("release", Circuit.may_try):  # no trial: who hears it may yet hang at decisions
             try:
                 await one.stub.Release(request, timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -124,7 +121,7 @@ class Schedulers:
                     say(log, logging.WARNING, "release refused", request_id=request.request_id, why=error.details())
                     return False
                 if code not in UNWILLING and not one.says_itself(code):
-                    self._failed(one, began_s, code, error.details() or "")
+                    self._failed(one, code, error.details() or "")
             else:
                 return True
         return False
@@ -134,14 +131,14 @@ class Schedulers:
         for one in self._all:
             await one.channel.close()
 
-    def _in_turn(self, call: str) -> Iterator[_Scheduler]:
+    def _in_turn(self, call: str, may: Callable[[Circuit, float], bool]) -> Iterator[_Scheduler]:
         """Everybody whose circuit is closed, beginning with another each time; else who is to be tried next anyway."""
         turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
         tried = False
         for step in range(count):
             one = self._all[(turn + step) % count]
-            if one.circuit.allows(self._loop.time()):
+            if may(one.circuit, self._loop.time()):
                 tried = True
                 yield one
         if not tried and count:
@@ -163,13 +160,8 @@ class Schedulers:
             raise
         return await call
 
-    def _failed(self, one: _Scheduler, began_s: float, code: grpc.StatusCode, details: str) -> None:
-        was_open = one.circuit.is_open()
-        if was_open and began_s < one.failed_s:
-            return  # many calls fail at once where one scheduler dies: that is one failure
-        one.failed_s = self._loop.time()
-        one.circuit.failed(one.failed_s)
-        if one.circuit.is_open() and not was_open:
+    def _failed(self, one: _Scheduler, code: grpc.StatusCode, details: str) -> None:
+        if one.circuit.failed(self._loop.time()):
             say(log, logging.WARNING, "scheduler does not answer", scheduler=one.address, code=code.name, why=details)
 
 

@@ -125,8 +125,7 @@ async def answering(gateway: Gateway, own: socket.socket, drain_s: float) -> Asy
     finally:
         gateway.draining = True
         too_late = asyncio.get_running_loop().call_later(drain_s, gateway.cut_off)
-        http.should_exit = True
-        await ticking
+        ticking.cancel()
         await http.shutdown(sockets=[own])
         too_late.cancel()
 

@@ -223,12 +223,48 @@ def test_a_deadline_moves_with_every_piece() -> None:
     async def test() -> None:
         async with server(serve) as (origin, client):
             connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 30.0)
-            received = b""
-            with pytest.raises(TimeoutError):
+            received: list[bytes] = []
+
+            async def read_on() -> None:
                 while True:
-                    received += await connection.read(0.15)
-            assert received == b"xxxx"
+                    received.append(await connection.read(0.15))
+
+            with pytest.raises(TimeoutError):
+                await read_on()
+            assert b"".join(received) == b"xxxx"
             connection.abort()
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["", "length", "break", "silence"])
+def test_a_body_that_is_handed_over(end: str) -> None:
+    """Pieces go to whoever takes them as they come, in order; the wait is for the end, and that may be a bad one."""
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        await request(reader)
+        writer.write(OK + (b"content-length: 7\r\n\r\nab" if end == "length" else b"content-length: 900\r\n\r\nab"))
+        for piece in (b"cd", b"efg"):
+            await writer.drain()
+            writer.write(piece)
+        if end == "":
+            writer.write(b"x" * 893)
+        elif end == "break":
+            writer.close()
+        await reader.read()
+
+    async def test() -> None:
+        async with server(serve) as (origin, client):
+            connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 30.0)
+            taken: list[bytes] = []
+            if end in ("break", "silence"):
+                with pytest.raises(BrokenError if end == "break" else TimeoutError):
+                    await connection.hand_over(taken.append, 0.2 if end == "silence" else 30.0)
+            else:
+                await connection.hand_over(taken.append, 30.0)
+                assert connection.drained()
+            assert b"".join(taken).startswith(b"abcdefg")
+            connection.release()
 
     run(test)
 
@@ -297,5 +333,5 @@ def test_urls(url: str, origin: Origin) -> None:
 )
 def test_bad_urls(url: str) -> None:
     """What is no URL of a server is refused."""
-    with pytest.raises(ValueError, match="URL|must have"):
+    with pytest.raises(ValueError, match=r"URL|must have"):
         origin_of(url)

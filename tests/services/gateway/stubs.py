@@ -1,0 +1,318 @@
+"""Engines and schedulers that do what a test says, on real sockets, and a gateway between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.gateway.keys import ApiKeys
+from services.gateway.server import serving
+from services.gateway.settings import GatewaySettings
+from services.grpc_server import ServerSettings
+
+LOCAL = "127.0.0.1"
+LIMIT_S = 30
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test on a loop of its own; one that hangs fails."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await test()
+
+    asyncio.run(limited())
+
+
+# Engines.
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One request as an engine got it, and the way to answer it."""
+
+    target: str
+    headers: dict[str, str]
+    body: bytes
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def head(self, status: int, content_type: str, *headers: str) -> None:
+        """Begin an answer."""
+        lines = [f"HTTP/1.1 {status} Some", f"content-type: {content_type}", *headers, "", ""]
+        self.writer.write("\r\n".join(lines).encode())
+
+    def stream(self) -> None:
+        """Begin a stream."""
+        self.head(200, "text/event-stream; charset=utf-8", "transfer-encoding: chunked", "x-engine: yes")
+
+    async def chunk(self, data: bytes) -> None:
+        """Send a piece of it, as one chunk."""
+        self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+        await self.writer.drain()
+
+    def end(self) -> None:
+        """End the stream."""
+        self.writer.write(b"0\r\n\r\n")
+
+    def whole(self, data: object, status: int = 200, *headers: str) -> None:
+        """Answer in one piece."""
+        text = json.dumps(data).encode()
+        self.head(status, "application/json", f"content-length: {len(text)}", *headers)
+        self.writer.write(text)
+
+    def die(self) -> None:
+        """Let the connection fall."""
+        self.writer.transport.abort()
+
+    async def left(self) -> None:
+        """Wait until the other side has gone."""
+        with suppress(ConnectionError):
+            assert await self.reader.read(1) == b""
+
+
+Answer = Callable[[Call], Awaitable[None]]
+
+
+def event(text: str, reason: str | None = None) -> bytes:
+    """Write a completion's event as vLLM does."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    return b"data: " + json.dumps({"id": "cmpl-1", "object": "text_completion", "choices": [choice]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = (event("Hello"), event(" wörld"), event("!", "length"), DONE)
+
+
+async def streams(call: Call) -> None:
+    """Answer with three tokens, each in its own chunk."""
+    call.stream()
+    for piece in STREAM:
+        await call.chunk(piece)
+    call.end()
+
+
+COMPLETION = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "tiny",
+    "choices": [{"index": 0, "text": "Hello world!", "finish_reason": "stop", "logprobs": None}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+}
+
+
+async def completes(call: Call) -> None:
+    """Answer in one piece."""
+    call.whole(COMPLETION)
+
+
+async def hangs(call: Call) -> None:
+    """Never answer."""
+    await call.left()
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """An HTTP server that gives its answer to everybody."""
+
+    answer: Answer
+    port: int = 0
+    calls: list[Call] = field(default_factory=list)
+    _server: asyncio.Server | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://{LOCAL}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen; after a stop, at the same port."""
+        self._server = await asyncio.start_server(self._serve, LOCAL, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die: nothing listens any more, every connection falls."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                request, *lines = head.strip().split("\r\n")
+                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                call = Call(target=request.split()[1], headers=headers, body=body, reader=reader, writer=writer)
+                self.calls.append(call)
+                await self.answer(call)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+@asynccontextmanager
+async def engines(*answers: Answer) -> AsyncIterator[list[Engine]]:
+    """Run an engine for each answer."""
+    running = [Engine(answer=answer) for answer in answers]
+    for engine in running:
+        await engine.start()
+    try:
+        yield running
+    finally:
+        for engine in running:
+            await engine.stop()
+
+
+async def unreachable() -> str:
+    """Give a URL at which nobody listens."""
+    engine = Engine(answer=hangs)
+    await engine.start()
+    await engine.stop()
+    return engine.url
+
+
+# Schedulers.
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Sends every request to the first of its instances that is not excluded, and remembers what it was told."""
+
+    def __init__(self, urls: list[str], **instance: Any) -> None:
+        """Know where the engines are: e0, e1 and so on."""
+        self.instances = [
+            common_pb2.Instance(instance_id=f"e{number}", engine_url=url, **{"models": ["tiny"], **instance})
+            for number, url in enumerate(urls)
+        ]
+        self.asked: list[scheduler_pb2.ScheduleRequest] = []
+        self.seen: asyncio.Queue[scheduler_pb2.ScheduleRequest] = asyncio.Queue()
+        self.released: asyncio.Queue[common_pb2.ReleaseRequest] = asyncio.Queue()
+        self.open = asyncio.Event()  # cleared, nothing is decided
+        self.open.set()
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it is."""
+        return f"{LOCAL}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen; after a stop, at the same port."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"{LOCAL}:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Die."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def Schedule(
+        self, request: scheduler_pb2.ScheduleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide."""
+        self.asked.append(request)
+        self.seen.put_nowait(request)
+        await self.open.wait()
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        excluded = set(request.exclude_instance_ids)
+        left = [instance for instance in self.instances if instance.instance_id not in excluded]
+        if not left:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no instance is left")
+        decision = common_pb2.Decision(
+            request_id=request.request.request_id,
+            instance=left[0],
+            policy="first",
+            forecast=common_pb2.Forecast(ttft_s=0.125, e2e_s=2.5, output_tokens=3),
+            tag=common_pb2.Tag(median_tokens=3, estimator="constant", keys=[1, 2]),
+            next_best=left[1:],
+        )
+        return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    async def Release(
+        self,
+        request: common_pb2.ReleaseRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> common_pb2.ReleaseResponse:
+        """Remember."""
+        self.released.put_nowait(request)
+        return common_pb2.ReleaseResponse(released=True)
+
+    def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Stay away: gateways do not stream through schedulers."""
+        raise NotImplementedError
+
+
+# Everything together.
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A gateway before schedulers and engines, and a client."""
+
+    client: httpx.AsyncClient
+    engines: list[Engine]
+    schedulers: list[Scheduler]
+    port: int
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The first of them."""
+        return self.schedulers[0]
+
+    async def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        """Ask for a completion."""
+        headers = fields.pop("headers", None)
+        return await self.client.post(path, json={"model": "tiny", "prompt": "Say hello", **fields}, headers=headers)
+
+    async def metric(self, line: str) -> float:
+        """Read a metric."""
+        text = (await self.client.get("/metrics")).text
+        return sum(float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(line))
+
+
+@asynccontextmanager
+async def scene(
+    *answers: Answer,
+    urls: list[str] | None = None,
+    num_schedulers: int = 1,
+    keys: tuple[str, ...] = (),
+    server: dict[str, Any] | None = None,
+    instance: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Scene]:
+    """Set everything up; `urls` come before those of the engines."""
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(engines(*answers))
+        known = [*(urls or []), *(engine.url for engine in running)]
+        schedulers = [Scheduler(known, **(instance or {})) for _ in range(num_schedulers)]
+        for scheduler in schedulers:
+            await scheduler.start()
+            stack.push_async_callback(scheduler.stop)
+        settings = GatewaySettings(**{"schedulers": tuple(one.address for one in schedulers), **options})
+        here = await stack.enter_async_context(
+            serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys))
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=20))
+        yield Scene(client=client, engines=running, schedulers=schedulers, port=here.port)

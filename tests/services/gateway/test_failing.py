@@ -1,0 +1,543 @@
+"""What goes wrong behind the gateway: engines and schedulers that die, hang or refuse, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from protos.block.v1 import common_pb2
+from tests.services.gateway.stubs import (
+    COMPLETION,
+    DONE,
+    LOCAL,
+    STREAM,
+    Answer,
+    Call,
+    Engine,
+    completes,
+    event,
+    hangs,
+    run,
+    scene,
+    streams,
+    unreachable,
+)
+
+CANCELLED = common_pb2.FINISH_REASON_CANCELLED
+FAILED = common_pb2.FINISH_REASON_FAILED
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+async def drops(call: Call) -> None:
+    """Take the request, and die."""
+    call.die()
+
+
+async def dies_after_head(call: Call) -> None:
+    """Promise a stream, and die."""
+    call.stream()
+    await call.writer.drain()
+    call.die()
+
+
+async def dies_in_first_event(call: Call) -> None:
+    """Die after half an event."""
+    call.stream()
+    await call.chunk(STREAM[0][:20])
+    call.die()
+
+
+async def dies_in_one_piece(call: Call) -> None:
+    """Die after half of an answer in one piece."""
+    call.head(200, "application/json", "content-length: 1000")
+    call.writer.write(b'{"id":')
+    await call.writer.drain()
+    call.die()
+
+
+async def babbles(call: Call) -> None:
+    """Answer in no known language."""
+    call.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    await call.left()
+
+
+def answers(status: int) -> Answer:
+    """Answer with an error."""
+
+    async def answer(call: Call) -> None:
+        call.whole({"error": {"message": "no", "type": "x", "param": None, "code": status}}, status)
+
+    return answer
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """Check that an error has OpenAI's shape, and give it."""
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    return error
+
+
+# Before the first byte.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "answer", [drops, dies_after_head, dies_in_first_event, dies_in_one_piece, babbles, answers(503), answers(429)]
+)
+def test_the_next_engine_is_tried(answer: Answer, stream: bool) -> None:
+    """An engine that fails before its first event costs another decision without it, and its reservation goes back."""
+
+    async def test() -> None:
+        async with scene(answer, streams if stream else completes) as here:
+            response = await here.post(stream=stream)
+            assert response.status_code == 200
+            assert response.content == (b"".join(STREAM) if stream else json.dumps(COMPLETION).encode())
+            assert response.headers["x-block-instance"] == "e1"
+            first, second = here.scheduler.asked
+            assert (list(first.exclude_instance_ids), list(second.exclude_instance_ids)) == ([], ["e0"])
+            assert first.request.request_id == second.request.request_id
+            released = [await here.scheduler.released.get() for _ in range(2)]
+            assert {one.instance_id: one.outcome.finish_reason for one in released}["e0"] == FAILED
+            assert {one.instance_id for one in released} == {"e0", "e1"}
+
+    run(test)
+
+
+def test_an_engine_that_cannot_be_reached() -> None:
+    """Where nobody listens the request goes on to the next, and no outcome is told of what never began."""
+
+    async def test() -> None:
+        async with scene(streams, urls=[await unreachable()]) as here:
+            assert (await here.post(stream=True)).content == b"".join(STREAM)
+            released = {one.instance_id: one for one in [await here.scheduler.released.get() for _ in range(2)]}
+            assert not released["e0"].HasField("outcome")
+            assert released["e1"].outcome.finish_reason == LENGTH
+
+    run(test)
+
+
+def test_a_dead_engine_draws_nothing_to_itself() -> None:
+    """After two failures an instance is left out of decisions from the start, until its pause is over."""
+
+    async def test() -> None:
+        async with scene(completes, urls=[await unreachable()]) as here:
+            for _ in range(4):
+                assert (await here.post()).status_code == 200
+            asked = [list(one.exclude_instance_ids) for one in here.scheduler.asked]
+            assert asked == [[], ["e0"], [], ["e0"], ["e0"], ["e0"]]
+
+    run(test)
+
+
+def test_where_only_failed_instances_are_left_they_are_tried() -> None:
+    """What failed lately is better than nothing."""
+    engine_back = Engine(answer=completes)
+
+    async def test() -> None:
+        await engine_back.start()
+        await engine_back.stop()
+        async with scene(urls=[engine_back.url]) as here:
+            for _ in range(2):
+                assert (await here.post()).status_code == 503
+            await engine_back.start()
+            assert (await here.post()).status_code == 200
+            await engine_back.stop()
+
+    run(test)
+
+
+def test_an_engine_that_hangs_is_left() -> None:
+    """An engine that sends nothing in time costs its deadline, not the request."""
+
+    async def test() -> None:
+        async with scene(hangs, streams, first_byte_s=0.1) as here:
+            assert (await here.post(stream=True)).content == b"".join(STREAM)
+        async with scene(hangs, completes, answer_s=0.1) as here:
+            assert (await here.post()).json() == COMPLETION
+
+    run(test)
+
+
+ENDS: list[tuple[Answer, dict[str, Any], int]] = [
+    (drops, {}, 502),
+    (hangs, {"first_byte_s": 0.05, "answer_s": 0.05}, 504),
+    (answers(500), {}, 500),
+    (answers(503), {}, 503),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("answer", "options", "status"), ENDS, ids=["drops", "hangs", "500", "503"])
+def test_no_engine_answers(answer: Answer, options: dict[str, Any], status: int, stream: bool) -> None:
+    """When all have failed the client gets an error in OpenAI's shape, the engine's own where it has one."""
+
+    async def test() -> None:
+        async with scene(answer, answer, attempts=2, **options) as here:
+            response = await here.post(stream=stream)
+            assert response.status_code == status
+            error_of(response)
+            assert {(await here.scheduler.released.get()).instance_id for _ in range(2)} == {"e0", "e1"}
+
+    run(test)
+
+
+def test_retries_have_a_budget() -> None:
+    """When everything fails, retries end with the budget instead of multiplying the load."""
+
+    async def test() -> None:
+        async with scene(drops, drops, drops, retry_ratio=0.0, server={}, max_concurrency=3) as here:
+            for _ in range(10):
+                await here.post()
+            assert len(here.scheduler.asked) <= 10 + 3 + 10  # a request, a retry, and asking again with the avoided
+            assert await here.metric("block_gateway_retries_total") == 3
+
+    run(test)
+
+
+def test_next_best_when_the_schedulers_die_meanwhile() -> None:
+    """Where nobody can decide again, the request goes where the first decision would have gone next."""
+
+    async def test() -> None:
+        async with scene(hangs, completes) as here:
+
+            async def kills_the_scheduler(call: Call) -> None:
+                await here.scheduler.stop()
+                call.die()
+
+            here.engines[0].answer = kills_the_scheduler
+            response = await here.post()
+            assert (response.status_code, response.headers["x-block-policy"]) == (200, "next_best")
+            assert response.headers["x-block-instance"] == "e1"
+
+    run(test)
+
+
+# After the first byte.
+
+
+async def dies_in_stream(call: Call) -> None:
+    """Send one event and a half, and die."""
+    call.stream()
+    await call.chunk(STREAM[0] + STREAM[1][:30])
+    call.die()
+
+
+async def stalls_in_stream(call: Call) -> None:
+    """Send one event, and no more."""
+    call.stream()
+    await call.chunk(STREAM[0])
+    await call.left()
+
+
+async def garbles_stream(call: Call) -> None:
+    """Send one event, then something that is no chunk."""
+    call.stream()
+    await call.chunk(STREAM[0])
+    call.writer.write(b"zzz\r\n")
+    await call.left()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(dies_in_stream, "engine_failed"), (stalls_in_stream, "engine_timeout"), (garbles_stream, "engine_failed")],
+)
+def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, code: str) -> None:
+    """The client reads whole events, then one that says what happened, then a proper end."""
+
+    async def test() -> None:
+        async with scene(answer, streams, idle_s=0.1) as here:
+            response = await here.post(stream=True)
+            assert response.status_code == 200
+            first, error, rest = response.content.split(b"\n\n")
+            assert (first + b"\n\n", rest) == (STREAM[0], b"")
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == code
+            outcome = (await here.scheduler.released.get()).outcome
+            assert (outcome.finish_reason, outcome.output_tokens) == (FAILED, 1)
+            assert len(here.scheduler.asked) == 1
+            assert await here.metric("block_gateway_streams_broken_total") == 1
+
+    run(test)
+
+
+def test_an_engine_ends_its_stream_with_an_error() -> None:
+    """An engine's own error event passes as it is, and counts as a failure."""
+    stream = STREAM[0] + b'data: {"error": {"message": "out of memory"}}\n\n' + DONE
+
+    async def answer(call: Call) -> None:
+        call.stream()
+        await call.chunk(stream)
+        call.end()
+
+    async def test() -> None:
+        async with scene(answer) as here:
+            assert (await here.post(stream=True)).content == stream
+            outcome = (await here.scheduler.released.get()).outcome
+            assert (outcome.finish_reason, outcome.output_tokens) == (FAILED, 1)
+
+    run(test)
+
+
+# Clients that leave.
+
+
+def test_a_client_leaves_in_a_stream() -> None:
+    """The engine's connection is closed at once, and the reservation goes back with what there was."""
+    gone = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        call.stream()
+        await call.chunk(STREAM[0] + STREAM[1])
+        await call.left()
+        gone.set()
+
+    async def test() -> None:
+        async with scene(answer) as here:
+            fields = {"model": "tiny", "prompt": "Say hello", "stream": True}
+            async with here.client.stream("POST", "/v1/completions", json=fields) as response:
+                await anext(response.aiter_raw())
+            await gone.wait()
+            release = await here.scheduler.released.get()
+            assert (release.outcome.finish_reason, release.outcome.output_tokens) == (CANCELLED, 2)
+            assert await here.metric("block_gateway_clients_left_total") == 1
+            assert await here.metric("block_gateway_requests_under_way") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_leaves_before_the_first_byte(stream: bool) -> None:
+    """Whoever waits for nobody is not served: the engine hears of it at once."""
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        asked.set()
+        await call.left()
+        gone.set()
+
+    async def test() -> None:
+        async with scene(answer) as here:
+            post = asyncio.create_task(here.post(stream=stream))
+            await asked.wait()
+            post.cancel()
+            await gone.wait()
+            assert (await here.scheduler.released.get()).outcome.finish_reason == CANCELLED
+
+    run(test)
+
+
+def test_a_client_leaves_before_the_decision() -> None:
+    """What is decided after the client has left is given back, and no engine hears of it."""
+
+    async def test() -> None:
+        async with scene(completes, schedule_s=20.0) as here:
+            here.scheduler.open.clear()
+            post = asyncio.create_task(here.post(headers={"x-request-id": "r"}))
+            await here.scheduler.seen.get()
+            post.cancel()
+            while await here.metric("block_gateway_clients_left_total") < 1:
+                pass
+            here.scheduler.open.set()
+            release = await here.scheduler.released.get()
+            assert (release.request_id, release.instance_id) == ("r", "e0")
+            assert not release.HasField("outcome")
+            assert here.engines[0].calls == []
+
+    run(test)
+
+
+def test_a_client_leaves_within_its_body() -> None:
+    """Half a request is no request."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            _, writer = await asyncio.open_connection(LOCAL, here.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+            while await here.metric("block_gateway_clients_left_total") < 1:
+                pass
+            assert here.scheduler.asked == []
+
+    run(test)
+
+
+def test_a_slow_client_slows_the_engine_down() -> None:
+    """What a client does not read is not collected in the gateway without end."""
+    piece = event("x" * 65_536)
+    num_sent = 0
+    stuck = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        nonlocal num_sent
+        call.stream()
+        for num_sent in range(1, 4000):  # noqa: B007 - how far it came
+            try:
+                async with asyncio.timeout(0.5):
+                    await call.chunk(piece)
+            except TimeoutError:
+                break
+        stuck.set()
+        call.die()
+
+    async def test() -> None:
+        async with scene(answer) as here:
+            body = json.dumps({"model": "tiny", "prompt": "x", "stream": True}).encode()
+            _, writer = await asyncio.open_connection(LOCAL, here.port, limit=1024)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await stuck.wait()
+            assert num_sent < 1000  # 64 MB; all the buffers between here and there hold far less
+            writer.transport.abort()
+            await here.scheduler.released.get()
+
+    run(test)
+
+
+# Schedulers.
+
+
+def test_schedulers_are_asked_in_turn() -> None:
+    """Several schedulers share the work."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2) as here:
+            for _ in range(6):
+                await here.post()
+            assert [len(one.asked) for one in here.schedulers] == [3, 3]
+
+    run(test)
+
+
+def test_a_dead_scheduler_costs_nothing() -> None:
+    """Another one decides and takes the releases; the dead one is left alone, and is back when it is back."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2) as here:
+            dead, alive = here.schedulers
+            await dead.stop()
+            for number in range(8):
+                response = await here.post(headers={"x-request-id": str(number)})
+                assert (response.status_code, response.headers["x-block-policy"]) == (200, "first")
+            released = {(await alive.released.get()).request_id for _ in range(8)}
+            assert released == {str(number) for number in range(8)}
+            await dead.start()
+            while not dead.asked:
+                assert (await here.post()).status_code == 200
+
+    run(test)
+
+
+def test_a_scheduler_that_hangs_costs_its_deadline() -> None:
+    """The next one is asked; after two such failures the first is not waited for any more."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2, schedule_s=0.1) as here:
+            here.schedulers[0].open.clear()
+            for _ in range(8):
+                assert (await here.post()).status_code == 200
+            assert len(here.schedulers[0].asked) <= 4
+            assert len(here.schedulers[1].asked) == 8
+            here.schedulers[0].open.set()
+
+    run(test)
+
+
+def test_without_schedulers_the_last_resort_is_tried() -> None:
+    """Engines from the settings serve in turn, the reply says so, and those that fail are passed over."""
+
+    async def test() -> None:
+        async with scene(streams, streams) as other:
+            urls = (await unreachable(), *(engine.url for engine in other.engines))
+            async with scene(engine_urls=urls) as here:
+                await here.scheduler.stop()
+                for _ in range(6):
+                    response = await here.post(stream=True)
+                    assert response.content == b"".join(STREAM)
+                    assert response.headers["x-block-policy"] == "last_resort_round_robin"
+                    assert "x-block-predicted-ttft-ms" not in response.headers
+                counts = [len(engine.calls) for engine in other.engines]
+                assert sum(counts) == 6
+                assert min(counts) >= 2
+                assert (await here.client.get("/ready")).status_code == 200
+
+    run(test)
+
+
+def test_without_schedulers_and_engines_there_is_nothing() -> None:
+    """The client is told to come back."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            await here.scheduler.stop()
+            response = await here.post()
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert error_of(response)["code"] == "unavailable"
+
+    run(test)
+
+
+REFUSALS = [
+    (grpc.StatusCode.NOT_FOUND, "request.model: 'x' is served by no instance", 404, "model_not_found", "model"),
+    (grpc.StatusCode.INVALID_ARGUMENT, "request.max_tokens: is too large", 400, None, "max_tokens"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 calls are under way", 429, "rate_limit_exceeded", None),
+    (grpc.StatusCode.UNAVAILABLE, "no instance is known", 503, "unavailable", None),
+    (grpc.StatusCode.INTERNAL, "internal error", 503, "unavailable", None),
+]
+
+
+@pytest.mark.parametrize(("status", "message", "http_status", "code", "param"), REFUSALS, ids=str)
+def test_what_schedulers_refuse(
+    status: grpc.StatusCode, message: str, http_status: int, code: str | None, param: str | None
+) -> None:
+    """A scheduler's word against a request is an answer; one about the state of things asks the next."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2) as here:
+            for one in here.schedulers:
+                one.refusal = (status, message)
+            response = await here.post()
+            assert response.status_code == http_status
+            error = error_of(response)
+            assert (error["code"], error["param"]) == (code, param)
+            assert ("retry-after" in response.headers) == (http_status in (429, 503))
+            assert len([*here.schedulers[0].asked, *here.schedulers[1].asked]) == (1 if http_status < 429 else 2)
+
+    run(test)
+
+
+def test_a_decision_that_names_no_place() -> None:
+    """A scheduler that lies about where to go is no scheduler; what it reserved goes back."""
+
+    async def test() -> None:
+        async with scene(urls=["nonsense"]) as here:
+            assert (await here.post()).status_code == 503
+            assert (await here.scheduler.released.get()).instance_id == "e0"
+
+    run(test)
+
+
+def test_releases_are_kept_for_a_scheduler_that_is_away() -> None:
+    """An end that nobody hears is told again; what is lost in the end is counted."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+
+            async def kills_the_scheduler(call: Call) -> None:
+                await here.scheduler.stop()
+                call.whole(COMPLETION)
+
+            here.engines[0].answer = kills_the_scheduler
+            assert (await here.post(headers={"x-request-id": "kept"})).status_code == 200
+            await here.scheduler.start()
+            assert (await here.scheduler.released.get()).request_id == "kept"
+            assert await here.metric('block_gateway_releases_total{result="lost"}') == 0
+
+    run(test)

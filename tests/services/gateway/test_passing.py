@@ -1,0 +1,353 @@
+"""What passes through the gateway: bytes, headers, statuses, and what schedulers are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from protos.block.v1 import common_pb2
+from services.gateway.server import listening
+from tests.services.gateway.stubs import (
+    COMPLETION,
+    DONE,
+    LOCAL,
+    STREAM,
+    Call,
+    completes,
+    event,
+    run,
+    scene,
+    streams,
+)
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+STOP = common_pb2.FINISH_REASON_STOP
+
+# Streams that a gateway might be tempted to tidy up.
+ODD_STREAMS = (
+    b"".join(STREAM),
+    b': a comment\n\ndata:{"choices":[]}\n\nevent: x\nid: 7\ndata: a\ndata: b\n\n' + DONE,
+    event("\u00fc\U0001f600 data: not an event \\n\\n").replace(b"\n", b"\r\n") + b"data: [DONE]\r\n\r\n",
+    b"data: no end",
+    b"\n\n\n\n",
+    event("x" * 300_000) + DONE,
+)
+
+
+@pytest.mark.parametrize("stream", ODD_STREAMS, ids=range(len(ODD_STREAMS)))
+def test_streams_pass_byte_for_byte(stream: bytes) -> None:
+    """However an engine cuts its stream into chunks, the client reads the same bytes."""
+
+    async def answer(call: Call) -> None:
+        size = max(json.loads(call.body)["size"], len(stream) // 500)
+        call.stream()
+        for start in range(0, len(stream), size):
+            await call.chunk(stream[start : start + size])
+        call.end()
+
+    async def test() -> None:
+        async with scene(answer) as here:
+            for size in (1, 7, 100_000):
+                response = await here.post(stream=True, size=size)
+                assert response.content == stream
+                assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+    run(test)
+
+
+def test_each_event_passes_when_it_comes() -> None:
+    """An event reaches the client before the engine has the next one; half an event waits for its other half."""
+    go_on = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        call.stream()
+        for piece in STREAM:
+            await call.chunk(piece[:10])
+            await call.chunk(piece[10:])
+            await go_on.wait()
+            go_on.clear()
+        call.end()
+
+    async def test() -> None:
+        async with scene(answer) as here, here.client.stream("POST", PATHS[0], json=asking()) as response:
+            pieces = response.aiter_raw()
+            for piece in STREAM:
+                assert await anext(pieces) == piece
+                go_on.set()
+
+    run(test)
+
+
+def asking(**fields: Any) -> dict[str, Any]:
+    """Ask for a stream."""
+    return {"model": "tiny", "prompt": "Say hello", "stream": True, **fields}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_engine_gets_what_the_client_sent(path: str) -> None:
+    """Body, path, query and headers go on; what concerns one connection only does not."""
+    body = b'{ "model":"tiny" ,"prompt":"caf\xc3\xa9 \\u00e9", "messages":[{"role":"user","content":"hi"}],"x":1e2}  '
+    sent = {
+        "content-type": "application/json",
+        "authorization": "Bearer for-the-engine",
+        "x-block-output-tokens": "12",
+        "x-session-id": "s-1",
+        "x-slo-ttft-ms": "250",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    }
+    dropped = {"connection": "keep-alive, x-hop", "x-hop": "1", "accept-encoding": "gzip", "te": "trailers"}
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            headers = {**sent, **dropped, "x-request-id": "mine"}
+            await here.client.post(f"{path}?a=1&b=%20", content=body, headers=headers)
+            (call,) = here.engines[0].calls
+            assert (call.target, call.body) == (f"{path}?a=1&b=%20", body)
+            assert {name: call.headers.get(name) for name in sent} == sent
+            assert call.headers["x-request-id"] == "mine"
+            assert call.headers["host"] == f"{LOCAL}:{here.engines[0].port}"
+            assert not {"x-hop", "accept-encoding", "te", "connection"} & set(call.headers)
+
+    run(test)
+
+
+def test_the_reply_says_where_and_why() -> None:
+    """Instance, policy, forecast and decision time stand in the headers, beside what the engine said."""
+
+    async def test() -> None:
+        async with scene(streams, completes) as here:
+            for stream in (True, False):
+                response = await here.post(stream=stream, headers={"x-request-id": "abc"})
+                assert response.headers["x-block-instance"] == "e0"
+                assert response.headers["x-block-policy"] == "first"
+                assert response.headers["x-block-predicted-ttft-ms"] == "125.0"
+                assert response.headers["x-block-predicted-e2e-ms"] == "2500.0"
+                assert float(response.headers["x-block-decision-ms"]) > 0
+                assert response.headers["x-request-id"] == "abc"
+                assert response.headers.get_list("date", split_commas=False)[1:] == []
+            assert response.headers["x-engine"] == "yes"
+
+    run(test)
+
+
+def test_an_answer_in_one_piece_passes_with_its_length() -> None:
+    """Without streaming the client gets the engine's bytes and their number; the outcome has the engine's counts."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            response = await here.post()
+            assert response.json() == COMPLETION
+            assert int(response.headers["content-length"]) == len(response.content)
+            outcome = (await here.scheduler.released.get()).outcome
+            assert (outcome.prompt_tokens, outcome.output_tokens, outcome.finish_reason) == (7, 3, STOP)
+            assert outcome.e2e_s > 0
+            assert not outcome.HasField("ttft_s")
+
+    run(test)
+
+
+def test_the_outcome_of_a_stream() -> None:
+    """Tokens are counted from events, times from the arrival, and the decision's tag and forecast go back with them."""
+
+    async def test() -> None:
+        async with scene(streams) as here:
+            await here.post(stream=True, headers={"x-session-id": "s-1", "x-request-id": "r-1"})
+            release = await here.scheduler.released.get()
+            outcome = release.outcome
+            assert (release.request_id, release.instance_id) == ("r-1", "e0")
+            assert (outcome.request_id, outcome.instance_id, outcome.model) == ("r-1", "e0", "tiny")
+            assert (outcome.output_tokens, outcome.finish_reason, outcome.session_id) == (3, LENGTH, "s-1")
+            assert 0 < outcome.ttft_s <= outcome.e2e_s
+            assert outcome.tpot_s == pytest.approx((outcome.e2e_s - outcome.ttft_s) / 2)
+            assert (outcome.tag.median_tokens, list(outcome.tag.keys), outcome.policy) == (3, [1, 2], "first")
+            assert outcome.forecast.e2e_s == 2.5
+
+    run(test)
+
+
+TOO_LONG = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
+
+
+async def refuses(call: Call) -> None:
+    """Say something against the request."""
+    call.whole(TOO_LONG, 400)
+
+
+def test_an_engine_refuses_a_request() -> None:
+    """What an engine says against a request goes to the client as it is, and nothing else is tried."""
+
+    async def test() -> None:
+        async with scene(refuses, completes) as here:
+            response = await here.post()
+            assert (response.status_code, response.json()) == (400, TOO_LONG)
+            assert here.engines[1].calls == []
+            assert (await here.scheduler.released.get()).outcome.finish_reason == common_pb2.FINISH_REASON_FAILED
+
+    run(test)
+
+
+ASKED = (
+    ({}, {}, {"model": "tiny", "priority": 0, "ignore_eos": False}),
+    (
+        {"max_tokens": 5, "min_tokens": 2, "ignore_eos": True},
+        {},
+        {"max_tokens": 5, "min_tokens": 2, "ignore_eos": True},
+    ),
+    ({"priority": 3}, {}, {"priority": 3}),
+    ({"priority": 3}, {"x-block-priority": "-7"}, {"priority": -7}),
+    ({"nvext": {"agent_hints": {"osl": 40, "priority": 2}}}, {}, {"expected_output_tokens": 40, "priority": -2}),
+    ({"prompt": [5, 6, 7]}, {}, {"prompt_tokens": 3}),
+    ({"prompt": [[5, 6, 7], [8]]}, {}, {"prompt_tokens": 4}),
+    ({"prompt": "x" * 400}, {}, {"prompt_tokens": 100}),
+    ({"prompt": ["x" * 200, "x" * 199]}, {}, {"prompt_tokens": 100}),
+    ({}, {"x-session-id": "s"}, {"session_id": "s"}),
+    ({}, {"x-llm-d-inference-fairness-id": "tenant"}, {"client_id": "tenant"}),
+    ({}, {"x-block-class": "best-effort"}, {"request_class": common_pb2.REQUEST_CLASS_BEST_EFFORT}),
+    ({}, {"x-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "12.5"}, {"slo": common_pb2.Slo(ttft_s=0.25, tpot_s=0.0125)}),
+)
+
+
+def test_what_a_scheduler_is_told() -> None:
+    """Lengths, limits, wishes and hints of body and headers reach the scheduler."""
+
+    async def test() -> None:
+        async with scene(refuses) as here:
+            for fields, headers, told in ASKED:
+                await here.post(headers=headers, **fields)
+                asked = (await here.scheduler.seen.get()).request
+                for name, value in told.items():
+                    assert getattr(asked, name) == value, name
+                assert 0 <= asked.waited_s < 1
+                assert asked.HasField("max_tokens") == ("max_tokens" in fields)
+
+    run(test)
+
+
+def test_a_conversation_is_told_as_text() -> None:
+    """Of a chat the scheduler gets roles and texts, and max_completion_tokens goes before max_tokens."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None},
+    ]
+    fields = {"model": "tiny", "messages": messages, "max_tokens": 9, "max_completion_tokens": 4}
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            await here.client.post("/v1/chat/completions", json=fields)
+            (asked,) = here.scheduler.asked
+            assert asked.prompt == b"system\nBe brief.\nuser\nWhat is\nassistant"
+            assert asked.request.max_tokens == 4
+            assert asked.request.prompt_tokens == round(len(asked.prompt) / 4) + 3 * 4
+
+    run(test)
+
+
+def test_prompt_sizes_are_learnt() -> None:
+    """After an engine has counted prompts, later ones are estimated by its ratio."""
+
+    async def counts(call: Call) -> None:
+        tokens = len(json.loads(call.body)["prompt"]) // 2
+        call.whole({**COMPLETION, "usage": {"prompt_tokens": tokens, "completion_tokens": 1}})
+
+    async def test() -> None:
+        async with scene(counts) as here:
+            for _ in range(20):
+                await here.post(prompt="x" * 4000)
+            told = [asked.request.prompt_tokens for asked in here.scheduler.asked]
+            assert told[0] == 1000
+            assert told[-1] == pytest.approx(2000, rel=0.05)
+
+    run(test)
+
+
+def test_request_ids() -> None:
+    """An id is made where there is none; two requests of one id at a time are told apart behind the gateway."""
+    go_on = asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        await go_on.wait()
+        call.whole(COMPLETION)
+
+    async def test() -> None:
+        async with scene(waits) as here:
+            posts = [asyncio.create_task(here.post(headers={"x-request-id": "same"})) for _ in range(2)]
+            posts.append(asyncio.create_task(here.post()))
+            for _ in range(3):
+                await here.scheduler.seen.get()
+            go_on.set()
+            shown = [(await post).headers["x-request-id"] for post in posts]
+            assert shown[:2] == ["same", "same"]
+            assert len(shown[2]) >= 16
+            inner = {asked.request.request_id for asked in here.scheduler.asked}
+            assert len(inner) == 3
+            assert inner == {call.headers["x-request-id"] for call in here.engines[0].calls}
+
+    run(test)
+
+
+def test_models_are_listed() -> None:
+    """The list comes from the settings, from what instances say, or from the engines themselves."""
+
+    async def tells(call: Call) -> None:
+        call.whole({"object": "list", "data": [{"id": "own", "object": "model", "max_model_len": 77}]})
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            models = (await here.client.get("/v1/models")).json()
+            assert models == {
+                "object": "list",
+                "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "block"}],
+            }
+            assert here.scheduler.asked[0].dry_run
+        async with scene(tells, instance={"models": []}) as here:
+            assert (await here.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 77
+        async with scene(models=("b", "a")) as here:
+            assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["b", "a"]
+        async with scene(completes) as here:
+            await here.post()
+            here.scheduler.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "request.model: is missing")
+            assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["tiny"]
+
+    run(test)
+
+
+def test_no_delay_on_accepted_connections() -> None:
+    """What a client connects to sends small pieces at once."""
+    with listening(LOCAL, 0) as own:
+        own.listen()
+        with socket.create_connection(own.getsockname()):
+            own.setblocking(True)
+            accepted, _ = own.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_health_readiness_and_metrics() -> None:
+    """Health is the process's, readiness is a scheduler's being reached; metrics tell what happened."""
+
+    async def ready(client: httpx.AsyncClient, status: int) -> None:
+        while (await client.get("/ready")).status_code != status:
+            pass  # a channel connects in its own time
+
+    async def test() -> None:
+        async with scene(streams) as here:
+            assert (await here.client.get("/health")).status_code == 200
+            await ready(here.client, 200)
+            await here.post(stream=True)
+            assert await here.metric('block_gateway_requests_total{path="/v1/completions",status="200"}') == 1
+            assert await here.metric("block_gateway_output_tokens_total") == 3
+            assert await here.metric("block_gateway_ttft_seconds_count") == 1
+            await here.scheduler.released.get()
+            await here.scheduler.stop()
+            await ready(here.client, 503)
+            assert (await here.client.get("/health")).status_code == 200
+
+    run(test)
