@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from services.cli.server_options import use_file
+
 if TYPE_CHECKING:
     from services.http_client import Origin
     from services.load.asking import Manner
@@ -25,11 +27,25 @@ RATE = 4.0
 KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
 
 
-@click.command()
-@click.argument("url")
+@click.command(context_settings={"auto_envvar_prefix": "BLOCK_BENCH"})
+@click.argument("url", envvar="BLOCK_BENCH_URL")
+@click.option(
+    "--config",
+    "-c",
+    metavar="TOML",
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, path: use_file(context, path, "bench") if path else None,
+    help="Settings: flags' names as keys, in a table [bench]. Flags and environment (BLOCK_BENCH_*) go first.",
+)
 @click.option("--model", default=None, help="Model to ask for; else the only one that the endpoint lists.")
 @click.option("--endpoint", default="completions", show_default=True, help="completions or chat.")
-@click.option("--trace", "trace_file", metavar="FILE", default=None, help="Requests as `block replay` reads them.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    default=None,
+    help="Requests as `block replay` reads them, or in the format of Azure, Mooncake, BurstGPT, Vidur, LLMServingSim.",
+)
 @click.option("--num-requests", "-n", type=int, default=None, help=f"How many; a trace's all, else {NUM_REQUESTS}.")
 @click.option("--warm-up", type=int, default=0, show_default=True, help="So many of them, the first, do not count.")
 @click.option("--prompt-tokens", default="lognormal:128:1", show_default=True, help="128, uniform:16:512, …")
@@ -38,6 +54,13 @@ KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
 @click.option("--rate", type=float, default=None, help=f"Requests per second on average. [default: {RATE:g}]")
 @click.option("--cv", type=float, default=2.0, show_default=True, help="Of gamma's gaps: 1 is poisson, more is bursts.")
 @click.option("--speed", type=float, default=1.0, show_default=True, help="Times as fast as the trace.")
+@click.option(
+    "--time-scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Seconds that pass at the endpoint in a second, as with engines of that --speed; all times here are its own.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths, prompts and arrivals.")
 @click.option("--prompt", default="token-ids", show_default=True, help="token-ids (exact) or words.")
 @click.option(
@@ -48,12 +71,19 @@ KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
 )
 @click.option("--slo-ttft-ms", type=float, default=None, help="For goodput; the endpoint is told, too.")
 @click.option("--slo-tpot-ms", type=float, default=None, help="For goodput; the endpoint is told, too.")
-@click.option("--header", "-H", "header", multiple=True, metavar="NAME: VALUE", help="With every request; repeatable.")
-@click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Longest wait for an answer.")
+@click.option(
+    "--header",
+    "-H",
+    multiple=True,
+    metavar="NAME: VALUE",
+    allow_from_autoenv=False,  # values with spaces
+    help="With every request; repeatable.",
+)
+@click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Longest wait, on the wall's clock.")
 @click.option("--max-in-flight", type=int, default=1024, show_default=True, help="Most at a time; more have to wait.")
-@click.option("--csv", "csv_file", metavar="FILE", default=None, help="A line per request.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def bench(url: str, csv_file: str | None, *, as_json: bool, **flags: Any) -> int:
+@click.option("--csv", metavar="FILE", default=None, help="A line per request.")
+@click.option("--json", is_flag=True, help="One JSON object on standard output.")
+def bench(url: str, **flags: Any) -> int:
     """Send requests to the OpenAI endpoint at URL when they are due, whatever became of those before.
 
     Lengths are drawn or come from a trace; so do arrival times. Latencies count from when a request was due. A key is
@@ -76,22 +106,25 @@ def bench(url: str, csv_file: str | None, *, as_json: bool, **flags: Any) -> int
         endpoint=flags["endpoint"],
         prompt=flags["prompt"],
         output=flags["output"],
-        headers=(*headers_from(flags["header"], key), *slo_headers(slo)),
+        headers=headers_from(flags["header"], key),
+        slo=slo,
         seed=flags["seed"],
+        time_scale=flags["time_scale"],
     )
     plan = plan_from(flags)
-    counted = plan[flags["warm_up"] :]
-    with opened(csv_file) as out:
+    warm_up = {planned.request_id for planned in plan[: flags["warm_up"]]}
+    with opened(flags["csv"]) as out:
         results = uvloop.run(measured(plan, origin, manner, limits))
-        warm_up = {planned.request_id for planned in plan[: flags["warm_up"]]}
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
-    total = {"url": url, "num_warm_up": len(plan) - len(counted), **summary(results, slo)}
-    if as_json:
+    total = {"url": url, "time_scale": manner.time_scale, "num_warm_up": len(warm_up), **summary(results, slo)}
+    if flags["json"]:
         json.dump(total, sys.stdout)
         print()
     else:
+        if manner.time_scale != 1:
+            print(f"times are the endpoint's, whose seconds took {1 / manner.time_scale:g} s\n")
         print("\n".join(table(total)))
     return 0 if total["num_ok"] else 1
 
@@ -100,26 +133,28 @@ def plan_from(flags: dict[str, Any]) -> list[Planned]:
     """Draw or read what is to be sent."""
     import numpy as np
 
-    from services.codec import requests_from_file
-    from services.load.plan import Timing, from_trace, planned, synthetic
+    from services.load.plan import Timing, by_arrival, planned, synthetic
+    from services.load.traces import Trace, trace_from
 
     if flags["seed"] < 0:
         raise ValueError(f"seed: must be at least 0, not {flags['seed']}")
     generator = np.random.default_rng(flags["seed"])
-    num, trace = flags["num_requests"], flags["trace_file"]
+    num, kind, rate = flags["num_requests"], flags["arrivals"], flags["rate"]
     if num is not None and num < 1:
         raise ValueError(f"num_requests: must be at least 1, not {num}")
-    if trace is None:
-        requests = synthetic(num or NUM_REQUESTS, flags["prompt_tokens"], flags["output_tokens"], generator)
+    if flags["trace"] is None:
+        drawn = synthetic(num or NUM_REQUESTS, flags["prompt_tokens"], flags["output_tokens"], generator)
+        trace = Trace(requests=drawn, has_arrivals=False)
     else:
-        requests = from_trace(requests_from_file(trace, block_size=16), num)
-    kind = flags["arrivals"] or ("poisson" if trace is None or flags["rate"] is not None else "trace")
-    if kind == "trace" and trace is None:
-        raise ValueError("arrivals: a trace's need --trace")
+        trace = trace_from(flags["trace"])
+    requests = by_arrival(trace.requests, num)
+    if kind == "trace" and not trace.has_arrivals:
+        raise ValueError("arrivals: there is no --trace that says when its requests came")
     if not 0 <= flags["warm_up"] < len(requests):
         raise ValueError(f"warm_up: must lie between 0 and {len(requests) - 1}, not {flags['warm_up']}")
-    rate = flags["rate"] if flags["rate"] is not None or trace is not None else RATE
-    return planned(requests, Timing(kind=kind, rate=rate, cv=flags["cv"], speed=flags["speed"]), generator)
+    kind = kind or ("trace" if trace.has_arrivals and rate is None else "poisson")
+    timing = Timing(kind=kind, rate=RATE if rate is None else rate, cv=flags["cv"], speed=flags["speed"])
+    return planned(requests, timing, generator, block_tokens=trace.block_tokens)
 
 
 async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limits: Limits) -> list[Result]:
@@ -130,7 +165,7 @@ async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limi
 
     if not manner.model:
         manner = replace(manner, model=await only_model(origin, manner))
-    with progress(len(plan), plan[-1].due_s) as ended:
+    with progress(len(plan), plan[-1].due_s / manner.time_scale) as ended:
         return await run_plan(plan, origin, manner, limits, ended)
 
 
@@ -187,10 +222,3 @@ def seconds(flags: dict[str, Any], name: str) -> float | None:
     if not 0 < value < 1e9:
         raise ValueError(f"{name}: must be a time above 0, not {value}")
     return float(value) / 1000
-
-
-def slo_headers(slo: Any) -> Iterator[tuple[bytes, bytes]]:
-    """Tell the endpoint what the run is measured by; a request's own targets come after and go first."""
-    for name, value in ((b"x-slo-ttft-ms", slo.ttft_s), (b"x-slo-tpot-ms", slo.tpot_s)):
-        if value is not None:
-            yield name, b"%.3f" % (value * 1000)

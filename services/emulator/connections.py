@@ -16,12 +16,12 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Add the connection to what the application is told."""
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: self}
+        self.scope["extensions"] = {EXTENSION: {"protocol": self}}
 
 
 def connection_of(scope: Mapping[str, Any]) -> HttpToolsProtocol:
     """Find the connection that a request came by."""
-    found: HttpToolsProtocol = scope["extensions"][EXTENSION]
+    found: HttpToolsProtocol = scope["extensions"][EXTENSION]["protocol"]
     return found
 
 

@@ -114,10 +114,10 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
         )
     prompt = _prompt(body)
     room = served.max_model_len - len(prompt)
-    max_tokens = _max_tokens(body, len(prompt), served.max_model_len)
+    wanted = _wanted_tokens(headers)
+    max_tokens = _max_tokens(body, len(prompt), served.max_model_len, wanted)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _check(body, stop, max_tokens)
-    wanted = _wanted_tokens(headers)
     luck, offset = answers.fate(prompt, served.lengths.seed + (body.seed or 0))
     num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(luck)
     options = body.stream_options or StreamOptions()
@@ -229,7 +229,7 @@ def _message(message: Mapping[str, Any], place: int) -> tuple[str, str]:
     return role, "\n".join(texts)
 
 
-def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len: int) -> int:
+def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len: int, wanted: int | None) -> int:
     """Where the answer is cut; mirrors vLLM's checks of prompt and `max_tokens` against `max_model_len`."""
     if num_prompt > max_model_len:
         raise bad_value(
@@ -242,7 +242,7 @@ def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len:
     asked = body.max_tokens
     if isinstance(body, ChatBody):
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    elif asked is None:
+    elif asked is None and wanted is None:
         asked = DEFAULT_COMPLETION_TOKENS
     if asked is not None and asked > max_model_len:
         raise bad_value(

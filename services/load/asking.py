@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from predictor.request import Slo
 from services.http_client import Headers
 from services.load.plan import Planned
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PROMPTS = ("token-ids", "words")
+NO_SLO = Slo()
 OUTPUTS = ("ignore-eos", "header", "none")
 
 COMMON = (
@@ -20,7 +24,7 @@ COMMON = (
     "they who one all her two new been time year also when more some can out up may its if no any what into now day"
 )
 WORDS = tuple(COMMON.split())  # short: one token each in nearly every vocabulary
-LOWEST_ID, HIGHEST_ID = 100, 1900  # token ids that the smallest vocabularies have
+IDS = range(100, 1900)  # token ids that the smallest vocabularies have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +36,17 @@ class Manner:
     prompt: str = "token-ids"  # exact where the endpoint takes them; else words
     output: str = "ignore-eos"  # with max_tokens; or a header that emulated engines know; or just max_tokens
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    slo: Slo = NO_SLO  # of requests that have none of their own
     seed: int = 0
+    time_scale: float = 1.0  # seconds of the endpoint's time in a second
 
     def __post_init__(self) -> None:
         """Refuse what is not known."""
         for name, known in (("endpoint", ENDPOINTS), ("prompt", PROMPTS), ("output", OUTPUTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
+        if not (math.isfinite(self.time_scale) and self.time_scale > 0):
+            raise ValueError(f"time_scale: must be above 0, not {self.time_scale}")
 
     @property
     def target(self) -> bytes:
@@ -48,7 +56,6 @@ class Manner:
 
 def body_of(one: Planned, manner: Manner) -> bytes:
     """Write a request's body; the same plan and seed give the same body."""
-    draw = random.Random(f"{manner.seed} {one.request_id}")  # noqa: S311 - it is to repeat
     fields: dict[str, Any] = {"model": manner.model, "stream": True, "stream_options": {"include_usage": True}}
     if manner.output != "header":
         fields["max_tokens"] = one.output_tokens
@@ -57,11 +64,9 @@ def body_of(one: Planned, manner: Manner) -> bytes:
     if one.priority:
         fields["priority"] = one.priority
     if manner.endpoint == "chat":
-        fields["messages"] = [{"role": "user", "content": words(one.prompt_tokens, draw)}]
-    elif manner.prompt == "words":
-        fields["prompt"] = words(one.prompt_tokens, draw)
+        fields["messages"] = [{"role": "user", "content": _words(one, manner)}]
     else:
-        fields["prompt"] = draw.choices(range(LOWEST_ID, HIGHEST_ID), k=one.prompt_tokens)
+        fields["prompt"] = _words(one, manner) if manner.prompt == "words" else prompt_ids(one, manner.seed)
     return json.dumps(fields).encode()
 
 
@@ -70,16 +75,34 @@ def headers_of(one: Planned, manner: Manner, request_id: str) -> Headers:
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *manner.headers]
     if manner.output == "header":
         headers.append((b"x-block-output-tokens", b"%d" % one.output_tokens))
-    if one.slo is not None:
-        for name, value in ((b"x-slo-ttft-ms", one.slo.ttft_s), (b"x-slo-tpot-ms", one.slo.tpot_s)):
-            if value is not None:
-                headers.append((name, b"%.3f" % (value * 1000)))
+    for header, name in ((b"x-slo-ttft-ms", "ttft_s"), (b"x-slo-tpot-ms", "tpot_s")):
+        if (target_s := target_of(name, one, manner.slo)) is not None:
+            headers.append((header, b"%.3f" % (1000 * target_s / manner.time_scale)))
     return headers
 
 
-def words(num: int, draw: random.Random) -> str:
-    """Write so many words."""
-    return " ".join(draw.choices(WORDS, k=num))
+def prompt_ids(one: Planned, seed: int) -> list[int]:
+    """Make a prompt: what it shares with others, as far as it goes, and then what is its own."""
+    ids = [token for name in one.prefix for token in _block(seed, name, one.block_tokens)][: one.prompt_tokens]
+    draw = random.Random(f"{seed} {one.request_id}")  # noqa: S311 - it is to repeat
+    return ids + draw.choices(IDS, k=one.prompt_tokens - len(ids))
+
+
+@lru_cache(maxsize=16384)
+def _block(seed: int, name: int | str, num_tokens: int) -> tuple[int, ...]:
+    """The tokens that go by a name."""
+    draw = random.Random(f"{seed} block {name}")  # noqa: S311 - it is to repeat
+    return tuple(draw.choices(IDS, k=num_tokens))
+
+
+def _words(one: Planned, manner: Manner) -> str:
+    return " ".join([WORDS[token % len(WORDS)] for token in prompt_ids(one, manner.seed)])
+
+
+def target_of(name: str, one: Planned, slo: Slo) -> float | None:
+    """How late a request's tokens may be: its own target goes before that of the run."""
+    own: float | None = getattr(one.slo, name, None)
+    return getattr(slo, name) if own is None else own
 
 
 def header_of(text: str) -> tuple[bytes, bytes]:

@@ -26,7 +26,7 @@ class Timing:
     """
 
     kind: str
-    rate: float | None = None
+    rate: float = 1.0
     cv: float = 2.0
     speed: float = 1.0
 
@@ -34,17 +34,15 @@ class Timing:
         """Refuse what cannot be followed."""
         if self.kind not in ARRIVALS:
             raise ValueError(f"arrivals: {self.kind!r} is none of {', '.join(ARRIVALS)}")
-        if self.rate is None and self.kind != "trace":
-            raise ValueError(f"rate: is needed for {self.kind} arrivals")
         for name in ("rate", "cv", "speed"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a number above 0, not {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One request to be: when it is due, counted from the start, and its lengths."""
+    """One request to be: when it is due, counted from the start, and its lengths; times are the endpoint's."""
 
     request_id: str
     due_s: float
@@ -52,6 +50,8 @@ class Planned:
     output_tokens: int
     priority: int = 0
     slo: Slo | None = None
+    prefix: tuple[int | str, ...] = ()  # what its prompt begins with, by name: equal names are equal tokens
+    block_tokens: int = 1  # of each
 
 
 def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Generator) -> list[Request]:
@@ -66,17 +66,15 @@ def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Gener
     ]
 
 
-def from_trace(requests: Sequence[Request], most: int | None) -> list[Request]:
-    """Take the first requests of a trace, by arrival; each must say how long its answer is."""
-    for place, request in enumerate(requests):
-        if request.output_tokens is None:
-            raise ValueError(f"requests[{place}].output_tokens: is missing")
-    ordered = sorted(requests, key=lambda request: (request.arrival_s, request.request_id))
-    return ordered[:most]
+def by_arrival(requests: Sequence[Request], most: int | None) -> list[Request]:
+    """Take the first requests of a trace."""
+    return sorted(requests, key=lambda request: request.arrival_s)[:most]
 
 
-def planned(requests: Sequence[Request], timing: Timing, generator: Generator) -> list[Planned]:
-    """Say when each is due, the first at once."""
+def planned(
+    requests: Sequence[Request], timing: Timing, generator: Generator, *, block_tokens: int = 1
+) -> list[Planned]:
+    """Say when each is due, the first at once; what names their prefixes stands for so many tokens each."""
     if timing.kind == "trace":
         first_s = min(request.arrival_s for request in requests)
         due_s = [(request.arrival_s - first_s) / timing.speed for request in requests]
@@ -90,6 +88,8 @@ def planned(requests: Sequence[Request], timing: Timing, generator: Generator) -
             output_tokens=request.output_tokens or 1,
             priority=request.priority,
             slo=request.slo,
+            prefix=request.prefix_hashes,
+            block_tokens=block_tokens,
         )
         for request, due in zip(requests, due_s, strict=True)
     ]
@@ -97,7 +97,7 @@ def planned(requests: Sequence[Request], timing: Timing, generator: Generator) -
 
 def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]:
     """Draw times from 0 on."""
-    gap_s = 1 / (timing.rate or 1.0)
+    gap_s = 1 / timing.rate
     if timing.kind == "uniform":
         gaps = np.full(num, gap_s)
     elif timing.kind == "poisson":

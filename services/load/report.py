@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from predictor.request import Slo
+from services.load.asking import target_of
 from services.load.running import Result
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
@@ -22,16 +23,12 @@ COLUMNS = (
 
 
 def met(result: Result, slo: Slo) -> bool:
-    """Tell whether a request was served as fast as it should be: its own targets go before those of the run."""
-    if result.failure is not None:
-        return False
+    """Tell whether a request was served, and as fast as it should be."""
     for name in ("ttft_s", "tpot_s"):
-        own = getattr(result.plan.slo, name, None)
-        target = getattr(slo, name) if own is None else own
-        value = getattr(result, name)
-        if target is not None and (value if value is not None else 0.0) > target:
+        target_s = target_of(name, result.plan, slo)
+        if target_s is not None and (getattr(result, name) or 0.0) > target_s:
             return False
-    return True
+    return result.failure is None
 
 
 def summary(results: Sequence[Result], slo: Slo) -> dict[str, Any]:
@@ -49,6 +46,7 @@ def summary(results: Sequence[Result], slo: Slo) -> dict[str, Any]:
         "num_ok": len(good),
         "num_failed": len(results) - len(good),
         "failures": dict(Counter(result.failure for result in results if result.failure is not None).most_common()),
+        "failure_notes": {result.failure: result.note for result in reversed(results) if result.failure is not None},
         "num_wrong_length": wrong_length,
         "duration_s": duration_s,
         "offered_requests_per_s": (len(results) - 1) / spread_s if spread_s > 0 else None,
@@ -60,6 +58,7 @@ def summary(results: Sequence[Result], slo: Slo) -> dict[str, Any]:
         **{name: spread(getattr(result, name) for result in good) for name in LATENCIES},
         "sent_late_s": spread(result.sent_s for result in results),
         "forecast_error": forecast_error(good),
+        "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
     }
 
 
@@ -113,13 +112,16 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     for name, error in (total["forecast_error"] or {}).items():
         label = name.removesuffix("_s")
         yield f"predicted {label}: median error {100 * error['median']:.1f} %, bias {100 * error['bias']:+.1f} %"
+    if total["instances"]:
+        yield "requests by instance: " + ", ".join(f"{name} {num}" for name, num in total["instances"].items())
     if total["num_wrong_length"]:
         yield f"{total['num_wrong_length']} answers had another length than was asked for"
     late = total["sent_late_s"]
     if late is not None and late["p99"] > 0.05:
         yield f"sent late: p99 {1000 * late['p99']:.0f} ms (latencies count from when a request was due)"
     for kind, num in total["failures"].items():
-        yield f"failed: {num} {kind}"
+        note = total["failure_notes"][kind]
+        yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
 
 
 def write_csv(results: Sequence[Result], slo: Slo, out: TextIO) -> None:

@@ -176,6 +176,7 @@ def test_token_ids_and_texts_are_the_same_prompt(engine: Emulated) -> None:
         ({"max_tokens": 3}, "5", 3, "length"),
         ({"max_tokens": 9, "ignore_eos": True}, "5", 9, "length"),
         ({"max_tokens": 50, "min_tokens": 8}, "5", 8, "stop"),
+        ({}, "25", 25, "stop"),
         ({"ignore_eos": True}, None, 16, "length"),
         ({"max_tokens": None, "ignore_eos": True}, None, 16, "length"),
         ({"max_tokens": "6", "ignore_eos": True}, None, 6, "length"),

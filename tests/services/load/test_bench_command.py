@@ -16,6 +16,8 @@ from tests.services.cli.running import answer, block, refusal
 from tests.services.gateway.stubs import Answer, Call, Engine
 from tests.services.load.test_running import answers, refuses
 
+GOOD = "http://127.0.0.1:1"
+
 
 @contextmanager
 def engine_running(reply: Answer) -> Iterator[Engine]:
@@ -79,6 +81,18 @@ def test_a_trace(tmp_path: Path) -> None:
         assert [(len(body["prompt"]), body["max_tokens"]) for body in bodies] == [(3, 4), (7, 2)] * 2
 
 
+def test_settings_from_the_environment_and_a_file(tmp_path: Path) -> None:
+    """Flags are BLOCK_BENCH_* in the environment and keys of a table, too; unknown ones are refused by name."""
+    file = tmp_path / "bench.toml"
+    file.write_text('[bench]\nmodel = "m"\nnum_requests = 3\nrate = 1000\noutput-tokens = 2\nheader = ["X-A: b c"]\n')
+    with engine_running(answers) as engine:
+        total = answer("bench", engine.url, "--config", str(file), BLOCK_BENCH_NUM_REQUESTS="2")
+        assert total["num_ok"] == 2
+        assert {(call.headers["x-a"], json.loads(call.body)["max_tokens"]) for call in engine.calls} == {("b c", 2)}
+    file.write_text("[bench]\nrat = 5\n")
+    assert "bench.rat: is no known setting; did you mean rate?" in refusal("bench", GOOD, "--config", str(file))
+
+
 def test_a_table() -> None:
     """Without --json there is a table, and no bar where nobody watches."""
     with engine_running(answers) as engine:
@@ -93,7 +107,7 @@ def test_nothing_succeeds() -> None:
     with engine_running(refuses) as engine:
         done = block("bench", engine.url, "--model", "m", "-n", "3", "--rate", "1000")
         assert (done.returncode, done.stderr) == (1, "")
-        assert "failed: 3 status 429" in done.stdout
+        assert 'failed: 3 status 429, the first one: {"error": {"message": "too much"}}' in done.stdout
 
 
 def test_a_key_is_sent_and_not_shown() -> None:
@@ -104,7 +118,6 @@ def test_a_key_is_sent_and_not_shown() -> None:
         assert "sk-secret" not in done.stdout + done.stderr
 
 
-GOOD = "http://127.0.0.1:1"
 BAD = (
     ([""], "must be a URL"),
     (["ftp://x"], "must be a URL"),
@@ -124,6 +137,7 @@ BAD = (
     ([GOOD, "--seed", "-1"], "seed: "),
     ([GOOD, "-H", "nonsense"], "header: "),
     ([GOOD, "--csv", "/nowhere/x.csv", "--model", "m"], "csv: /nowhere/x.csv cannot be written"),
+    ([GOOD, "--time-scale", "0"], "time_scale: "),
     ([GOOD, "--frobnicate"], "--frobnicate"),
 )
 

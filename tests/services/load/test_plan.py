@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.request import Request, Slo
-from services.load.asking import WORDS, Manner, body_of, header_of, headers_of
-from services.load.plan import Planned, Timing, from_trace, planned, synthetic
+from services.load.asking import WORDS, Manner, body_of, header_of, headers_of, prompt_ids
+from services.load.plan import Planned, Timing, by_arrival, planned, synthetic
 
 ONE = Planned(request_id="7", due_s=0.0, prompt_tokens=40, output_tokens=12)
 
@@ -47,12 +47,10 @@ def test_a_trace_keeps_its_times() -> None:
         Request(request_id="b", prompt_tokens=5, output_tokens=3, arrival_s=12.0, priority=2, slo=Slo(ttft_s=1.0)),
         Request(request_id="a", prompt_tokens=4, output_tokens=2, arrival_s=10.0),
     ]
-    first, second = planned(from_trace(trace, None), Timing(kind="trace", speed=4.0), np.random.default_rng(0))
+    first, second = planned(by_arrival(trace, None), Timing(kind="trace", speed=4.0), np.random.default_rng(0))
     assert (first.request_id, first.due_s, first.prompt_tokens, first.output_tokens) == ("a", 0.0, 4, 2)
     assert (second.due_s, second.priority, second.slo) == (0.5, 2, Slo(ttft_s=1.0))
-    assert [request.request_id for request in from_trace(trace, 1)] == ["a"]
-    with pytest.raises(ValueError, match=r"requests\[0\]\.output_tokens: is missing"):
-        from_trace([Request(request_id="x", prompt_tokens=1)], None)
+    assert [request.request_id for request in by_arrival(trace, 1)] == ["a"]
 
 
 @settings(max_examples=50)
@@ -83,7 +81,6 @@ def test_bad_lengths(text: str) -> None:
 
 BAD_TIMINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kind": "normal", "rate": 1.0}, "arrivals"),
-    ({"kind": "poisson"}, "rate"),
     ({"kind": "poisson", "rate": 0.0}, "rate"),
     ({"kind": "gamma", "rate": 1.0, "cv": -1.0}, "cv"),
     ({"kind": "trace", "speed": float("inf")}, "speed"),
@@ -123,14 +120,35 @@ def test_answers_get_their_length() -> None:
     assert (body["max_tokens"], "ignore_eos" in body) == (12, False)
 
 
+def test_shared_prefixes_are_the_same_tokens() -> None:
+    """Blocks of one name have the same tokens in every prompt, and what follows is the prompt's own."""
+    prompts = {}
+    for name, prefix, num_tokens in (("a", (1, 2, 3), 11), ("b", (1, 2, 9), 12), ("c", (8, 2), 7)):
+        one = Planned(
+            request_id=name, due_s=0.0, prompt_tokens=num_tokens, output_tokens=1, prefix=prefix, block_tokens=4
+        )
+        prompts[name] = prompt_ids(one, 0)
+        assert len(prompts[name]) == num_tokens
+    assert prompts["a"][:8] == prompts["b"][:8]
+    assert prompts["a"][8:] != prompts["b"][8:11]
+    assert prompts["c"][:4] != prompts["a"][:4]
+    assert prompts["c"][4:] == prompts["a"][4:7]
+
+
 def test_a_requests_own_wishes_are_sent() -> None:
-    """Priority goes into the body, targets into headers."""
-    one = Planned(
-        request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, priority=3, slo=Slo(ttft_s=0.5, tpot_s=0.02)
-    )
+    """Priority goes into the body, targets into headers: its own before the run's, in seconds on the wall."""
+    one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, priority=3, slo=Slo(ttft_s=0.5))
     assert json.loads(body_of(one, Manner(model="m")))["priority"] == 3
-    headers = dict(headers_of(one, Manner(model="m"), "r"))
-    assert (headers[b"x-slo-ttft-ms"], headers[b"x-slo-tpot-ms"]) == (b"500.000", b"20.000")
+    manner = Manner(model="m", slo=Slo(ttft_s=9.0, tpot_s=0.02), time_scale=0.5)
+    headers = dict(headers_of(one, manner, "r"))
+    assert (headers[b"x-slo-ttft-ms"], headers[b"x-slo-tpot-ms"]) == (b"1000.000", b"40.000")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bad_time_scale(scale: float) -> None:
+    """Time has to pass."""
+    with pytest.raises(ValueError, match=r"^time_scale: "):
+        Manner(model="m", time_scale=scale)
 
 
 @pytest.mark.parametrize("text", ["", "name", ": x", "a b: c", "a: b\r\nc: d", "a: caf\u00e9"])

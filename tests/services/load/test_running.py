@@ -39,9 +39,12 @@ async def answers(call: Call) -> None:
     call.end()
 
 
-async def load(plan: Sequence[Planned], url: str, limits: Limits | None = None) -> list[Result]:
+async def load(
+    plan: Sequence[Planned], url: str, limits: Limits | None = None, time_scale: float = 1.0
+) -> list[Result]:
     """Run a plan against an engine."""
-    return await run_plan(plan, origin_of(url), Manner(model="tiny"), limits or Limits(), lambda _: None)
+    manner = Manner(model="tiny", time_scale=time_scale)
+    return await run_plan(plan, origin_of(url), manner, limits or Limits(), lambda _: None)
 
 
 def test_all_requests_are_sent_and_timed() -> None:
@@ -100,6 +103,23 @@ def test_waiting_for_room_counts() -> None:
     run(test)
 
 
+def test_time_that_runs_slower() -> None:
+    """At an endpoint whose seconds take longer everything is told in its seconds, also what it predicts."""
+
+    async def test() -> None:
+        async with engines(answers) as (engine,):
+            loop = asyncio.get_running_loop()
+            start_s = loop.time()
+            results = await load(plan_of(5, 0.01), engine.url, time_scale=0.1)
+            wall_s = loop.time() - start_s
+            assert wall_s >= 0.4
+            assert [result.failure for result in results] == [None] * 5
+            assert all(result.e2e_s is not None and result.e2e_s <= 0.1 * wall_s for result in results)
+            assert {(result.predicted_ttft_s, result.predicted_e2e_s) for result in results} == {(0.001, 0.002)}
+
+    run(test)
+
+
 async def refuses(call: Call) -> None:
     """Refuse."""
     call.whole({"error": {"message": "too much"}}, 429)
@@ -126,7 +146,15 @@ async def says_nothing(call: Call) -> None:
     call.end()
 
 
+async def stops_short(call: Call) -> None:
+    """End in the middle, as if that were the end."""
+    call.stream()
+    await call.chunk(event("x"))
+    call.end()
+
+
 FAILURES = (
+    (stops_short, "cut short"),
     (refuses, "status 429"),
     (breaks, "broken"),
     (errs, "error event"),
@@ -167,7 +195,7 @@ def result(number: int, ttft_s: float, tpot_s: float, *, slo: Slo | None = None,
     plan = Planned(request_id=str(number), due_s=float(number), prompt_tokens=5, output_tokens=11, slo=slo)
     return Result(
         plan=plan, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + 10 * tpot_s, output_tokens=11, failure=failure,
-        predicted_e2e_s=1.0, predicted_ttft_s=0.1,
+        predicted_e2e_s=1.0, predicted_ttft_s=0.1, instance="e0" if number == 2 else "e1",
     )  # fmt: skip
 
 
@@ -193,6 +221,7 @@ def test_a_summary() -> None:
     }  # fmt: skip
     assert (total["goodput_share"], total["goodput_requests_per_s"]) == (0.4, pytest.approx(2 / 4.2))
     error = total["forecast_error"]["e2e_s"]
+    assert total["instances"] == {"e0": 1, "e1": 4}
     assert error == {"n": 4, "median": pytest.approx(0.0), "bias": pytest.approx(0.0)}
 
 
@@ -209,6 +238,8 @@ def test_a_table_and_a_file() -> None:
     assert "TTFT ms" in text
     assert "within TTFT 250 ms: 60.0 %" in text
     assert "failed: 1 broken" in text
+    assert "requests by instance: e0 1, e1 4" in text
+    assert "predicted e2e: median error 0.0 %, bias +0.0 %" in text
     out = io.StringIO()
     write_csv(list(reversed(RESULTS)), NO_SLO, out)
     rows = list(csv.DictReader(io.StringIO(out.getvalue())))
