@@ -15,12 +15,13 @@ from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.profile import Profile, load_profile
 from predictor.request import Request
+from predictor.snapshot import Snapshot
 from predictor.twin import Twin
 from protos.block.v1 import common_pb2
 from services.export.identity import client_id
 from services.export.layout import REASONS
 from services.export.reader import Reader
-from services.export.snapshot import config_of, shown_from_view
+from services.export.snapshot import config_of, shown_from_view, snapshot_from_view
 from services.export.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.log_lines import say
 from services.predictor_server.counters import Counters
@@ -111,6 +112,18 @@ class ExportedEngine:
             self._met = self._picture = None
             state = common_pb2.INSTANCE_STATE_STARTING if error.reason == MISSING else common_pb2.INSTANCE_STATE_DOWN
             raise DownError(str(error), state) from None
+
+    def snapshot(self) -> Snapshot:
+        """Write down what the file shows; times are on the engine's clock."""
+        self.look()
+        assert self._met is not None
+        tags = {
+            name: told
+            for name, (tokens, tag) in self._lengths.items()
+            if (told := Tag(median_tokens=tokens) if tokens else tag) is not None
+        }
+        reserved = tuple(replace(one, request_id=name) for name, one in self._promised.items())
+        return replace(snapshot_from_view(self._met.view, tags), reserved=reserved)
 
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that the engine shows."""

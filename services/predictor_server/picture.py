@@ -10,6 +10,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.request import Request
+from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 
 
@@ -58,6 +59,9 @@ class EngineSource(Protocol):
 
     def look(self) -> Picture:
         """Bring the picture up to date; DownError where there is nothing to be seen."""
+
+    def snapshot(self) -> Snapshot:
+        """Write down what is to be seen, promised requests included; DownError as in `look`."""
 
     def promise(self, request: Request) -> None:
         """Let a request that the engine has not shown yet stand in the picture; ValueError where it never could."""

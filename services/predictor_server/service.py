@@ -10,7 +10,6 @@ from typing import Any
 
 from predictor.forecast import Forecast
 from predictor.request import Request
-from predictor.transfer import snapshot_of
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Promise
 from services.codec import snapshot_json
@@ -209,7 +208,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         response.state = sidecar.state_of()
         response.indicators.age_s, response.indicators.source = picture.age_s, sidecar.source.kind
         if with_snapshot:
-            response.snapshot_json = snapshot_json(snapshot_of(picture.engine, picture.now_s)).encode()
+            response.snapshot_json = snapshot_json(sidecar.source.snapshot()).encode()
         return response, sidecar.indicators(picture)
 
     def _indicators(self, picture: Picture) -> common_pb2.Indicators:

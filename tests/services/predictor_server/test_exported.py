@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ from predictor.lengths import Tag
 from predictor.request import Request
 from predictor.transfer import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
+from services.codec import snapshot_from
 from services.export.reader import Reader
 from services.export.snapshot import snapshot_from_view
 from services.export.writer import Writer
@@ -322,6 +324,12 @@ def test_who_watches_hears_of_every_change_and_of_nothing_else(tmp_path: Path) -
             assert (second.sequence, second.full, second.version) == (2, False, 1)
             assert {field.name for field, _ in second.indicators.ListFields()} >= {"num_reserved", "source"}
             assert not second.indicators.HasField("num_free_blocks")
+            call.cancel()
+            busy(writer)
+            call = asked.stub.Watch(predictor_pb2.WatchRequest(with_snapshots=True))
+            snapshot = snapshot_from(json.loads((await call.read()).snapshot_json))
+            assert [item.request.request_id for item in snapshot.running] == ["cmpl-r1-0-00000001", "cmpl-r0-0-00000000"]
+            assert [request.request_id for request in snapshot.reserved] == ["a"]
             call.cancel()
 
     run(test())

@@ -1,0 +1,255 @@
+"""The live system under the paper's heaviest load: how long decisions take, how good they and their forecasts are.
+
+Emulated engines (Llama-2-7B on A30), their sidecars, a tagger, a scheduler and a gateway run as processes of this
+machine; `--speed` slows the engines down until the machine is not the limit (all times but decisions' are engine time).
+Requests come as a Poisson process with ShareGPT's lengths.
+
+- `decision_ms`: from the scheduler's receiving a request to its decision, wall clock.
+- `e2e_error`: of the e2e that the reply's header predicted, against what the client measured from sending on.
+- `best_instance_share`: of a sample of requests, how many went where they would have ended first. For each, all
+  engines' states are taken when it is sent; afterwards, when the true length of every answer is known, it is forecast
+  on each of them once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import uvloop
+
+from predictor.forecast import Forecaster
+from predictor.profile import load_profile
+from predictor.request import Request
+from predictor.snapshot import LiveRequest, Snapshot
+from predictor.transfer import engine_from
+from protos.block.v1 import predictor_pb2, predictor_pb2_grpc
+from services.cluster import Cluster, ClusterSettings, running
+from services.codec import snapshot_from
+from services.data import data_folder
+from services.export.identity import client_id
+from services.http_client import origin_of
+from services.load.asking import Manner
+from services.load.plan import Planned, Timing, by_arrival, planned
+from services.load.running import Limits, Result, run_plan
+from services.load.traces import trace_from
+
+PROFILE = "llama-2-7b-a30"
+MODEL = "bench"
+LENGTHS = "lengths/block_sharegpt_v3_58k_lens.csv"
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MOST_MESSAGE = [("grpc.max_receive_message_length", 64 << 20)]
+
+
+@dataclass(slots=True)
+class Sample:
+    """All engines as they stood when a request was sent."""
+
+    request_id: str
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--instances", type=int, default=12)
+    parser.add_argument("--rate", type=float, default=36.0, help="requests per second of engine time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of load, engine time")
+    parser.add_argument("--speed", type=float, default=0.5, help="engine seconds per second")
+    parser.add_argument("--policy", default="block")
+    parser.add_argument("--lengths", choices=("known", "tagged"), default="known", help="what the scheduler knows")
+    parser.add_argument("--sample", type=float, default=0.05, help="share of decisions that are looked into")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    measured = uvloop.run(measure(arguments))
+    if arguments.json:
+        json.dump(
+            {"bench": "bench_live", "machine": machine(), "settings": vars(arguments), "results": measured}, sys.stdout
+        )
+        print()
+        return
+    for row in measured:
+        print(f"{row['name']:36} {row['value']:12.4f} {row['unit']:9} n={row['n']}")
+
+
+async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start everything, send the load, and look at what came of it."""
+    plan = plan_of(arguments)
+    settings = ClusterSettings(
+        instances=arguments.instances, policies=(arguments.policy,), port=0, log_level="warning",
+        engine_flags=("--profile", PROFILE, "--speed", str(arguments.speed), "--served-model-name", MODEL),
+        scheduler_flags=("--forecast-always",),
+    )  # fmt: skip
+    manner = Manner(
+        model=MODEL, output="ignore-eos" if arguments.lengths == "known" else "header", time_scale=arguments.speed
+    )
+    async with running(settings, lambda name: print(f"{name} serves", file=sys.stderr)) as cluster:
+        origin = origin_of(cluster.gateway_urls[arguments.policy])
+        before = processor_times(cluster)
+        start_s = time.monotonic()
+        sampling = asyncio.create_task(sample(plan, cluster, arguments))
+        ended: list[Result] = []
+        results = await run_plan(plan, origin, manner, Limits(timeout_s=3600.0), ended.append)
+        samples = await sampling
+        wall_s = time.monotonic() - start_s
+        used = {kind: seconds - before[kind] for kind, seconds in processor_times(cluster).items()}
+    return summed_up(results, samples, used, wall_s, arguments)
+
+
+def plan_of(arguments: argparse.Namespace) -> list[Planned]:
+    """Draw requests that fit an A30 from ShareGPT, and when they come."""
+    generator = np.random.default_rng(arguments.seed)
+    num = round(arguments.rate * arguments.seconds)
+    lengths = trace_from(str(data_folder() / LENGTHS)).requests
+    fitting = [one for one in lengths if one.prompt_tokens + (one.output_tokens or 1) <= 4096]
+    chosen = [fitting[place] for place in generator.integers(0, len(fitting), num)]
+    named = [replace(request, request_id=str(number)) for number, request in enumerate(chosen)]
+    return planned(by_arrival(named, None), Timing(kind="poisson", rate=arguments.rate), generator)
+
+
+async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.Namespace) -> list[Sample]:
+    """Take the engines' states when some of the requests are sent."""
+    generator = np.random.default_rng(arguments.seed + 1)
+    start_s = time.monotonic()
+    samples = []
+    numbers = [name.removeprefix("predictor-") for name in cluster.children if name.startswith("predictor-")]
+    channels = {
+        f"engine-{number}": grpc.aio.insecure_channel(cluster.address_of(f"predictor-{number}"), options=MOST_MESSAGE)
+        for number in numbers
+    }
+    stubs = {name: predictor_pb2_grpc.PredictorStub(channel) for name, channel in channels.items()}
+
+    async def state_of(name: str) -> tuple[str, bytes]:
+        call = stubs[name].Watch(predictor_pb2.WatchRequest(with_snapshots=True))
+        response = await call.read()
+        call.cancel()
+        return name, response.snapshot_json
+
+    for one in plan:
+        if generator.random() < arguments.sample:
+            await asyncio.sleep(max(0.0, start_s + one.due_s / arguments.speed - time.monotonic()))
+            states = await asyncio.gather(*map(state_of, stubs))
+            read = {name: snapshot_from(json.loads(text)) for name, text in states if text}
+            samples.append(Sample(request_id=one.request_id, snapshots=read))
+    for channel in channels.values():
+        await channel.close()
+    return samples
+
+
+def summed_up(
+    results: Sequence[Result], samples: Sequence[Sample], used: dict[str, float], wall_s: float,
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Put the figures together."""
+    good = [result for result in results if result.failure is None]
+    decisions = [1000 * result.decision_s for result in results if result.decision_s is not None]
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, value: float, unit: str, n: int) -> None:
+        rows.append({"name": name, "value": value, "unit": unit, "n": n})
+
+    for share in (50, 99):
+        add(f"decision_ms.p{share}", float(np.percentile(decisions, share)), "ms", len(decisions))
+    add("failed_requests", len(results) - len(good), "requests", len(results))
+    for name in ("ttft", "e2e"):
+        pairs = [
+            (getattr(one, f"predicted_{name}_s"), getattr(one, f"{name}_s") - one.sent_s)
+            for one in good
+            if getattr(one, f"predicted_{name}_s") is not None
+        ]
+        errors = [(predicted - actual) / actual for predicted, actual in pairs]
+        add(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors))
+        add(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors))
+    ranks = [rank for one in samples if (rank := rank_of(one, results)) is not None]
+    if ranks:
+        add("best_instance_share", sum(rank == 0 for rank in ranks) / len(ranks), "ratio", len(ranks))
+        add("chosen_instance_rank.mean", 1 + statistics.mean(ranks), "rank", len(ranks))
+    for name, values in (("ttft", [one.ttft_s for one in good]), ("e2e", [one.e2e_s for one in good])):
+        for share in (50, 99):
+            add(f"{name}_s.p{share}", float(np.percentile(values, share)), "engine s", len(values))
+    add("sent_late_s.p99", float(np.percentile([one.sent_s for one in results], 99)), "engine s", len(results))
+    for kind, seconds in used.items():
+        add(f"cpu_share.{kind}", seconds / wall_s / (os.cpu_count() or 1), "of all", 1)
+    add("slowed_down_by", 1 / arguments.speed, "times", 1)
+    return rows
+
+
+def rank_of(sample: Sample, results: Sequence[Result]) -> int | None:
+    """How many instances would have been better than the chosen one, all lengths being known."""
+    lengths = {one.plan.request_id: one.plan for one in results}
+    chosen = next(one for one in results if one.plan.request_id == sample.request_id)
+    if chosen.instance not in sample.snapshots:
+        return None
+    profile = load_profile(PROFILE)
+    ends = {}
+    for name, snapshot in sample.snapshots.items():
+        engine = engine_from(with_lengths(without(snapshot, sample.request_id), lengths), profile.step_time)
+        candidate = Request(
+            request_id="candidate", prompt_tokens=chosen.plan.prompt_tokens, output_tokens=chosen.plan.output_tokens
+        )
+        (forecast,) = Forecaster(engine).forecast([candidate], snapshot.taken_s, delays=False)
+        ends[name] = forecast.e2e_s
+    return sum(end < ends[chosen.instance] for end in ends.values())
+
+
+def without(snapshot: Snapshot, request_id: str) -> Snapshot:
+    """Leave out the promise to the request itself, where it was quicker than the sample."""
+    return replace(snapshot, reserved=tuple(one for one in snapshot.reserved if plan_id(one.request_id) != request_id))
+
+
+def plan_id(name: str) -> str:
+    """What the plan calls a request that an engine or a sidecar names."""
+    return client_id(name).partition("-")[2]
+
+
+def with_lengths(snapshot: Snapshot, plans: dict[str, Planned]) -> Snapshot:
+    """Tell a snapshot how long every answer became."""
+
+    def known(request: Request) -> Request:
+        plan = plans.get(plan_id(request.request_id))
+        return request if plan is None else replace(request, output_tokens=plan.output_tokens, tag=None)
+
+    def live(items: tuple[LiveRequest, ...]) -> tuple[LiveRequest, ...]:
+        return tuple(replace(item, request=known(item.request)) for item in items)
+
+    return replace(
+        snapshot,
+        running=live(snapshot.running),
+        waiting=live(snapshot.waiting),
+        reserved=tuple(known(request) for request in snapshot.reserved),
+    )
+
+
+def processor_times(cluster: Cluster) -> dict[str, float]:
+    """Processor seconds used so far: by all processes of a kind, by this one, and by the whole machine."""
+    used: dict[str, float] = {}
+    for name, child in cluster.children.items():
+        fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        kind = name.partition("-")[0]
+        used[kind] = used.get(kind, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    used["load"] = time.process_time()
+    busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+    used["machine"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S
+    return used
+
+
+def machine() -> dict[str, Any]:
+    """What this was measured on."""
+    return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
+
+
+if __name__ == "__main__":
+    main()
