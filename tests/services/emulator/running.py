@@ -25,7 +25,7 @@ from services.emulator.server import EmulatorSettings, application, bind, server
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 A30 = load_profile("llama-2-7b-a30")
 CONFIG = EngineConfig(max_num_seqs=16, num_gpu_blocks=257, max_model_len=1024, block_size=16)
 

@@ -103,7 +103,7 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
 
 
 def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
-    """The same requests at the same times: on the engine's clock to the microsecond, on the client's nearly."""
+    """The same requests at the same times: on the engine's clock to the microsecond, on the client's never sooner."""
     speed = 4.0
     lengths = [(30 + 37 * number % 200, 20 + 11 * number % 60) for number in range(14)]
     with emulated(tmp_path, speed=speed) as engine, ThreadPoolExecutor(14) as clients:
@@ -141,7 +141,7 @@ def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
         ttft_s, e2e_s = clocked[number]
         assert simulated.ttft_s is not None
         assert simulated.e2e_s is not None
-        late_s = speed * 0.25  # of a busy machine
+        late_s = speed * PATIENCE_S  # how late a busy machine is depends on the machine
         assert simulated.ttft_s <= ttft_s + 1e-3 <= simulated.ttft_s + late_s
         assert simulated.e2e_s <= e2e_s + 1e-3 <= simulated.e2e_s + late_s
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -83,22 +84,14 @@ def test_nobody_waits_for_those_before() -> None:
 
 def test_waiting_for_room_counts() -> None:
     """Where requests have to wait for each other, their latencies count from when they were due."""
-    gate = asyncio.Semaphore(0)
-
-    async def one_by_one(call: Call) -> None:
-        await gate.acquire()
-        await answers(call)
 
     async def test() -> None:
-        async with engines(one_by_one) as (engine,):
-            loop = asyncio.get_running_loop()
-            for number in range(4):
-                loop.call_later(0.05 * (number + 1), gate.release)
+        async with engines(answers) as (engine,):
             results = await load(plan_of(4), engine.url, Limits(max_in_flight=1))
-            for number, result in enumerate(results):
+            for before, result in pairwise(results):
+                assert before.e2e_s is not None
                 assert result.ttft_s is not None
-                assert result.ttft_s >= 0.05 * (number + 1) - 0.01
-                assert result.sent_s >= 0.05 * number - 0.01
+                assert before.e2e_s <= result.sent_s < result.ttft_s
 
     run(test)
 
@@ -112,7 +105,7 @@ def test_time_that_runs_slower() -> None:
             start_s = loop.time()
             results = await load(plan_of(5, 0.01), engine.url, time_scale=0.1)
             wall_s = loop.time() - start_s
-            assert wall_s >= 0.4
+            assert wall_s > 0.39
             assert [result.failure for result in results] == [None] * 5
             assert all(result.e2e_s is not None and result.e2e_s <= 0.1 * wall_s for result in results)
             assert {(result.predicted_ttft_s, result.predicted_e2e_s) for result in results} == {(0.001, 0.002)}
@@ -169,7 +162,8 @@ def test_failures_by_kind(answer: Answer, kind: str) -> None:
 
     async def test() -> None:
         async with engines(answer) as (engine,):
-            total = summary(await load(plan_of(3), engine.url, Limits(timeout_s=0.1)), NO_SLO)
+            limits = Limits(timeout_s=0.1 if kind == "timeout" else 60.0)
+            total = summary(await load(plan_of(3), engine.url, limits), NO_SLO)
             assert (total["num_ok"], total["failures"]) == (0, {kind: 3})
             assert total["e2e_s"] is None
             assert any(kind in line for line in table(total))
