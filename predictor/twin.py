@@ -6,29 +6,43 @@ anew with every step of the engine, in a tenth of the time.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from predictor import steps
-from predictor.blocks import chain_all
-from predictor.compiled import direct
+from predictor.blocks import chain_same
+from predictor.compiled import direct, kernel, small_kernel
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
-from predictor.state import NOBODY, NOTHING, REQUEST, RUNNING, WAITING
+from predictor.state import NOBODY, NOTHING, RUNNING, UNBORN, WAITING, State
 from predictor.step_time import StepTime, step_seconds
-from predictor.transfer import require_possible_step
 
-sum_up = direct(steps.sum_up)
-put_under_way = direct(steps.put_under_way)
-chain = direct(chain_all)
-
-COUNTS = (
-    "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-    "full_blocks", "num_preemptions", "hit_tokens",
-)  # fmt: skip
 FARTHEST_PRIORITY = 2**31
+
+# What can be wrong with an engine that shows itself, by the number that the kernels below return; 0 is nothing.
+COMPLAINTS = (
+    "",
+    "running: there is a slot twice, or one that does not exist",
+    "live: a count is below zero",
+    "prompt_tokens: do not fit the model",
+    "output_tokens: are as many as a request may have",
+    "computed_tokens: are more than there are",
+    "num_blocks: hold too few tokens",
+    "num_blocks: are more than a request can ever need",
+    "steps: have a request that neither runs nor waits",
+    "steps: give a request no tokens",
+    "scheduled: are more requests or tokens than a step of this engine can have",
+    "tables: are shorter than what is held",
+    "tables: name a block that does not exist",
+    "blocks.reuse: are not of those that nobody holds",
+)
+(
+    FINE, BAD_SLOT, BELOW_ZERO, BAD_PROMPT, TOO_MANY_OUTPUT, TOO_MANY_COMPUTED, TOO_FEW_BLOCKS, TOO_MANY_BLOCKS,
+    STRANGER, NO_TOKENS, TOO_LARGE_STEP, SHORT_TABLE, UNKNOWN_BLOCK, WRONG_REUSE,
+) = range(len(COMPLAINTS))  # fmt: skip
 
 
 class ShownStep(NamedTuple):
@@ -44,6 +58,7 @@ class ShownContents(NamedTuple):
     """What KV blocks hold: by block its content (0 for none) and place in the order of reuse (0 while held).
 
     By place among the running requests, then the waiting ones: their blocks, and the contents of their full blocks.
+    An array that is the very one that was given last time is taken to hold the same.
     """
 
     content: np.ndarray
@@ -55,9 +70,9 @@ class ShownContents(NamedTuple):
 class Shown(NamedTuple):
     """An engine's state at `now_s`, in arrays by slot; nothing in them is trusted.
 
-    `live` has a record per slot with `COUNTS`, `prefill_tokens`, `scheduled_s` and `first_token_s`; `facts` one with
-    `arrival_s`, `priority`, `prompt_tokens` and `max_tokens`. Of the length of an answer, `known_tokens` is what is
-    certain (0 where nothing is), else a tag's median and spread, NaN where there is none.
+    `live` has a record per slot with the counts of `state.REQUEST`, `scheduled_s` and `first_token_s`; `facts` one
+    with `arrival_s`, `priority`, `prompt_tokens` and `max_tokens`. Of the length of an answer, `known_tokens` is what
+    is certain (0 where nothing is), else a tag's median and spread, NaN where there is none.
     """
 
     now_s: float
@@ -91,10 +106,13 @@ class Twin:
         self.engine.leave_slots(num_slots)
         self.num_slots = num_slots
         self._foretold_end_s = 0.0  # of the oldest step under way
+        self._sorted, self._order = np.empty(0, np.uint64), np.empty(0, np.int64)  # contents, and their numbers
+        self._content = np.zeros(len(self.engine.state.blocks), np.uint64)  # of each block, when last looked at
+        self._numbers = np.full(len(self.engine.state.blocks), NOTHING)
+        self._hashes: dict[int, np.ndarray] = {}  # by slot, as they were put last
+        self._most_contents = 4 * self.engine.num_blocks + (1 << 16)
         if self.engine.tracks_blocks:
             self.engine.widen_table(-(-config.max_model_len // config.block_size))
-        self._sorted, self._order = np.empty(0, np.uint64), np.empty(0, np.int64)  # contents, and their numbers
-        self._most_contents = 4 * self.engine.num_blocks + (1 << 16)
 
     @property
     def is_worn(self) -> bool:
@@ -103,28 +121,31 @@ class Twin:
 
     def follow(self, shown: Shown) -> None:
         """Stand as the engine stands; what is inconsistent is refused by name, and leaves nothing to forecast from."""
-        if shown.contents is not None:
-            self._learn(shown.contents)
+        self._learn(shown)
         state = self.engine.state
         head = state.engine[0]
         head.num_running = head.num_waiting = head.num_in_flight = head.waiting_head = head.oldest = 0
+        self._require_possible(shown)
         slots = np.concatenate((shown.running, shown.waiting)).astype(np.int64)
-        self._require_slots(shown, slots)
-        self._follow_requests(shown, slots)
-        self._follow_blocks(shown, slots)
-        num_running, num_waiting = len(shown.running), len(shown.waiting)
-        state.running[:num_running] = shown.running
-        state.waiting[:num_waiting] = shown.waiting
-        head.num_running, head.num_waiting = num_running, num_waiting
+        _require(put(state, slots, len(shown.running), self.num_slots, *self._columns(shown, slots)))
+        if self.engine.tracks_blocks:
+            self._follow_blocks(shown, slots)
+        head.num_free_blocks = shown.num_free_blocks
         head.now_s = min(shown.now_s, *(step.start_s for step in shown.steps)) if shown.steps else shown.now_s
         head.decodes_since_look = shown.decodes_since_look
         head.steady = head.stuck = head.fruitless_preemptions = 0
-        try:
-            for step in shown.steps:
-                self._follow_step(step, shown.now_s, slots)
-        except ValueError:
-            head.num_running = head.num_waiting = head.num_in_flight = 0
-            raise
+        for place, step in enumerate(shown.steps):
+            wrong = put_under_way(
+                state, step.slots.astype(np.int64), step.tokens.astype(np.int64), step.sampled.astype(np.int64),
+                float(step.start_s),
+            )  # fmt: skip
+            if wrong != FINE:
+                head.num_in_flight = 0
+                _require(wrong)
+            if place == 0:
+                self._foretold_end_s = float(state.steps[0].end_s)
+        self.let_time_pass(shown.now_s)
+        head.num_running, head.num_waiting = len(shown.running), len(shown.waiting)
 
     def let_time_pass(self, now_s: float) -> None:
         """Note that nothing has happened until now: a step that should have ended by then ends now at the earliest."""
@@ -164,118 +185,74 @@ class Twin:
             )
         )  # fmt: skip
 
-    def _require_slots(self, shown: Shown, slots: np.ndarray) -> None:
-        _require(len(shown.running) <= self.engine.config.max_num_seqs, "running", "are more than max_num_seqs allows")
-        _require(slots.max(initial=0) < self.num_slots and slots.min(initial=0) >= 0, "running", "name unknown slots")
-        _require(len(np.unique(slots)) == len(slots), "running", "and waiting name a slot twice")
-        _require(len(shown.steps) <= 2, "steps", "are more than two")
-        _require(0 <= shown.num_free_blocks <= self.engine.num_blocks, "num_free_blocks", "are more than there are")
-        _require(bool(np.isfinite(shown.now_s)), "now_s", "is no time")
+    def _require_possible(self, shown: Shown) -> None:
+        if len(shown.running) > self.engine.config.max_num_seqs:
+            raise ValueError(f"running: {len(shown.running)} requests are more than max_num_seqs allows")
+        if len(shown.running) + len(shown.waiting) > self.num_slots:
+            raise ValueError(COMPLAINTS[BAD_SLOT])
+        if len(shown.steps) > 2:
+            raise ValueError(f"steps: at most 2 can be under way, not {len(shown.steps)}")
+        if not 0 <= shown.num_free_blocks <= self.engine.num_blocks:
+            raise ValueError(f"num_free_blocks: {shown.num_free_blocks} of {self.engine.num_blocks} cannot be free")
+        if not all(math.isfinite(time_s) for time_s in (shown.now_s, *(step.start_s for step in shown.steps))):
+            raise ValueError("steps: start at no time")
 
-    def _follow_requests(self, shown: Shown, slots: np.ndarray) -> None:
-        config = self.engine.config
-        live, facts = shown.live[slots], shown.facts[slots]
-        rows = np.zeros(len(slots), REQUEST)
-        for name in COUNTS:
-            rows[name] = live[name]
-        prompt, output, computed = rows["prompt_tokens"], rows["output_tokens"], rows["computed_tokens"]
-        prompt[:] = facts["prompt_tokens"]
-        most = np.minimum(facts["max_tokens"], config.max_model_len - prompt)
-        for name in COUNTS:
-            _require((rows[name] >= 0).all(), name, "are below zero")
-        _require(((prompt > 0) & (prompt < config.max_model_len)).all(), "prompt_tokens", "do not fit the model")
-        _require((output < most).all(), "output_tokens", "are as many as a request may have")
-        _require(
-            (computed <= prompt + output + rows["placeholders"]).all(), "computed_tokens", "are more than there are"
-        )
-        num_running = len(shown.running)
-        rows["status"][:num_running], rows["status"][num_running:] = RUNNING, WAITING
-        rows["num_blocks"][num_running:] = 0
-        held_tokens = rows["num_blocks"].astype(np.int64) * config.block_size
-        _require((held_tokens[:num_running] >= computed[:num_running]).all(), "num_blocks", "hold too few tokens")
-        _require((held_tokens < prompt + most + config.block_size).all(), "num_blocks", "are more than ever needed")
-        rows["max_tokens"] = most
-        rows["final_tokens"] = rows["expected_tokens"] = self._lengths(shown, slots, output, most)
-        known = prompt + output
-        decoding = computed + 1 == known + rows["placeholders"]
-        prefill = live["prefill_tokens"]
-        rows["prefill_tokens"] = np.where(prefill >= 0, prefill, np.where(decoding, 0, known))
-        rows["finished_s"] = NOBODY
-        rows["arrival_s"] = _times(facts["arrival_s"])
-        rows["scheduled_s"] = _times(live["scheduled_s"], NOBODY)
-        rows["first_token_s"] = _times(live["first_token_s"], NOBODY)
-        rows["priority"] = np.clip(facts["priority"], -FARTHEST_PRIORITY, FARTHEST_PRIORITY)
-        rows["serial"] = slots
-        rows["tie_break"] = np.argsort(np.argsort(rows["arrival_s"], kind="stable"), kind="stable")
-        self.engine.state.requests[slots] = rows
-
-    def _lengths(self, shown: Shown, slots: np.ndarray, output: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Where answers end: where they are known to, else where their tags say, else at the latest possible."""
-        expected = expected_lengths(shown.tag_median[slots], shown.tag_spread[slots], output, self.engine.residual)
+    def _columns(self, shown: Shown, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What requests are put from: what is shown of them, and how long their answers are thought to be, or NaN."""
+        if slots.max(initial=0) >= self.num_slots or slots.min(initial=0) < 0:
+            raise ValueError(COMPLAINTS[BAD_SLOT])
+        output = shown.live["output_tokens"][slots]
         known = shown.known_tokens[slots]
-        lengths = np.where(known > 0, np.maximum(known, output + 1), expected)
-        return np.fmin(lengths, most)
-
-    def _follow_step(self, step: ShownStep, now_s: float, slots: np.ndarray) -> None:
-        """Put a step under way; the time it has run already is taken off."""
-        state = self.engine.state
-        _require(bool(np.isfinite(step.start_s)), "steps", "start at no time")
-        _require(np.isin(step.slots, slots).all(), "steps", "have requests that neither run nor wait")
-        _require((step.tokens > 0).all(), "steps", "give a request no tokens")
-        require_possible_step(state, len(step.slots), int(step.tokens.sum()))
-        head = state.engine[0]
-        index = (head.oldest + head.num_in_flight) % 2
-        record, batch = state.steps[index], state.batch[index]
-        count = record.num_scheduled = len(step.slots)
-        record.num_preempted = 0
-        batch.slot[:count] = step.slots
-        batch.tokens[:count] = step.tokens
-        batch.sampled[:count] = step.sampled != 0
-        rows = state.requests[step.slots]
-        older = step.tokens if head.num_in_flight else rows["in_flight_tokens"]
-        if head.num_in_flight:  # what is in flight and in no older step came after this one
-            in_older = np.isin(step.slots, state.batch[head.oldest].slot[: state.steps[head.oldest].num_scheduled])
-            older = np.where(in_older, step.tokens, rows["in_flight_tokens"])
-        sum_up(state, np.maximum(rows["computed_tokens"] - older, 0).astype(np.int64))
-        put_under_way(state, step.start_s)
-        if head.num_in_flight == 1:
-            self._foretold_end_s = float(record.end_s)
-        record.end_s = max(record.end_s, now_s)
+        expected = expected_lengths(shown.tag_median[slots], shown.tag_spread[slots], output, self.engine.residual)
+        return (
+            _read_only(shown.live),
+            _read_only(shown.facts),
+            np.where(known > 0, np.maximum(known, output + 1), expected),
+        )
 
     def _follow_blocks(self, shown: Shown, slots: np.ndarray) -> None:
-        state = self.engine.state
-        state.engine[0].num_free_blocks = shown.num_free_blocks
-        if not self.engine.tracks_blocks:
-            return
-        contents = shown.contents
+        state, contents = self.engine.state, shown.contents
         assert contents is not None
-        num_blocks = len(state.blocks)
-        _require(len(contents.content) == len(contents.reuse) == num_blocks, "blocks", "are not as many as there are")
-        held = state.requests["num_blocks"][slots]
-        left = state.requests["full_blocks"][slots]
+        if not len(contents.content) == len(contents.reuse) == len(state.blocks):
+            raise ValueError(f"blocks: {len(contents.content)} are shown of {len(state.blocks)}")
+        for slot, row, table in zip(slots.tolist(), contents.hashes, contents.tables, strict=True):
+            if len(table) > state.tables.shape[1] or len(row) > state.hashes.shape[1]:
+                raise ValueError("tables: are longer than a request can be")
+            state.tables[slot, : len(table)] = table
+            if self._hashes.get(slot) is not row:
+                state.hashes[slot, : len(row)], found = self._numbers_of(row)
+                if not found.all():
+                    raise ValueError("hashes: stand for nothing")
+                self._hashes[slot] = row
         lengths = np.fromiter(map(len, contents.tables), np.int64, len(slots))
-        _require((lengths >= np.maximum(held, left)).all(), "tables", "are shorter than what is held")
-        _require(lengths.max(initial=0) <= state.tables.shape[1], "tables", "are longer than a request can be")
-        at_slot, at_place = _places(slots, lengths)
-        entries = _joined(contents.tables, np.int64)
-        _require(entries.max(initial=0) < num_blocks and entries.min(initial=0) >= 0, "tables", "name unknown blocks")
-        state.tables[at_slot, at_place] = entries
-        held_entries = entries[at_place < np.repeat(held, lengths)]
-        self._chain_free(contents, np.bincount(held_entries, minlength=num_blocks), shown.num_free_blocks)
-        self._follow_hashes(contents, slots)
-        self._chain_contents(contents)
+        num_hashes = np.fromiter(map(len, contents.hashes), np.int64, len(slots))
+        free = np.flatnonzero(contents.reuse)
+        order = free[np.argsort(contents.reuse[free])]
+        if len(order) != shown.num_free_blocks:
+            raise ValueError(f"num_free_blocks: {shown.num_free_blocks}, but {len(order)} are shown to be free")
+        _require(hold(state, slots, lengths, num_hashes, order, self._numbers))
 
-    def _learn(self, contents: ShownContents) -> None:
+    def _learn(self, shown: Shown) -> None:
         """Number the contents that are new; the state may grow by it."""
-        told = np.concatenate((contents.content, *contents.hashes))
+        contents = shown.contents
+        if contents is None or len(contents.content) != len(self._content):
+            return
+        changed = np.flatnonzero(contents.content != self._content)
+        slots = (*shown.running.tolist(), *shown.waiting.tolist())
+        rows = [row for slot, row in zip(slots, contents.hashes, strict=True) if self._hashes.get(slot) is not row]
+        told = np.concatenate((contents.content[changed], *rows))
+        if not len(told):
+            return
         _, found = self._numbers_of(told)
         new = np.unique(told[~found & (told != 0)])
-        if not len(new):
-            return
-        self.engine.know_contents(new.tolist())
-        known = np.fromiter(self.engine.contents, np.uint64, len(self.engine.contents))
-        self._order = np.argsort(known)
-        self._sorted = known[self._order]
+        if len(new):
+            self.engine.know_contents(new.tolist())
+            known = np.fromiter(self.engine.contents, np.uint64, len(self.engine.contents))
+            self._order = np.argsort(known)
+            self._sorted = known[self._order]
+        numbers, found = self._numbers_of(contents.content[changed])
+        self._numbers[changed] = np.where(found, numbers, NOTHING)
+        self._content[changed] = contents.content[changed]
 
     def _numbers_of(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The engine's numbers of contents, and which of them it knows."""
@@ -284,54 +261,183 @@ class Twin:
         places = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
         return self._order[places], self._sorted[places] == hashes
 
-    def _follow_hashes(self, contents: ShownContents, slots: np.ndarray) -> None:
-        state = self.engine.state
-        lengths = np.fromiter(map(len, contents.hashes), np.int64, len(slots))
-        _require(lengths.max(initial=0) <= state.hashes.shape[1], "hashes", "are more than a request can have")
-        numbers, found = self._numbers_of(_joined(contents.hashes, np.uint64))
-        _require(found.all(), "hashes", "stand for nothing")
-        state.hashes[_places(slots, lengths)] = numbers
-        state.requests["num_hashes"][slots] = lengths
 
-    def _chain_free(self, contents: ShownContents, refs: np.ndarray, num_free: int) -> None:
-        state = self.engine.state
-        free = np.flatnonzero(contents.reuse)
-        _require(np.array_equal(free, np.flatnonzero(refs == 0)), "blocks.reuse", "are not of those that nobody holds")
-        _require(len(free) == num_free, "num_free_blocks", "are not as many as are free")
-        order = free[np.argsort(contents.reuse[free], kind="stable")]
-        blocks, head = state.blocks, state.engine[0]
-        blocks["num_refs"] = refs
-        blocks["next_free"][order[:-1]] = order[1:]
-        blocks["previous_free"][order[1:]] = order[:-1]
-        if len(order):
-            blocks["next_free"][order[-1]] = blocks["previous_free"][order[0]] = NOBODY
-        head.free_head, head.free_tail = (order[0], order[-1]) if len(order) else (NOBODY, NOBODY)
-
-    def _chain_contents(self, contents: ShownContents) -> None:
-        state = self.engine.state
-        state.cached[:] = NOBODY
-        state.blocks["content"] = NOTHING
-        state.blocks["next_same"] = NOBODY
-        cached = np.flatnonzero(contents.content)
-        numbers, _ = self._numbers_of(contents.content[cached])
-        chain(state, cached, numbers)
+@small_kernel
+def complaint_about(engine: np.record, shown: np.record, fact: np.record, runs: bool) -> int:
+    """Tell what is wrong with what is shown of one request."""
+    if (
+        shown.output_tokens < 0 or shown.computed_tokens < 0 or shown.placeholders < 0 or shown.full_blocks < 0
+        or shown.in_flight_tokens < 0 or shown.stale_tokens < 0 or shown.num_blocks < 0
+        or shown.num_preemptions < 0 or shown.hit_tokens < 0
+    ):  # fmt: skip
+        return BELOW_ZERO
+    prompt = np.int64(fact.prompt_tokens)
+    if prompt <= 0 or prompt >= engine.max_model_len:
+        return BAD_PROMPT
+    most = min(np.int64(fact.max_tokens), engine.max_model_len - prompt)
+    if shown.output_tokens >= most:
+        return TOO_MANY_OUTPUT
+    if shown.computed_tokens > prompt + shown.output_tokens + shown.placeholders:
+        return TOO_MANY_COMPUTED
+    num_blocks = np.int64(shown.num_blocks) if runs else 0
+    if runs and num_blocks * engine.block_size < shown.computed_tokens:
+        return TOO_FEW_BLOCKS
+    if max(num_blocks, np.int64(shown.full_blocks)) * engine.block_size >= prompt + most + engine.block_size:
+        return TOO_MANY_BLOCKS
+    return FINE
 
 
-def _places(slots: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of lists of such lengths that lie in the rows of such slots."""
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(slots, lengths), np.arange(lengths.sum()) - np.repeat(starts, lengths)
+@kernel
+def put_requests(
+    state: State, slots: np.ndarray, num_running: int, num_slots: int, live: np.ndarray, facts: np.ndarray,
+    lengths: np.ndarray,
+) -> int:  # fmt: skip
+    """Put requests into their slots and queues, the first `num_running` of them as running."""
+    engine = state.engine[0]
+    for slot in range(num_slots):
+        state.requests[slot].status = UNBORN
+    for place in range(len(slots)):
+        slot = slots[place]
+        request, shown, fact = state.requests[slot], live[slot], facts[slot]
+        if request.status != UNBORN:
+            return BAD_SLOT
+        runs = place < num_running
+        wrong = complaint_about(engine, shown, fact, runs)
+        if wrong != FINE:
+            return wrong
+        prompt = fact.prompt_tokens
+        most = min(np.int64(fact.max_tokens), engine.max_model_len - prompt)
+        known = np.int64(prompt) + shown.output_tokens
+        request.status = RUNNING if runs else WAITING
+        request.prompt_tokens = prompt
+        request.output_tokens = shown.output_tokens
+        request.computed_tokens = shown.computed_tokens
+        request.placeholders = shown.placeholders
+        request.in_flight_tokens = shown.in_flight_tokens
+        request.stale_tokens = shown.stale_tokens
+        length = lengths[place]
+        request.final_tokens = np.int64(length) if length < most else most
+        request.max_tokens = most
+        request.num_blocks = shown.num_blocks if runs else 0
+        request.full_blocks = shown.full_blocks
+        request.num_hashes = 0
+        request.scheduled_s = shown.scheduled_s if shown.scheduled_s >= 0 else float(NOBODY)
+        request.first_token_s = shown.first_token_s if shown.first_token_s >= 0 else float(NOBODY)
+        request.finished_s = NOBODY
+        request.arrival_s = fact.arrival_s if 0 <= fact.arrival_s < np.inf else 0.0
+        request.serial = slot
+        request.tie_break = place
+        request.priority = min(FARTHEST_PRIORITY, max(-FARTHEST_PRIORITY, fact.priority))
+        request.expected_tokens = request.final_tokens
+        request.num_preemptions = shown.num_preemptions
+        request.hit_tokens = shown.hit_tokens
+        if shown.prefill_tokens >= 0:
+            request.prefill_tokens = shown.prefill_tokens
+        else:
+            decodes = shown.computed_tokens + 1 == known + shown.placeholders
+            request.prefill_tokens = 0 if decodes else known
+        if runs:
+            state.running[place] = slot
+        else:
+            state.waiting[place - num_running] = slot
+    return FINE
 
 
-def _joined(arrays: tuple[np.ndarray, ...], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+@kernel
+def put_step(state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, start_s: float) -> int:
+    """Put a step under way, behind the one that there may be already."""
+    engine = state.engine[0]
+    index = steps.current(state)
+    step = state.steps[index]
+    num_tokens = 0
+    if len(slots) > engine.max_num_seqs:
+        return TOO_LARGE_STEP
+    for place in range(len(slots)):
+        if not 0 <= slots[place] < len(state.requests) or state.requests[slots[place]].status == UNBORN:
+            return STRANGER
+        if not 0 < tokens[place] < len(state.costs.by_tokens):
+            return NO_TOKENS if tokens[place] <= 0 else TOO_LARGE_STEP
+        num_tokens += tokens[place]
+    if num_tokens >= len(state.costs.by_tokens):
+        return TOO_LARGE_STEP
+    steps.begin(state)
+    steps.clear_sums(step)
+    for place in range(len(slots)):
+        request, entry = state.requests[slots[place]], state.batch[index, place]
+        entry.slot, entry.tokens, entry.sampled = slots[place], tokens[place], 1 if sampled[place] else 0
+        # what is in flight and in no older step came after this one
+        older = request.in_flight_tokens
+        if engine.num_in_flight > 0:
+            for other in range(state.steps[engine.oldest].num_scheduled):
+                if state.batch[engine.oldest, other].slot == slots[place]:
+                    older = tokens[place]
+        steps.add_to_sums(step, entry, max(0, request.computed_tokens - older))
+    step.num_scheduled = len(slots)
+    steps.put_under_way(state, start_s)
+    return FINE
 
 
-def _times(values: np.ndarray, otherwise: float = 0.0) -> np.ndarray:
-    """What is a time from 0 on, and something else for what is not."""
-    return np.where(np.isfinite(values) & (values >= 0), values, otherwise)
+@kernel
+def put_blocks(
+    state: State, slots: np.ndarray, lengths: np.ndarray, num_hashes: np.ndarray, order: np.ndarray,
+    numbers: np.ndarray,
+) -> int:  # fmt: skip
+    """Let blocks be held by whose tables they are in, the others be free in this order, and all hold these contents."""
+    for content in range(len(state.cached)):
+        state.cached[content] = NOBODY
+    for index in range(len(state.blocks)):
+        block = state.blocks[index]
+        block.num_refs = 0
+        block.content = block.next_same = NOTHING
+        if numbers[index] != NOTHING:
+            block.content = numbers[index]
+            chain_same(state, index, numbers[index])
+    num_held = 0
+    for place in range(len(slots)):
+        request = state.requests[slots[place]]
+        request.num_hashes = num_hashes[place]
+        if lengths[place] < max(request.num_blocks, request.full_blocks):
+            return SHORT_TABLE
+        for position in range(lengths[place]):
+            index = state.tables[slots[place], position]
+            if not 0 <= index < len(state.blocks):
+                return UNKNOWN_BLOCK
+            if position < request.num_blocks:
+                num_held += state.blocks[index].num_refs == 0
+                state.blocks[index].num_refs += 1
+    if num_held + len(order) != len(state.blocks):
+        return WRONG_REUSE
+    return chain_free(state, order)
 
 
-def _require(condition: bool | np.bool, what: str, complaint: str) -> None:
-    if not condition:
-        raise ValueError(f"{what}: {complaint}")
+@kernel
+def chain_free(state: State, order: np.ndarray) -> int:
+    """Let these blocks be free, and be reused in this order."""
+    before = NOBODY
+    for index in order:
+        block = state.blocks[index]
+        if block.num_refs > 0:
+            return WRONG_REUSE
+        block.previous_free, block.next_free = before, NOBODY
+        if before != NOBODY:
+            state.blocks[before].next_free = index
+        before = index
+    engine = state.engine[0]
+    engine.free_head = order[0] if len(order) > 0 else NOBODY
+    engine.free_tail = before
+    return FINE
+
+
+put, put_under_way, hold = direct(put_requests), direct(put_step), direct(put_blocks)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """Make of arrays of one type also one type for compiled code."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _require(wrong: int) -> None:
+    if wrong != FINE:
+        raise ValueError(COMPLAINTS[wrong])

@@ -51,6 +51,7 @@ class StateFile:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._known_rows: dict[str, dict[int, tuple[list[int], np.ndarray]]] = {}
         self._requests = np.zeros(self._places["requests"].rows, layout.REQUEST)
 
     def close(self) -> None:
@@ -185,19 +186,34 @@ class StateFile:
         live, slots = core.live, core.slots
         # of a preempted request, those that it left and that may still hold its tokens
         held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
+        rows = live[slots]
         return Contents(
             blocks=np.frombuffer(self._pread(place.offset, place.size), layout.BLOCK),
-            tables=self._rows("tables", layout.TABLE_ENTRY, slots, held),
-            hashes=self._rows("hashes", layout.HASH, slots, live["num_hashes"][slots]),
+            tables=self._rows("tables", layout.TABLE_ENTRY, rows["num_preemptions"], slots, held, rows["serial"]),
+            hashes=self._rows(
+                "hashes", layout.HASH, np.zeros_like(rows["num_hashes"]), slots, rows["num_hashes"], rows["serial"]
+            ),
         )
 
-    def _rows(self, name: str, dtype: np.dtype[Any], slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _rows(  # noqa: PLR0917
+        self, name: str, dtype: np.dtype[Any], epoch: np.ndarray, slots: np.ndarray, counts: np.ndarray,
+        serials: np.ndarray,
+    ) -> tuple[np.ndarray, ...]:  # fmt: skip
+        """Read the rows of some slots; what only grows, and has not, is not read again but given once more."""
         offset, row_size, _ = self._places[name]
         most = row_size // dtype.itemsize
-        return tuple(
-            np.frombuffer(self._pread(offset + slot * row_size, min(count, most) * dtype.itemsize), dtype)
-            for slot, count in zip(slots.tolist(), np.maximum(counts, 0).tolist(), strict=True)
-        )
+        known, self._known_rows[name] = self._known_rows.get(name, {}), {}
+        found = []
+        for slot, count, *key in zip(
+            slots.tolist(), np.maximum(counts, 0).tolist(), epoch.tolist(), serials.tolist(), strict=True
+        ):
+            before = known.get(slot)
+            if before is None or before[0] != [count, *key]:
+                data = self._pread(offset + slot * row_size, min(count, most) * dtype.itemsize)
+                before = ([count, *key], np.frombuffer(data, dtype))
+            self._known_rows[name][slot] = before
+            found.append(before[1])
+        return tuple(found)
 
     def _view(self, core: Core, contents: Contents | None) -> View:
         head, slots, live = core.state[0], core.slots, core.live

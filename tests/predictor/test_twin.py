@@ -17,14 +17,15 @@ from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from, snapshot_of
-from predictor.twin import COUNTS, Shown, ShownContents, ShownStep, Twin
+from predictor.twin import Shown, ShownContents, ShownStep, Twin
+from services.export.layout import LIVE, REQUEST
 from tests.strategies import AFFINE, Load, examples, loads
 
 CLOSE = 1e-9
-LIVE = np.dtype(
-    [(name, "i4") for name in (*COUNTS, "prefill_tokens")] + [("scheduled_s", "f8"), ("first_token_s", "f8")]
-)
-FACTS = np.dtype([("arrival_s", "f8"), ("priority", "i8"), ("prompt_tokens", "i4"), ("max_tokens", "i4")])
+COUNTS = (
+    "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
+    "full_blocks", "num_preemptions", "hit_tokens",
+)  # fmt: skip
 LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 NUM_SLOTS = 40
@@ -35,7 +36,7 @@ def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
     items = (*snapshot.running, *snapshot.waiting)
     slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
     at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
-    live, facts = np.zeros(NUM_SLOTS, LIVE), np.zeros(NUM_SLOTS, FACTS)
+    live, facts = np.zeros(NUM_SLOTS, LIVE), np.zeros(NUM_SLOTS, REQUEST)
     known, median, spread = np.zeros(NUM_SLOTS, np.int64), np.full(NUM_SLOTS, np.nan), np.zeros(NUM_SLOTS)
     for item, slot in zip(items, slots, strict=True):
         request = item.request
@@ -46,7 +47,7 @@ def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
         row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
         row["scheduled_s"] = row["first_token_s"] = -1
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
-        facts[slot] = (request.arrival_s, request.priority, request.prompt_tokens, most)
+        facts[slot] = (1, b"", request.arrival_s, np.nan, np.nan, request.priority, request.prompt_tokens, most)
         known[slot] = request.output_tokens or 0
         if isinstance(request.tag, Tag):
             median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
@@ -206,19 +207,19 @@ def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
 
     step = right.steps[0]
     huge = np.full(len(step.tokens), 2**40)
-    assert wrong(running=np.array([1, 1])).startswith("running")
+    assert wrong(running=np.array([slot, slot])).startswith("running")
     assert wrong(running=np.array([NUM_SLOTS])).startswith("running")
     assert wrong(running=np.array([-1])).startswith("running")
     assert wrong(running=np.arange(3)).startswith("running")
     assert wrong(num_free_blocks=10**6).startswith("num_free_blocks")
-    assert wrong(now_s=np.nan).startswith("now_s")
+    assert wrong(now_s=np.nan).startswith("steps")
     assert wrong(steps=(step, step, step)).startswith("steps")
     assert wrong(steps=(step._replace(tokens=huge),)).startswith("scheduled")
     assert wrong(steps=(step._replace(tokens=0 * huge),)).startswith("steps")
     assert wrong(steps=(step._replace(slots=step.slots * 0 + NUM_SLOTS),)).startswith("steps")
     assert wrong(steps=(step._replace(start_s=np.inf),)).startswith("steps")
     for name in COUNTS:
-        assert wrong(live=live(name, -1)).startswith(name)
+        assert wrong(live=live(name, -1)) == "live: a count is below zero"
     assert wrong(live=live("output_tokens", 2**31 - 1)).startswith("output_tokens")
     assert wrong(live=live("computed_tokens", 2**31 - 1)).startswith("computed_tokens")
     assert wrong(live=live("num_blocks", 0)).startswith("num_blocks")
