@@ -114,20 +114,18 @@ class Forecaster:
         ]  # fmt: skip
 
 
-def simulation_with(
-    drive: Callable[[State, float, int, int], None], layer: Callable[[State, State, int], State]
-) -> Callable[..., None]:
+def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, int], State]) -> Callable[..., None]:
     """Make the simulation of candidates around a loop, and a way to get at a layer of the workspace."""
 
     def simulate(
         source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
     ) -> None:
         # not as constants: the loop would be compiled anew for each of them
-        nobody, any_number = np.int64(NOBODY), np.int64(ANY_NUMBER)
+        nobody, any_number, tail = np.int64(NOBODY), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
         shared = layer(workspace, source, SHARED)
         copy_into(shared, source)
         if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-            drive(shared, FOREVER, any_number, np.int64(loop.TAIL_OF_QUEUE))
+            drive(shared, FOREVER, any_number, tail)
         alone = layer(workspace, source, ALONE)
         if delays:
             copy_into(alone, shared)

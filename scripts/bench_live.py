@@ -133,7 +133,7 @@ async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.
     stubs = {name: predictor_pb2_grpc.PredictorStub(channel) for name, channel in channels.items()}
 
     async def state_of(name: str) -> tuple[str, bytes]:
-        call = stubs[name].Watch(predictor_pb2.WatchRequest(with_snapshots=True))
+        call: Any = stubs[name].Watch(predictor_pb2.WatchRequest(with_snapshots=True))
         response = await call.read()
         call.cancel()
         return name, response.snapshot_json
@@ -155,7 +155,7 @@ def summed_up(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Put the figures together."""
     good = [result for result in results if result.failure is None]
-    decisions = [1000 * result.decision_s for result in results if result.decision_s is not None]
+    decisions: list[float] = [1000 * result.decision_s for result in results if result.decision_s is not None]
     rows: list[dict[str, Any]] = []
 
     def add(name: str, value: float, unit: str, n: int) -> None:
@@ -177,7 +177,8 @@ def summed_up(
     if ranks:
         add("best_instance_share", sum(rank == 0 for rank in ranks) / len(ranks), "ratio", len(ranks))
         add("chosen_instance_rank.mean", 1 + statistics.mean(ranks), "rank", len(ranks))
-    for name, values in (("ttft", [one.ttft_s for one in good]), ("e2e", [one.e2e_s for one in good])):
+    for name in ("ttft", "e2e"):
+        values: list[float] = [getattr(one, f"{name}_s") for one in good]
         for share in (50, 99):
             add(f"{name}_s.p{share}", float(np.percentile(values, share)), "engine s", len(values))
     add("sent_late_s.p99", float(np.percentile([one.sent_s for one in results], 99)), "engine s", len(results))

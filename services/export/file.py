@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class StateFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._known_rows: dict[str, dict[int, tuple[list[int], np.ndarray]]] = {}
+        self._known_rows: dict[str, dict[int, tuple[tuple[int, ...], np.ndarray]]] = {}
         self._requests = np.zeros(self._places["requests"].rows, layout.REQUEST)
 
     def close(self) -> None:
@@ -186,34 +187,34 @@ class StateFile:
         live, slots = core.live, core.slots
         # of a preempted request, those that it left and that may still hold its tokens
         held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
-        rows = live[slots]
+        serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
+        held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, strict=True))
+        named = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
         return Contents(
             blocks=np.frombuffer(self._pread(place.offset, place.size), layout.BLOCK),
-            tables=self._rows("tables", layout.TABLE_ENTRY, rows["num_preemptions"], slots, held, rows["serial"]),
-            hashes=self._rows(
-                "hashes", layout.HASH, np.zeros_like(rows["num_hashes"]), slots, rows["num_hashes"], rows["serial"]
-            ),
+            tables=self._rows("tables", layout.TABLE_ENTRY, slots, held_ever),
+            hashes=self._rows("hashes", layout.HASH, slots, named),
         )
 
-    def _rows(  # noqa: PLR0917
-        self, name: str, dtype: np.dtype[Any], epoch: np.ndarray, slots: np.ndarray, counts: np.ndarray,
-        serials: np.ndarray,
-    ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """Read the rows of some slots; what only grows, and has not, is not read again but given once more."""
+    def _rows(
+        self, name: str, dtype: np.dtype[Any], slots: np.ndarray, keys: Sequence[tuple[int, ...]]
+    ) -> tuple[np.ndarray, ...]:
+        """Read what is in the rows of some slots, as much as their keys begin with; the same key stands for the same.
+
+        A row that has been read already is given once more: the very same array.
+        """
         offset, row_size, _ = self._places[name]
         most = row_size // dtype.itemsize
-        known, self._known_rows[name] = self._known_rows.get(name, {}), {}
-        found = []
-        for slot, count, *key in zip(
-            slots.tolist(), np.maximum(counts, 0).tolist(), epoch.tolist(), serials.tolist(), strict=True
-        ):
-            before = known.get(slot)
-            if before is None or before[0] != [count, *key]:
-                data = self._pread(offset + slot * row_size, min(count, most) * dtype.itemsize)
-                before = ([count, *key], np.frombuffer(data, dtype))
-            self._known_rows[name][slot] = before
-            found.append(before[1])
-        return tuple(found)
+        known = self._known_rows.get(name, {})
+        rows = {}
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            row = known.get(slot)
+            if row is None or row[0] != key:
+                data = self._pread(offset + slot * row_size, min(key[0], most) * dtype.itemsize)
+                row = (key, np.frombuffer(data, dtype))
+            rows[slot] = row
+        self._known_rows[name] = rows
+        return tuple(row for _, row in rows.values())
 
     def _view(self, core: Core, contents: Contents | None) -> View:
         head, slots, live = core.state[0], core.slots, core.live

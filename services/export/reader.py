@@ -87,7 +87,7 @@ class Reader:
 
     def _newer(self) -> StateFile | None:
         """Open what is at the path now, if that is another file."""
-        assert self._file is not None  # noqa: S101
+        assert self._file is not None
         with suppress(OSError):
             if self._file.is_at(self.path):
                 return None
