@@ -56,6 +56,11 @@ class Candidate:
     note: str = ""
     answered_s: float = 0.0
 
+    @property
+    def is_compared(self) -> bool:
+        """Tell whether a policy compares it with others."""
+        return self.fate in COMPARED and not self.engine_failed
+
     def view(self) -> InstanceView:
         """What a policy sees of it."""
         forecast = self.forecast
@@ -89,7 +94,7 @@ def order(candidates: Sequence[Candidate], policy: Policy) -> Decision | None:
     First those that the policy could compare and that would ever finish; then those of whom no forecast could be had;
     last those that, as things stand, would never finish.
     """
-    compared = [candidate for candidate in candidates if candidate.fate in COMPARED and not candidate.engine_failed]
+    compared = [candidate for candidate in candidates if candidate.is_compared]
     scores: Mapping[str, float] = {}
     ranking: tuple[str, ...] = ()
     if compared:
@@ -104,7 +109,7 @@ def order(candidates: Sequence[Candidate], policy: Policy) -> Decision | None:
     return Decision(
         ranking=(*ranking[: len(ranking) - len(never)], *rest, *never),
         scores=scores,
-        skipped={candidate.instance_id: candidate.note for candidate in candidates if candidate.fate not in COMPARED},
+        skipped={candidate.instance_id: candidate.note for candidate in candidates if not candidate.is_compared},
     )
 
 

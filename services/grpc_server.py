@@ -155,8 +155,7 @@ async def serve_until_signalled(
 
 def listen(server: grpc.aio.Server, settings: ServerSettings) -> int:
     """Bind a server; where that cannot be, say why in one line."""
-    if settings.port:
-        refuse_taken(settings.host, settings.port, "port")  # gRPC would print its own lines about it
+    refuse_taken(settings.host, settings.port, "port")  # gRPC would print its own lines about it
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         return server.add_insecure_port(f"{host}:{settings.port}")

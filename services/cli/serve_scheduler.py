@@ -90,12 +90,19 @@ def scheduler(  # noqa: PLR0917 - click names them all
     if not 0 < poll_s < 1e6:
         raise ValueError(f"poll_s: must be a time above 0, not {poll_s}")
     settings = SchedulerSettings(
-        sidecar_deadline_s=sidecar_deadline_ms / 1e3,
-        tagger_deadline_s=tagger_deadline_ms / 1e3,
+        sidecar_deadline_s=seconds("sidecar_deadline_ms", sidecar_deadline_ms),
+        tagger_deadline_s=seconds("tagger_deadline_ms", tagger_deadline_ms),
         without_tagger=TaggerSettings(constant_tokens=constant_tokens, constant_spread=constant_spread),
         **flags,
     )
     serve(settings, server, source, poll_s)
+
+
+def seconds(name: str, milliseconds: float) -> float:
+    """Read a deadline."""
+    if not 0 < milliseconds < 1e9:
+        raise ValueError(f"{name}: must be a time above 0, not {milliseconds}")
+    return milliseconds / 1e3
 
 
 def source_from(listed: tuple[str, ...], file: str | None, name: str | None) -> Source:

@@ -69,7 +69,7 @@ class Question:
 def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
     """Read what is to be asked; what is wrong is named as it is on the wire."""
     request = message.request
-    parameters = MessageToDict(message.parameters) if message.HasField("parameters") else {}
+    parameters = _plain(MessageToDict(message.parameters)) if message.HasField("parameters") else {}
     for name in parameters:
         if name in SAID_ELSEWHERE:
             raise ValueError(f"parameters.{name}: is said by {SAID_ELSEWHERE[name]}")
@@ -116,9 +116,18 @@ def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any
         token_ids = list(message.prompt_token_ids.ids)
         return COMPLETIONS, {"prompt": token_ids}, b"", len(token_ids)
     if kind == "messages" and message.messages:
-        messages: Any = MessageToDict(message.messages)
+        messages: Any = _plain(MessageToDict(message.messages))
         return CHAT, {"messages": messages}, "\n".join(_texts(messages)).encode(), 0
     raise ValueError("input: is missing: prompt, prompt_token_ids or messages" if kind is None else f"{kind}: is empty")
+
+
+def _plain(value: Any) -> Any:
+    """Make whole numbers whole again, which protobuf's JSON has as fractions; engines refuse `"top_k": 3.0`."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _texts(messages: list[Any]) -> list[str]:

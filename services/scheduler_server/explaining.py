@@ -6,8 +6,8 @@ import time
 
 from predictor.forecast import Forecast
 from protos.block.v1 import common_pb2
-from scheduler.dispatch import COMPARED, Candidate, Fate
-from services.scheduler_server.placing import Placement, Wish
+from scheduler.dispatch import Candidate, Fate
+from services.scheduler_server.wish import Placement, Wish
 from services.wire import forecast_message, indicators_message
 
 MOST_NEXT = 3
@@ -29,7 +29,7 @@ FATES = {
 
 def decision_message(placement: Placement, wish: Wish, scheduler_id: str, *, explain: bool) -> common_pb2.Decision:
     """Write a decision down; with all candidates where an explanation was asked for."""
-    skipped = [candidate for candidate in placement.candidates if candidate.fate not in COMPARED]
+    skipped = [candidate for candidate in placement.candidates if not candidate.is_compared]
     message = common_pb2.Decision(
         request_id=wish.request.request_id,
         instance=placement.chosen.message,

@@ -12,11 +12,11 @@ import grpc
 from length_tagger import chained
 from length_tagger.estimate import Query
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
-from scheduler.circuit import Circuit
 from services.log_lines import say
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.replies import note_of
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import CHANNEL, note_of
+from services.scheduler_server.sidecar import CHANNEL
 from services.wire import tag_from
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,7 @@ class Lengths:
         self._deadline_s = settings.tagger_deadline_s
         self._measures = measures
         self._without = chained(["client", "constant"], settings.without_tagger)
-        self._circuit = Circuit(
-            failures_to_open=settings.failures_to_open,
-            first_pause_s=settings.first_pause_s,
-            longest_pause_s=settings.longest_pause_s,
-        )
+        self._circuit = settings.circuit()
         self._outcomes: deque[common_pb2.Outcome] = deque()
         self._telling: asyncio.Task[None] | None = None
         self._channel = grpc.aio.insecure_channel(settings.tagger, options=CHANNEL) if settings.tagger else None
@@ -65,7 +61,6 @@ class Lengths:
             request.tag.CopyFrom(tag or self._own(request))
 
     async def _asked(self, request: common_pb2.Request, prompt: bytes) -> common_pb2.Tag | None:
-        trial = self._circuit.is_open()
         if self._stub is None or not self._circuit.allows(time.monotonic()):
             return None
         if len(prompt) > 2 * PROMPT_END_BYTES:
@@ -79,7 +74,7 @@ class Lengths:
         except (grpc.aio.AioRpcError, ValueError) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from None
-            self._fail(error, trial)
+            self._fail(error)
             return None
         self._circuit.succeeded()
         if not answer.HasField("tag"):
@@ -109,14 +104,11 @@ class Lengths:
             estimator=estimate.estimator,
         )
 
-    def _fail(self, error: Exception, trial: bool) -> None:
-        """Count a failure; of many that fail at once, those after the one that opens the circuit do not count."""
+    def _fail(self, error: Exception) -> None:
+        """Count a failure; one too many leaves the tagger alone for a while."""
         late = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         self._measures.tagger_failures.labels("late" if late else "failed").inc()
-        if self._circuit.is_open() and not trial:
-            return
-        self._circuit.failed(time.monotonic())
-        if self._circuit.is_open() and not trial:
+        if self._circuit.failed(time.monotonic()):
             say(log, logging.WARNING, "tagger left alone", reason=note_of(error))
 
     # Outcomes.

@@ -4,95 +4,127 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
 
-PREDICT_STREAM = "/block.v1.Predictor/PredictStream"
+from protos.block.v1 import predictor_pb2
+
+PREDICTOR = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A question without an answer."""
+
+    question: bytes
+    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def succeed(self, answer: bytes) -> None:
+        """Give the answer, if anybody still wants it."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Line:
-    """A stream that answers each question in its turn; it is opened by the first one, and again after it broke."""
+    """Answers each question in its turn. The stream is opened by the first one, and again after it ended.
 
-    def __init__(self, channel: grpc.aio.Channel, method: str) -> None:
+    Serialised messages go in and out. A server may end the stream whenever it likes, as it does when it restarts, when
+    it refuses one of the questions, or when it does not know the method: whatever is unanswered then is asked once
+    more, each by a call of its own, and what comes of that call is its answer.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
         """Open nothing yet."""
-        self.works: bool | None = None  # None: nobody knows yet whether the other side can do it
-        self._open: Any = channel.stream_stream(method)
-        self._call: Any = None
-        self._unsent: deque[bytes] = deque()
-        self._unanswered: deque[asyncio.Future[bytes]] = deque()
+        self._open: Any = channel.stream_stream(f"/{PREDICTOR}/PredictStream")
+        self._ask_alone: Any = channel.unary_unary(f"/{PREDICTOR}/Predict")
+        self._deadline_s = deadline_s
+        self._can_stream = True  # as long as nothing else is known
+        self._stream: Any = None
+        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writing = False
 
     def ask(self, question: bytes) -> asyncio.Future[bytes]:
-        """Send a question; the future becomes its answer, or the error that the stream ended in."""
-        if self._call is None:
-            self._call = self._open()
-            self._start(self._read(self._call))
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._unanswered.append(answer)
-        self._unsent.append(question)
-        if not self._writing:
-            self._writing = True
-            self._start(self._write(self._call))
-        return answer
+        """Send a question; the future becomes its answer, or the error that stands for it."""
+        waiting = _Waiting(question)
+        if not self._can_stream:
+            self._start(self._answer_alone(waiting))
+            return waiting.answer
+        if self._stream is None:
+            self._unsent = asyncio.Queue()
+            self._stream = self._open(_each(self._unsent))
+            self._start(self._read(self._stream))
+        self._waiting.append(waiting)
+        self._unsent.put_nowait(question)
+        return waiting.answer
 
     def hang_up(self) -> None:
         """End the stream; who still waits for an answer gets none."""
-        if self._call is not None:
-            self._call.cancel()
-            self._end(ConnectionError("hung up"))
+        if self._stream is not None:
+            self._stream.cancel()
+            for waiting in self._closed():
+                waiting.fail(ConnectionError("hung up"))
 
     async def close(self) -> None:
-        """End the stream, and see its tasks end."""
+        """End everything that is under way."""
         self.hang_up()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _write(self, call: Any) -> None:
+    async def _read(self, stream: Any) -> None:
+        """Hand out the answers of one stream until it ends."""
         try:
-            while self._unsent and call is self._call:
-                await call.write(self._unsent.popleft())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            pass  # whoever reads hears of it as well
-        finally:
-            if call is self._call:
-                self._writing = False
-
-    async def _read(self, call: Any) -> None:
-        error: Exception
-        try:
-            while (answer := await call.read()) is not grpc.aio.EOF:
-                if call is not self._call:
-                    return
-                if not self._unanswered:
-                    error = ConnectionError("answered what nobody had asked")
-                    call.cancel()
+            while (answer := await stream.read()) is not grpc.aio.EOF and stream is self._stream:
+                if not self._waiting:
+                    stream.cancel()  # it answers what nobody has asked
                     break
-                self.works = True
-                waiting = self._unanswered.popleft()
-                if not waiting.done():
-                    waiting.set_result(cast("bytes", answer))
-            else:
-                error = ConnectionError("ended the stream")
-        except grpc.aio.AioRpcError as failed:
-            error = failed
-            if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self.works = False
+                self._waiting.popleft().succeed(cast("bytes", answer))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._can_stream = False
         except asyncio.CancelledError:
-            error = ConnectionError("hung up")
-        if call is self._call:
-            self._end(error)
+            if stream is self._stream:
+                raise
+        if stream is self._stream:
+            for waiting in self._closed():
+                self._start(self._answer_alone(waiting))
 
-    def _end(self, error: Exception) -> None:
-        self._call = None
-        self._writing = False
-        self._unsent.clear()
-        unanswered, self._unanswered = self._unanswered, deque()
-        for waiting in unanswered:
-            if not waiting.done():
-                waiting.set_exception(error)
+    async def _answer_alone(self, waiting: _Waiting) -> None:
+        """Ask by a call."""
+        if waiting.answer.done():
+            return
+        try:
+            waiting.succeed(await self._ask_alone(waiting.question, timeout=self._deadline_s))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._can_stream = True  # another may come in its place
+            waiting.fail(error)
+        except asyncio.CancelledError:
+            waiting.fail(ConnectionError("hung up"))
+            raise
+
+    def _closed(self) -> deque[_Waiting]:
+        """Let the stream go; give those who wait."""
+        self._stream = None
+        self._unsent.put_nowait(None)
+        waiting, self._waiting = self._waiting, deque()
+        return waiting
+
+
+async def _each(unsent: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
+    while (question := await unsent.get()) is not None:
+        yield question

@@ -9,7 +9,7 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.scheduler_server.engines import EngineError, Piece
-from services.scheduler_server.placing import Wish
+from services.scheduler_server.wish import Wish
 
 REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,

@@ -20,10 +20,11 @@ from services.scheduler_server.explaining import decision_message
 from services.scheduler_server.fleet import Fleet
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
-from services.scheduler_server.placing import BASES, Placement, Placer, Wish
+from services.scheduler_server.placing import Placer
 from services.scheduler_server.progress import Progress
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
+from services.scheduler_server.wish import BASES, Placement, Wish
 from services.wire import require_name
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._client = client
         self._placer = Placer(settings, fleet, lengths, measures)
 
-    async def Schedule(  # noqa: N802 - the wire's name
+    async def Schedule(
         self,
         request: scheduler_pb2.ScheduleRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
         wish = Wish(
@@ -66,10 +67,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         placement = await self._placer.place(wish)
         return scheduler_pb2.ScheduleResponse(decision=self._decision(placement, wish, explain=request.explain))
 
-    async def Generate(  # noqa: N802 - the wire's name
+    async def Generate(
         self,
         request: scheduler_pb2.GenerateRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
         """Decide, send the request, and stream its answer; another engine is tried as long as nothing has come."""
         question = question_from(request)
@@ -131,10 +132,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         )
         sidecar.start(self._released(sidecar, release))
 
-    async def Release(  # noqa: N802 - the wire's name
+    async def Release(
         self,
         request: common_pb2.ReleaseRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> common_pb2.ReleaseResponse:
         """Pass the end of a request on to its instance's sidecar, and its outcome to the tagger."""
         require_name("request_id", request.request_id)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from length_tagger.settings import TaggerSettings
+from scheduler.circuit import Circuit
 from scheduler.policies import policy_named
 from services.instances import require_address
 
@@ -25,7 +26,7 @@ class SchedulerSettings:
     reservation_s: float = 10.0
     most_conflicts: int = 10  # of one request with those who decide at the same time; then it reserves regardless
     max_deciding: int = 8  # fan-outs under way at once: more would only make each other late
-    failures_to_open: int = 2  # of a sidecar, in a row, until it is left alone for a while
+    failures_to_open: int = 2  # of a part, in a row, until it is left alone for a while
     first_pause_s: float = 0.25
     longest_pause_s: float = 8.0
 
@@ -61,3 +62,11 @@ class SchedulerSettings:
             raise ValueError(f"seed: must be at least 0, not {self.seed}")
         if self.tagger:
             require_address("tagger", self.tagger)
+
+    def circuit(self) -> Circuit:
+        """Make a circuit for a part that may fail."""
+        return Circuit(
+            failures_to_open=self.failures_to_open,
+            first_pause_s=self.first_pause_s,
+            longest_pause_s=self.longest_pause_s,
+        )

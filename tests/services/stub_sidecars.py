@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.instances import Instance
 
 SERVICE = "block.v1.Predictor"
 
-READY = common_pb2.INSTANCE_STATE_READY
+READY, DOWN = common_pb2.INSTANCE_STATE_READY, common_pb2.INSTANCE_STATE_DOWN
 RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
 EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
 CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
@@ -25,8 +25,8 @@ CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
 class StubSidecar:
     """Forecasts a time that grows with each promise, and counts promises as a real one does.
 
-    `twist` changes an answer before it is sent, or makes it something else altogether; while `hung` is set it answers
-    nothing.
+    `twist` changes an answer before it is sent, or makes it something else altogether; while `hung` is there it answers
+    nothing until that is set.
     """
 
     name: str
@@ -35,6 +35,7 @@ class StubSidecar:
     per_promise_s: float = 0.1
     state: common_pb2.InstanceState.ValueType = READY
     streams: bool = True
+    always_comes_first: bool = False  # somebody else, whenever a place is asked for on a condition
     models: tuple[str, ...] = ()
     hung: asyncio.Event | None = None
     hung_reserving: asyncio.Event | None = None
@@ -44,7 +45,10 @@ class StubSidecar:
     ever: list[str] = field(default_factory=list)  # whom it promised a place
     outcomes: list[common_pb2.Outcome] = field(default_factory=list)
     questions: list[predictor_pb2.PredictRequest] = field(default_factory=list)
-    num_streamed: int = 0
+    refuse_prompts_of: int = -1  # tokens
+    num_streams: int = 0
+    num_streamed: int = 0  # questions
+    open_streams: set[asyncio.Event] = field(default_factory=set)
     num_conflicts: int = 0
     version: int = 0
     epoch: int = 7
@@ -75,9 +79,14 @@ class StubSidecar:
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 
-    async def die(self) -> None:
-        """Be gone at once, and with it all that it knew."""
+    async def stop(self) -> None:
+        """Listen no more, at once."""
         await self.server.stop(None)
+        self.server = None  # while there is a loop that it can end on
+
+    async def die(self) -> None:
+        """Be gone, and with it all that it knew."""
+        await self.stop()
         self.held.clear()
         self.version, self.epoch = 0, self.epoch + 1
 
@@ -89,12 +98,14 @@ class StubSidecar:
             await self.hung.wait()
         if self.refuse is not None:
             await context.abort(self.refuse, "as told")
+        if any(one.prompt_tokens == self.refuse_prompts_of for one in request.requests):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "requests[0].prompt_tokens: as told")
         if request.instance_id != self.name:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is {self.name}")
         response = predictor_pb2.PredictResponse(
             instance_id=self.name,
-            predictions=[self.prediction(one) for one in request.requests],
-            indicators=self.indicators(),
+            predictions=[self.prediction(one) for one in request.requests if self.state != DOWN],
+            indicators=self.indicators() if self.state != DOWN else None,
             version=self.version,
             epoch=self.epoch,
             state=self.state,
@@ -104,9 +115,21 @@ class StubSidecar:
 
     async def predict_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Answer one question after the other."""
-        async for raw in raws:
-            self.num_streamed += 1
-            yield await self.predict(raw, context)
+        self.num_streams += 1
+        ended = asyncio.Event()
+        self.open_streams.add(ended)
+        try:
+            questions = aiter(raws)
+            while (raw := await _unless(ended, anext(questions, None))) is not None:
+                self.num_streamed += 1
+                yield await self.predict(raw, context)
+        finally:
+            self.open_streams.discard(ended)
+
+    def end_streams(self) -> None:
+        """End all streams, as a server may."""
+        for ended in self.open_streams:
+            ended.set()
 
     def prediction(self, request: common_pb2.Request) -> predictor_pb2.Prediction:
         """Foresee what a request would experience behind all that was promised."""
@@ -134,6 +157,7 @@ class StubSidecar:
             await context.abort(self.refuse, "as told")
         response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self.epoch, expires_in_s=request.ttl_s)
         name = request.request.request_id
+        self.version += self.always_comes_first
         stale = (request.if_version, request.if_epoch) != (self.version, self.epoch)
         if name in self.held:
             response.result = EXTENDED
@@ -159,12 +183,24 @@ class StubSidecar:
         return common_pb2.ReleaseResponse(released=released, indicators=self.indicators()).SerializeToString()
 
 
+async def _unless(ended: asyncio.Event, question: Any) -> Any:
+    """Wait for a question; None where the stream is to end before one comes."""
+    asked, told = asyncio.ensure_future(question), asyncio.ensure_future(ended.wait())
+    await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
+    for one in (asked, told):
+        one.cancel()
+    return asked.result() if asked.done() and not asked.cancelled() else None
+
+
 @asynccontextmanager
 async def sidecars(*names: str, **options: Any) -> AsyncIterator[list[StubSidecar]]:
     """Some of them, each on a port of its own."""
-    async with AsyncExitStack() as stack:
-        stubs = [StubSidecar(name=name, **options) for name in names]
-        for stub in stubs:
-            await stub.start()
-            stack.push_async_callback(stub.server.stop, None)
+    stubs = [StubSidecar(name=name, **options) for name in names]
+    for stub in stubs:
+        await stub.start()
+    try:
         yield stubs
+    finally:
+        for stub in stubs:
+            if stub.server is not None:
+                await stub.stop()

@@ -1,0 +1,75 @@
+"""One question to many sidecars at once, and one deadline for all their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+
+from predictor.forecast import Forecast
+from protos.block.v1 import predictor_pb2
+from scheduler.dispatch import Candidate, Fate
+from services.scheduler_server.measures import Measures
+from services.scheduler_server.settings import SchedulerSettings
+from services.scheduler_server.sidecar import Sidecar
+from services.scheduler_server.wish import Wish
+
+
+def candidates_among(sidecars: Collection[Sidecar], excluded: Collection[str]) -> list[Candidate]:
+    """Begin with what is known without asking anybody."""
+    now_s = time.monotonic()
+    candidates = []
+    for sidecar in sidecars:
+        if sidecar.name in excluded:
+            candidate = sidecar.as_known(Fate.EXCLUDED, "the caller does not want it")
+        elif sidecar.instance.state == "draining":
+            candidate = sidecar.as_known(Fate.DRAINING, "is draining")
+        elif not sidecar.may_be_asked():
+            candidate = sidecar.as_known(Fate.DOWN, "its sidecar failed lately and is left alone")
+        else:
+            candidate = sidecar.as_known()
+        if not sidecar.engine.may_try(now_s):
+            candidate.engine_failed = True
+            candidate.note = candidate.note or "its engine failed lately"
+        candidates.append(candidate)
+    return candidates
+
+
+class Asker:
+    """Asks for forecasts: for one request after the other, for few at once."""
+
+    def __init__(self, settings: SchedulerSettings, measures: Measures) -> None:
+        """Ask nobody yet."""
+        self._deadline_s = settings.sidecar_deadline_s
+        self._measures = measures
+        self._turns = asyncio.Semaphore(settings.max_deciding)
+
+    async def ask(self, wish: Wish, sidecars: Mapping[str, Sidecar], candidates: Collection[Candidate]) -> None:
+        """Have all candidates forecast that may be asked; what they say, or fail to say, is noted in them."""
+        asked = [
+            (sidecars[candidate.instance_id], candidate) for candidate in candidates if candidate.fate is Fate.UNASKED
+        ]
+        if not asked:
+            return
+        async with self._turns:
+            start_s = time.monotonic()
+            wish.request.waited_s = wish.waited_s + start_s - wish.taken_s
+            question = predictor_pb2.PredictRequest(requests=[wish.request]).SerializeToString()
+            answers = [sidecar.ask(question) for sidecar, _ in asked]
+            try:
+                await asyncio.wait(answers, timeout=self._deadline_s)
+            except asyncio.CancelledError:
+                for (sidecar, _), answer in zip(asked, answers, strict=True):
+                    sidecar.disregard(answer)
+                raise
+        took_s = time.monotonic() - start_s
+        self._measures.fan_out_s.observe(took_s)
+        for (sidecar, candidate), answer in zip(asked, answers, strict=True):
+            sidecar.hear(answer, candidate, wish.request.request_id)
+            candidate.answered_s = took_s
+
+    async def foretell(self, wish: Wish, sidecar: Sidecar) -> Forecast | None:
+        """Have one instance forecast that was chosen without that, for comparison."""
+        candidate = sidecar.as_known()
+        await self.ask(wish, {sidecar.name: sidecar}, [candidate])
+        return candidate.forecast

@@ -1,0 +1,189 @@
+"""`block serve scheduler`: real processes, what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.services.cli.running import refusal
+from tests.services.scheduler_server.running import Client, run
+from tests.services.stub_sidecars import StubSidecar, sidecars
+
+BLOCK = str(Path(sys.executable).with_name("block"))
+INSTANCE = ("--instance", "a=http://h:1,h:2")
+
+
+@asynccontextmanager
+async def served(stubs: Sequence[StubSidecar], *flags: str, **environment: str) -> AsyncIterator[Served]:
+    """A scheduler's process; it is told to end at the end, if it has not been before."""
+    process = await asyncio.create_subprocess_exec(
+        BLOCK, "serve", "scheduler", "--port", "0", "--sidecar-deadline-ms", "30000", "--log-format", "json",
+        *(f"--instance={stub.name}=http://127.0.0.1:1,127.0.0.1:{stub.port}" for stub in stubs), *flags,
+        env={**os.environ, **environment}, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        lines = [json.loads(await process.stderr.readline())]
+        while lines[-1]["event"] != "serving":
+            lines.append(json.loads(await process.stderr.readline()))
+        port = lines[-1]["port"]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            client = Client(channel)
+            yield Served(process=process, port=port, channel=channel, client=client)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A scheduler's process, and how to talk to it."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    channel: Any
+    client: Client
+
+    async def end(self) -> list[str]:
+        """Ask it to end; tell what it said since it began to serve."""
+        self.process.send_signal(signal.SIGTERM)
+        _, said = await self.process.communicate()
+        assert self.process.returncode == 0, said
+        return [json.loads(line)["event"] for line in said.decode().splitlines()]
+
+
+async def said_by(*arguments: str) -> tuple[int | None, str]:
+    """Run a command that is to fail; how it ended, and what it said."""
+    process = await asyncio.create_subprocess_exec(BLOCK, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = await process.communicate()
+    return process.returncode, output.decode()
+
+
+def test_it_serves_says_where_and_drains() -> None:
+    """Health, reflection, a decision by the policy of the environment, SIGTERM; a second one on its port is refused."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, served(stubs, BLOCK_SCHEDULER_POLICY="round_robin") as one:
+            check = health_pb2_grpc.HealthStub(one.channel).Check
+            health = await check(health_pb2.HealthCheckRequest(service="block.v1.Scheduler"))
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            ask = reflection_pb2_grpc.ServerReflectionStub(one.channel).ServerReflectionInfo
+            call = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            names = [service.name for service in (await call.read()).list_services_response.service]
+            assert "block.v1.Scheduler" in names
+            call.cancel()
+            assert [await one.client.choose() for _ in range(3)] == ["a", "b", "a"]
+            code, said = await said_by("serve", "scheduler", "--port", str(one.port), *INSTANCE)
+            assert (code, said) == (2, f"block: port: {one.port} on 127.0.0.1 is in use\n")
+            assert await one.end() == ["draining", "stopped"]
+
+    run(test)
+
+
+def test_two_processes_do_not_herd() -> None:
+    """64 simultaneous requests over two schedulers onto 8 idle equal instances: 8 each, give or take one."""
+
+    async def test() -> None:
+        async with sidecars(*"abcdefgh") as stubs, served(stubs) as one, served(stubs) as two:
+            requests = [one.client.request() for _ in range(64)]
+            decisions = await asyncio.gather(
+                *((one, two)[place % 2].client.decide(request) for place, request in enumerate(requests))
+            )
+            assert all(7 <= len(stub.held) <= 9 for stub in stubs), [len(stub.held) for stub in stubs]
+            assert {decision.scheduler_id.rpartition("/")[2] for decision in decisions} == {
+                str(one.process.pid),
+                str(two.process.pid),
+            }
+            await asyncio.gather(*(one.client.release(decision) for decision in decisions))
+            assert not any(stub.held for stub in stubs)
+
+    run(test)
+
+
+def test_one_of_two_is_killed() -> None:
+    """The other serves on, and releases what the dead one had reserved."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, served(stubs) as one, served(stubs) as two:
+            decision = await one.client.decide()
+            one.process.kill()
+            await one.process.wait()
+            assert await two.client.choose() in ("a", "b")
+            assert await two.client.release(decision)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ((), "instances: give one of"),
+        ((*INSTANCE, "--instances-dns", "n:1:2"), "instances: give one of"),
+        (("--instance", "a"), "must be ID="),
+        (("--instance", "a=ftp://h:1,h:2"), "engine_url"),
+        (("--instances-file", "missing.toml"), "missing.toml: cannot be read"),
+        (("--instances-dns", "n"), "instances_dns"),
+        ((*INSTANCE, "--policy", "blok"), "did you mean block"),
+        ((*INSTANCE, "--tagger", "h"), "tagger: 'h' must be host:port"),
+        ((*INSTANCE, "--sidecar-deadline-ms", "nan"), "sidecar_deadline_ms"),
+        ((*INSTANCE, "--sidecar-deadline-ms", "soon"), "--sidecar-deadline-ms"),
+        ((*INSTANCE, "--tagger-deadline-ms", "0"), "tagger_deadline_ms"),
+        ((*INSTANCE, "--reservation-s", "601"), "reservation_s"),
+        ((*INSTANCE, "--max-deciding", "0"), "max_deciding"),
+        ((*INSTANCE, "--poll-s", "0"), "poll_s"),
+        ((*INSTANCE, "--constant-tokens", "-1"), "constant_tokens"),
+        ((*INSTANCE, "--polcy", "x"), "--policy"),
+        ((*INSTANCE, "--host", "nowhere.invalid", "--port", "0"), "host: 'nowhere.invalid'"),
+    ],
+)
+def test_a_bad_flag_is_named(flags: tuple[str, ...], named: str) -> None:
+    """One line, and status 2."""
+    assert named in refusal("serve", "scheduler", *flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('instance = ["a=http://h:1,h:2", "a=http://h:3,h:4"]', "'a' is there twice"),
+        ('instance = ["a=http://h:1,h:2"]\npolicy = "blok"', "did you mean block"),
+        ('instance = ["a=http://h:1,h:2"]\npolcy = "block"', "polcy"),
+    ],
+)
+def test_settings_come_from_a_file_too(tmp_path: Path, text: str, named: str) -> None:
+    """Its table has the flags' names; instances are a list."""
+    path = tmp_path / "block.toml"
+    path.write_text(f"[scheduler]\n{text}\nport = 0\n")
+    assert named in refusal("serve", "scheduler", "-c", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("i.toml", "instances = 3", "instances: must be a list"),
+        ("i.toml", "[[instances]]\ninstance_id = 'a'\nengine_url = 'http://h:1'", "instances[0].sidecar_address"),
+        ("i.toml", "[[instance]]", "instances"),
+        ("i.json", "[1", "is not JSON"),
+    ],
+)
+def test_a_bad_list_of_instances_is_named(tmp_path: Path, name: str, text: str, named: str) -> None:
+    """There is no last good list at the start."""
+    path = tmp_path / name
+    path.write_text(text)
+    said = refusal("serve", "scheduler", "--port", "0", "--instances-file", str(path))
+    assert named in said
+    assert str(path) in said

@@ -1,0 +1,186 @@
+"""Generate: an answer streamed from the engine that was chosen."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from tests.services.scheduler_server.running import (
+    CANCELLED,
+    FAILED,
+    LENGTH,
+    cluster,
+    refused,
+    run,
+    scheduler,
+    text_of,
+    until,
+)
+
+
+def test_a_stream_begins_with_the_decision_and_ends_with_the_outcome() -> None:
+    """In between is the answer; nothing stays reserved, and the sidecar learns what became of it."""
+
+    async def test() -> None:
+        async with cluster() as (client, stubs, behind):
+            events = await client.generate(parameters={"temperature": 0.5, "top_k": 3, "stop": ["x"]})
+            assert [event.WhichOneof("event") for event in events] == ["decision", *["chunk"] * 3, "outcome"]
+            assert events[0].decision.instance.instance_id == "a"
+            assert text_of(events) == "Once upon a time"
+            assert events[3].chunk.finish_reason == "length"
+            outcome = events[-1].outcome
+            assert (outcome.finish_reason, outcome.output_tokens, outcome.prompt_tokens) == (LENGTH, 3, 7)
+            assert outcome.prefix_hit_tokens == 4
+            assert 0 < outcome.ttft_s <= outcome.e2e_s
+            body = behind[0].bodies[0]
+            assert (body["prompt"], body["max_tokens"], body["model"], body["stream"]) == ("Tell me", 9, "m", True)
+            assert (body["temperature"], body["top_k"], body["stop"]) == (0.5, 3, ["x"])
+            assert isinstance(body["top_k"], int)
+            assert b"x-request-id: r1" in behind[0].heads[0]
+            await until(lambda: bool(stubs[0].outcomes))
+            assert not stubs[0].held
+            assert stubs[0].outcomes[0].forecast == events[0].decision.forecast
+
+    run(test)
+
+
+def test_a_conversation_and_token_ids_are_sent_as_such() -> None:
+    """Chat goes to the chat endpoint; token ids count themselves."""
+
+    async def test() -> None:
+        async with cluster(1) as (client, stubs, behind):
+            request = client.request(output_tokens=4, prompt_tokens=0, ignore_eos=True, max_tokens=4)
+            chat = scheduler_pb2.GenerateRequest(request=request)
+            chat.messages.add_struct().update({"role": "user", "content": "Hello there"})
+            assert text_of([event async for event in client.stub.Generate(chat)]) == "Once upon a time"
+            assert behind[0].heads[0].startswith(b"post /v1/chat/completions")
+            assert behind[0].bodies[0]["messages"] == [{"role": "user", "content": "Hello there"}]
+            assert behind[0].bodies[0]["ignore_eos"] is True
+            assert b"x-block-output-tokens: 4" in behind[0].heads[0]
+            ids = scheduler_pb2.GenerateRequest(
+                request=client.request(prompt_tokens=0), prompt_token_ids=scheduler_pb2.TokenIds(ids=[5, 6, 7])
+            )
+            assert text_of([event async for event in client.stub.Generate(ids)]) == "Once upon a time"
+            assert behind[0].bodies[1]["prompt"] == [5, 6, 7]
+            assert stubs[0].questions[-1].requests[0].prompt_tokens == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("failure", ["unreachable", "500", "503", "429", "breaks", "nonsense", "error"])
+def test_before_the_first_token_another_engine_is_tried(failure: str) -> None:
+    """The client sees both decisions and one whole answer; the failed engine's promise is released as failed."""
+
+    async def test() -> None:
+        async with cluster() as (_, stubs, behind):
+            if failure == "unreachable":
+                stubs[0].engine_url = "http://127.0.0.1:1"
+            elif failure.isdigit():
+                behind[0].status = int(failure)
+            elif failure == "breaks":
+                behind[0].breaks_after = 0
+            else:
+                behind[0].raw_events = [b"{" if failure == "nonsense" else b'{"error": {"message": "out of memory"}}']
+            async with scheduler(stubs) as client:
+                events = await client.generate()
+            assert [event.decision.instance.instance_id for event in events[:2]] == ["a", "b"]
+            assert text_of(events) == "Once upon a time"
+            assert events[-1].outcome.instance_id == "b"
+            await until(lambda: bool(stubs[0].outcomes and stubs[1].outcomes))
+            assert stubs[0].outcomes[0].finish_reason == FAILED
+            assert not stubs[0].held
+            assert not stubs[1].held
+
+    run(test)
+
+
+def test_once_tokens_have_come_a_failure_is_told() -> None:
+    """A half answer is not begun anew."""
+
+    async def test() -> None:
+        async with cluster() as (client, stubs, behind):
+            behind[0].breaks_after = 2
+            message = await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)
+            assert message.startswith("a: ")
+            await until(lambda: bool(stubs[0].outcomes))
+            assert stubs[0].outcomes[0].finish_reason == FAILED
+            assert stubs[0].outcomes[0].output_tokens == 2
+            assert not behind[1].bodies
+
+    run(test)
+
+
+def test_a_request_that_an_engine_refuses_is_not_tried_elsewhere() -> None:
+    """It is the request's fault."""
+
+    async def test() -> None:
+        async with cluster() as (client, stubs, behind):
+            behind[0].status = 400
+            assert "the engine answers 400: as told" in await refused(client.generate())
+            assert not behind[1].bodies
+            await until(lambda: not stubs[0].held)
+
+    run(test)
+
+
+def test_when_all_engines_fail_the_last_one_is_named() -> None:
+    """Each is tried once."""
+
+    async def test() -> None:
+        async with cluster() as (client, stubs, behind):
+            behind[0].status = behind[1].status = 500
+            assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith(
+                "b: the engine answers 500"
+            )
+            assert [len(engine.bodies) for engine in behind] == [1, 1]
+            await until(lambda: not stubs[0].held and not stubs[1].held)
+
+    run(test)
+
+
+def test_a_client_that_leaves_stops_the_engine() -> None:
+    """Upstream is left as well, and the promise released as cancelled."""
+
+    async def test() -> None:
+        async with cluster(1) as (client, stubs, behind):
+            behind[0].hold = asyncio.Event()
+            request = client.request(max_tokens=9, output_tokens=None)
+            call = client.stub.Generate(scheduler_pb2.GenerateRequest(request=request, prompt="Tell me"))
+            assert (await call.read()).HasField("decision")
+            assert (await call.read()).chunk.text == "Once"
+            call.cancel()
+            await behind[0].left.wait()
+            await until(lambda: bool(stubs[0].outcomes))
+            assert stubs[0].outcomes[0].finish_reason == CANCELLED
+            assert stubs[0].outcomes[0].output_tokens == 1
+            assert not stubs[0].held
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompt": ""}, "prompt: is empty"),
+        ({"parameters": {"max_tokens": 3}}, "parameters.max_tokens: is said by request.max_tokens"),
+        ({"parameters": {"stream": False}}, "parameters.stream: cannot be chosen here"),
+        ({"parameters": {"n": 2}}, "parameters.n"),
+        ({"policy": "blok"}, "did you mean block"),
+        ({"request": common_pb2.Request(model="m")}, "request.request_id: is missing"),
+    ],
+)
+def test_bad_streams_are_named(options: dict[str, Any], named: str) -> None:
+    """What is said twice, or cannot be done, is refused before anybody is asked."""
+
+    async def test() -> None:
+        async with cluster(1) as (client, stubs, _):
+            assert named in await refused(client.generate(**options))
+            message = scheduler_pb2.GenerateRequest(request=client.request())
+            assert "input: is missing" in await refused(client.stub.Generate(message).read())
+            assert not stubs[0].questions
+
+    run(test)

@@ -1,0 +1,116 @@
+"""How long answers will be: what is given, what the tagger says, and what is done without it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
+from services.grpc_server import ServerSettings, serving
+from tests.services.scheduler_server.running import FOR_EVER, STOP, run, scheduler
+from tests.services.stub_sidecars import sidecars
+
+
+class StubTagger(tagger_pb2_grpc.LengthTaggerServicer):
+    """Says one length to all."""
+
+    def __init__(self) -> None:
+        """Answer at once."""
+        self.asked: list[tagger_pb2.TagRequest] = []
+        self.learned: list[common_pb2.Outcome] = []
+        self.tag = common_pb2.Tag(median_tokens=77, spread=0.5, estimator="stub")
+        self.hung: asyncio.Event | None = None
+
+    async def Tag(self, request: tagger_pb2.TagRequest, context: Any) -> tagger_pb2.TagResponse:
+        """Say it."""
+        self.asked.append(request)
+        if self.hung is not None:
+            await self.hung.wait()
+        return tagger_pb2.TagResponse(tag=self.tag)
+
+    async def Observe(
+        self,
+        request: tagger_pb2.ObserveRequest,
+        context: Any,
+    ) -> tagger_pb2.ObserveResponse:
+        """Learn."""
+        self.learned += request.outcomes
+        return tagger_pb2.ObserveResponse(num_learned=len(request.outcomes))
+
+
+@asynccontextmanager
+async def tagger() -> AsyncIterator[tuple[StubTagger, str]]:
+    """A tagger and where it is."""
+    stub = StubTagger()
+    register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, stub)
+    async with serving(ServerSettings(drain_s=0.0), [register], CollectorRegistry()) as here:
+        yield stub, f"127.0.0.1:{here.port}"
+
+
+def test_the_tagger_is_asked_where_a_length_is_needed_and_not_known() -> None:
+    """Lengths that are given, fixed or of no use cost no question; what became of them goes home to the tagger."""
+
+    async def test() -> None:
+        async with tagger() as (stub, address), sidecars("a") as stubs:
+            async with scheduler(stubs, tagger=address) as client:
+                await client.decide(client.request(output_tokens=5))
+                await client.decide(client.request(output_tokens=None, tag=common_pb2.Tag(median_tokens=6)))
+                fixed = await client.decide(client.request(output_tokens=None, max_tokens=7, ignore_eos=True))
+                assert (fixed.tag.median_tokens, fixed.tag.estimator) == (7, "client")
+                await client.decide(client.request(output_tokens=None), policy="random")
+                assert not stub.asked
+                decision = await client.decide(
+                    client.request(output_tokens=None, prompt_tokens=0), prompt=b"Why is the sky blue?"
+                )
+                assert (decision.tag.median_tokens, decision.tag.estimator) == (77, "stub")
+                assert stub.asked[0].prompt == b"Why is the sky blue?"
+                assert stubs[0].questions[-1].requests[0].tag == decision.tag
+                assert stubs[0].questions[-1].requests[0].prompt_tokens == 5
+                assert client.count("block_scheduler_tags_total", source="tagger") == 1
+                await client.release(decision, STOP)
+            assert [outcome.request_id for outcome in stub.learned] == [decision.request_id]
+
+    run(test)
+
+
+def test_without_a_tagger_lengths_are_guessed_and_counted() -> None:
+    """A dead one costs no request; a late one costs a deadline, twice."""
+
+    async def test() -> None:
+        async with tagger() as (stub, address), sidecars("a") as stubs:
+            stub.hung = asyncio.Event()
+            async with scheduler(stubs, tagger=address, tagger_deadline_s=0.01, **FOR_EVER) as client:
+                for _ in range(4):
+                    decision = await client.decide(client.request(output_tokens=None, max_tokens=100))
+                    assert (decision.tag.median_tokens, decision.tag.estimator) == (100, "constant")
+                    decision = await client.decide(client.request(output_tokens=None, expected_output_tokens=30))
+                    assert (decision.tag.median_tokens, decision.tag.estimator) == (30, "client")
+                assert client.count("block_tagger_failures_total", kind="late") == 2
+                assert client.count("block_scheduler_tags_total", source="without_tagger_constant") == 4
+                assert len(stub.asked) <= 2
+            stub.hung.set()
+        async with sidecars("a") as stubs, scheduler(stubs, tagger="127.0.0.1:1") as client:
+            assert (await client.decide(client.request(output_tokens=None))).tag.median_tokens == 256
+            assert client.count("block_tagger_failures_total", kind="failed") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("median_tokens", [math.nan, -1.0, 0.0, math.inf])
+def test_a_lying_tagger_is_not_believed(median_tokens: float) -> None:
+    """A length that is none is as good as no answer."""
+
+    async def test() -> None:
+        async with tagger() as (stub, address), sidecars("a") as stubs:
+            stub.tag.median_tokens = median_tokens
+            async with scheduler(stubs, tagger=address) as client:
+                assert (await client.decide(client.request(output_tokens=None))).tag.estimator == "constant"
+
+    run(test)

@@ -1,0 +1,91 @@
+"""The end of requests: what was reserved is given back, and outcomes are learnt from."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, refused, run, scheduler, until
+from tests.services.stub_sidecars import sidecars
+
+
+def test_any_scheduler_releases_what_another_reserved() -> None:
+    """Nothing is remembered; releasing twice, or nothing, is no error."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs:
+            async with scheduler(stubs) as one:
+                decision = await one.decide()
+            async with scheduler(stubs) as two:
+                assert await two.release(decision, STOP)
+                assert not stubs[0].held
+                assert [outcome.finish_reason for outcome in stubs[0].outcomes] == [STOP]
+                assert not await two.release(decision)
+                decision.instance.instance_id = "gone"
+                assert not await two.release(decision)
+                assert two.count("block_releases_total", released="unknown_instance") == 1
+                decision.instance.instance_id = "b"
+                await stubs[1].die()
+                assert not await two.release(decision)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"instance_id": "a"}, "request_id: is missing"),
+        ({"request_id": "r"}, "instance_id: is missing"),
+        ({"request_id": "r", "instance_id": "a", "outcome": common_pb2.Outcome(e2e_s=math.nan)}, "outcome.e2e_s"),
+    ],
+)
+def test_bad_releases_are_named(fields: dict[str, Any], named: str) -> None:
+    """Whose end it is must be said."""
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs) as client:
+            assert named in await refused(client.stub.Release(common_pb2.ReleaseRequest(**fields)))
+
+    run(test)
+
+
+def test_an_engine_that_fails_requests_is_avoided() -> None:
+    """Whatever its sidecar foresees; one that serves again is taken back."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, **FOR_EVER) as client:
+            stubs[1].e2e_s = 9.0
+            for _ in range(2):
+                decision = await client.decide()
+                assert decision.instance.instance_id == "a"
+                await client.release(decision, FAILED)
+            decision = await client.decide(explain=True)
+            assert decision.instance.instance_id == "b"
+            assert "its engine failed lately" in [candidate.note for candidate in decision.candidates]
+            assert await client.choose(exclude_instance_ids=["b"]) == "a"
+            decision.instance.instance_id = "a"
+            await client.release(decision, STOP)
+            assert await client.choose() == "a"
+
+    run(test)
+
+
+def test_a_caller_that_leaves_leaves_nothing_behind() -> None:
+    """A promise that was on its way is taken back."""
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs) as client:
+            stubs[0].hung_reserving = asyncio.Event()
+            call = client.stub.Schedule(scheduler_pb2.ScheduleRequest(request=client.request()))
+            await until(lambda: client.count("block_fan_out_seconds_count") == 1)
+            call.cancel()
+            await until(lambda: client.count("block_grpc_requests_in_flight") == 0)
+            stubs[0].hung_reserving.set()
+            assert (await client.decide(client.request(request_id="next"))).instance.instance_id == "a"
+            assert set(stubs[0].held) <= {"next"}
+
+    run(test)

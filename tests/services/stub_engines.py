@@ -1,0 +1,96 @@
+"""Engines that stream what a test tells them to, over real HTTP on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass(slots=True, kw_only=True)
+class StubEngine:
+    """Answers every request with the same pieces; `status`, `breaks_after` and `hold` are what may go wrong."""
+
+    pieces: list[str] = field(default_factory=lambda: ["Once", " upon", " a time"])
+    status: int = 200
+    breaks_after: int | None = None  # pieces
+    hold: asyncio.Event | None = None  # after the first piece
+    raw_events: list[bytes] | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+                self.heads.append(head)
+                self.bodies.append(json.loads(await reader.readexactly(length)))
+                if not await self.answer(reader, writer):
+                    break
+        writer.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; False where the connection is to end."""
+        if self.status != 200:
+            body = json.dumps({"error": {"message": "as told", "code": self.status}}).encode()
+            writer.write(b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
+            return True
+        writer.write(CHUNKED)
+        for place, event in enumerate(self.events()):
+            if place == self.breaks_after:
+                return False
+            if place == 1 and self.hold is not None:
+                held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
+                await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    self.left.set()
+                    held.cancel()
+                    return False
+                gone.cancel()
+                await asyncio.wait([gone])
+            data = b"data: " + event + b"\n\n"
+            writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    def events(self) -> list[bytes]:
+        """Everything that a stream says."""
+        if self.raw_events is not None:
+            return self.raw_events
+        chat = "messages" in self.bodies[-1]
+        choices: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
+        choices += [{"delta": {"content": piece}} if chat else {"text": piece} for piece in self.pieces]
+        choices[-1]["finish_reason"] = "length"
+        usage = {
+            "prompt_tokens": 7,
+            "completion_tokens": len(self.pieces),
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        says = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
+        return [json.dumps(one).encode() for one in says] + [b"[DONE]"]
+
+
+@asynccontextmanager
+async def engines(number: int) -> AsyncIterator[list[StubEngine]]:
+    """Some of them, each on a port of its own."""
+    stubs = [StubEngine() for _ in range(number)]
+    servers = []
+    for stub in stubs:
+        server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
+        stub.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        servers.append(server)
+    try:
+        yield stubs
+    finally:
+        for server in servers:
+            server.close()
