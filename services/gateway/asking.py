@@ -1,33 +1,16 @@
-"""What placing a request needs to know, from its body and headers; what is wrong is named as the client wrote it."""
+"""What placing a request needs to know of its body; what is wrong is named as the client wrote it."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from protos.block.v1 import common_pb2
-
-Headers = Iterable[tuple[bytes, bytes]]
 
 MOST_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
 PROMPT_END_BYTES = 64 * 1024  # of a longer prompt, schedulers and taggers get head and tail
 MESSAGE_TOKENS = 4  # what a chat template puts around each message, about
-
-CLASSES = {"real-time": common_pb2.REQUEST_CLASS_REAL_TIME, "best-effort": common_pb2.REQUEST_CLASS_BEST_EFFORT}
-
-# Headers that say the same; of llm-d, the newer and the older spelling.
-SLO_TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
-SLO_TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
-SESSION = (b"x-session-id", b"x-block-session-id")
-FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
-PRIORITY = b"x-block-priority"
-CLASS = b"x-block-class"
-REQUEST_ID = b"x-request-id"
-READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, REQUEST_ID))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +27,14 @@ class Ask:
     min_tokens: int | None
     ignore_eos: bool
     expected_tokens: int | None
-    priority: int  # lower runs first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What its headers add."""
-
-    request_id: str | None
-    slo: common_pb2.Slo | None
-    session_id: str
-    fairness_id: str
-    priority: int | None
-    request_class: common_pb2.RequestClass.ValueType
+    priority: int | None  # as the engine will read it: lower runs first
+    hinted_priority: int | None  # likewise, from a hint that engines do not read
 
 
 def read_body(body: bytes, *, chat: bool) -> Ask:
     """Read the body of a (chat) completion."""
     try:
-        data = json.loads(body)
+        data = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -87,43 +59,12 @@ def read_body(body: bytes, *, chat: bool) -> Ask:
         min_tokens=_count(data, "min_tokens"),
         ignore_eos=_flag(data, "ignore_eos"),
         expected_tokens=_hinted_length(hints),
-        priority=_priority(data, hints),
+        priority=_signed(data.get("priority"), "priority"),
+        hinted_priority=_hinted_priority(hints),
     )
 
 
-def read_headers(headers: Headers) -> Wishes:
-    """Read the headers that placing needs."""
-    given = {name: value for name, value in headers if name in READ}
-    if not given:
-        return NO_WISHES
-    ttft_s, tpot_s = _milliseconds(given, SLO_TTFT), _milliseconds(given, SLO_TPOT)
-    request_class = common_pb2.REQUEST_CLASS_UNSPECIFIED
-    if CLASS in given:
-        name = _text(given, (CLASS,))
-        if name not in CLASSES:
-            raise ValueError(f"{CLASS.decode()}: must be one of {', '.join(CLASSES)}, not {name!r}")
-        request_class = CLASSES[name]
-    return Wishes(
-        request_id=_text(given, (REQUEST_ID,)) or None,
-        slo=None if ttft_s is None and tpot_s is None else common_pb2.Slo(ttft_s=ttft_s, tpot_s=tpot_s),
-        session_id=_text(given, SESSION),
-        fairness_id=_text(given, FAIRNESS),
-        priority=_whole(given, PRIORITY),
-        request_class=request_class,
-    )
-
-
-NO_WISHES = Wishes(
-    request_id=None,
-    slo=None,
-    session_id="",
-    fairness_id="",
-    priority=None,
-    request_class=common_pb2.REQUEST_CLASS_UNSPECIFIED,
-)
-
-
-# Bodies. JSON's null means that a field is not given, as everywhere in OpenAI's.
+# JSON's null means that a field is not given, as everywhere in OpenAI's.
 
 
 def _model(data: Mapping[str, Any]) -> str:
@@ -215,13 +156,10 @@ def _hinted_length(hints: Mapping[str, Any]) -> int | None:
         raise ValueError(f"nvext.agent_hints.{error}") from None
 
 
-def _priority(data: Mapping[str, Any], hints: Mapping[str, Any]) -> int:
-    """Read vLLM's priority, where lower runs first; else Dynamo's, where higher does."""
-    own = _signed(data.get("priority"), "priority")
-    if own is not None:
-        return own
+def _hinted_priority(hints: Mapping[str, Any]) -> int | None:
+    """Read Dynamo's priority, where higher runs first, the other way round."""
     hinted = _signed(hints.get("priority"), "nvext.agent_hints.priority")
-    return 0 if hinted is None else -hinted
+    return None if hinted is None else -hinted
 
 
 def _signed(value: Any, name: str) -> int | None:
@@ -229,10 +167,11 @@ def _signed(value: Any, name: str) -> int | None:
         return None
     if type(value) is not int:
         raise ValueError(f"{name}: must be a whole number, not {_kind(value)}")
-    return _bounded(value, name)
+    return bounded(value, name)
 
 
-def _bounded(value: int, name: str) -> int:
+def bounded(value: int, name: str) -> int:
+    """Refuse a whole number that no engine's field holds."""
     if abs(value) > MOST_TOKENS:
         raise ValueError(f"{name}: must lie between -{MOST_TOKENS} and {MOST_TOKENS}, not {value}")
     return value
@@ -248,42 +187,3 @@ def _kind(value: Any) -> str:
         bool: lambda flag: str(flag).lower(),
     }
     return kinds.get(type(value), repr)(value)
-
-
-# Headers.
-
-
-def _text(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:
-    for name in names:
-        value = given.get(name)
-        if value is not None:
-            text = value.decode("latin-1").strip()
-            if len(text) > LONGEST_NAME or not text.isascii() or not text.isprintable():
-                raise ValueError(f"{name.decode()}: must be at most {LONGEST_NAME} printable ASCII characters")
-            return text
-    return ""
-
-
-def _milliseconds(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> float | None:
-    for name in names:
-        value = given.get(name)
-        if value is not None:
-            try:
-                number = float(value)
-            except ValueError:
-                number = math.nan
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name.decode()}: must be a number of milliseconds above 0")
-            return number / 1000
-    return None
-
-
-def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    try:
-        number = int(value)
-    except ValueError:
-        raise ValueError(f"{name.decode()}: must be a whole number") from None
-    return _bounded(number, name.decode())

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 KEEP_S = 5.0  # a list is good for so long
 ENGINE_S = 2.0
-SEEN_S = 600.0  # an instance that got no request for so long may be gone
 MOST_ASKED = 32  # engines that are asked themselves
 
 
@@ -38,11 +37,6 @@ class Models:
         self._until_s = 0.0
         self._listed: list[dict[str, Any]] = []
         self._lock = asyncio.Lock()
-        self._seen: dict[str, tuple[common_pb2.Instance, float]] = {}
-
-    def saw(self, instance: common_pb2.Instance) -> None:
-        """Remember an instance that a request went to."""
-        self._seen[instance.instance_id] = (instance, self._loop.time())
 
     async def listed(self) -> list[dict[str, Any]]:
         """Give OpenAI's model objects, by id."""
@@ -57,29 +51,25 @@ class Models:
     async def _ask(self) -> list[dict[str, Any]]:
         """Collect from instances what they serve; from engines, where their instances do not say."""
         models: dict[str, dict[str, Any]] = {}
-        now_s = self._loop.time()
-        self._seen = {name: seen for name, seen in self._seen.items() if now_s - seen[1] < SEEN_S}
-        instances = [*(instance for instance, _ in self._seen.values()), *await self._instances()]
+        await self._hear()
+        instances = self._last_resort.named()
         for instance in instances:
             models.update((name, described(name)) for name in instance.models)
         silent = {instance.engine_url for instance in instances if not instance.models}
-        urls = sorted(silent) if instances else self._last_resort.urls
+        urls = sorted({*silent, *self._last_resort.urls})
         for told in await asyncio.gather(*(self._of_engine(url) for url in urls[:MOST_ASKED])):
             models.update((model["id"], model) for model in told)
         return [models[name] for name in sorted(models)]
 
-    async def _instances(self) -> list[common_pb2.Instance]:
-        """Learn the instances from a decision that nobody acts on."""
-        if not len(self._schedulers):
-            return []
+    async def _hear(self) -> None:
+        """Have instances named by a decision that nobody acts on; without one, those that are known must do."""
         request = common_pb2.Request(request_id="models", prompt_tokens=1, max_tokens=1, ignore_eos=True)
         try:
             response = await self._schedulers.schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True))
+            self._last_resort.saw(response.decision)
         except (RefusedError, NobodyError) as error:
-            if self._last_resort.places or self._seen:
-                return []
-            raise RefusedError(503, f"the models are not known now: {error}") from None
-        return [response.decision.instance, *response.decision.next_best]
+            if not len(self._last_resort):
+                raise RefusedError(503, f"the models are not known now: {error}") from None
 
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
@@ -12,6 +13,7 @@ from services.http_client import Origin, origin_of
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"
 MOST_CIRCUITS = 4096
+NAMED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,30 +37,65 @@ def place_of(decision: common_pb2.Decision) -> Place:
     )
 
 
-def place_next_best(instance: common_pb2.Instance) -> Place:
-    """Go where an earlier decision would have gone next; nothing is reserved there."""
-    return Place(instance_id=instance.instance_id, origin=origin_of(instance.engine_url), policy=NEXT_BEST)
+def places_without_promise(instances: Iterable[common_pb2.Instance], policy: str) -> Iterator[Place]:
+    """Give instances as places where nothing is reserved, as far as they say where they are."""
+    for instance in instances:
+        with suppress(ValueError):
+            yield Place(instance_id=instance.instance_id, origin=origin_of(instance.engine_url), policy=policy)
 
 
 class LastResort:
-    """Engines from the settings, one after the other, those that fail left alone for a while."""
+    """Where to go while no scheduler decides: engines from the settings, and instances that decisions named; in turn.
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        """Know their URLs."""
-        self.urls = list(urls)
-        self.places = [
-            Place(instance_id=f"{origin.host}:{origin.port}{origin.prefix}", origin=origin, policy=LAST_RESORT)
-            for origin in map(origin_of, urls)
-        ]
+    Those that fail are left alone for a while. An instance that decisions have not named for long may be gone.
+    """
+
+    def __init__(self, urls: Sequence[str], clock: Callable[[], float]) -> None:
+        """Know the URLs of engines."""
+        self._urls = [url.rstrip("/") for url in urls]
+        self._clock = clock
+        self._named: dict[str, tuple[common_pb2.Instance, float]] = {}
+        self._latest_s = 0.0
         self._turn = -1
 
-    def next(self, excluded: Collection[str], avoided: Collection[str]) -> Place | None:
+    def __len__(self) -> int:
+        """How many places there are."""
+        return len(self._places(""))
+
+    @property
+    def urls(self) -> list[str]:
+        """Where engines are, as far as nobody has named their instances."""
+        return [url for url in self._urls if url not in self._named]
+
+    def saw(self, decision: common_pb2.Decision) -> None:
+        """Remember the instances that a decision names."""
+        self._latest_s = now_s = self._clock()
+        for instance in (decision.instance, *decision.next_best):
+            self._named[instance.engine_url.rstrip("/")] = (instance, now_s)
+
+    def named(self) -> list[common_pb2.Instance]:
+        """Give the instances that decisions have named lately: before the last one, whenever that was."""
+        since_s = self._latest_s - NAMED_S
+        self._named = {url: named for url, named in self._named.items() if named[1] >= since_s}
+        return [instance for instance, _ in self._named.values()]
+
+    def next(self, model: str, excluded: Collection[str], avoided: Collection[str]) -> Place | None:
         """Give the next one: rather one that has not failed lately, never one that is excluded."""
+        places = self._places(model)
         self._turn += 1
-        count = len(self.places)
-        in_turn = [self.places[(self._turn + step) % count] for step in range(count)]
+        in_turn = [places[(self._turn + step) % len(places)] for step in range(len(places))]
         left = [place for place in in_turn if place.instance_id not in excluded]
         return next((place for place in left if place.instance_id not in avoided), left[0] if left else None)
+
+    def _places(self, model: str) -> list[Place]:
+        """Give those that may serve a model, as far as they have said which they serve."""
+        named = [instance for instance in self.named() if not (model and instance.models) or model in instance.models]
+        return [*places_without_promise(named, LAST_RESORT), *map(_engine_at, self.urls)]
+
+
+def _engine_at(url: str) -> Place:
+    origin = origin_of(url)
+    return Place(instance_id=f"{origin.host}:{origin.port}{origin.prefix}", origin=origin, policy=LAST_RESORT)
 
 
 class FailedLately:

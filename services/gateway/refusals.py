@@ -59,7 +59,7 @@ class RefusedError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Give the headers that go with it."""
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.body()))]
+        headers = [(b"content-type", b"application/json")]
         if self.status in PASSING:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         if self.status == HTTPStatus.UNAUTHORIZED:

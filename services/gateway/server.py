@@ -16,7 +16,6 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.gateway.app import Gateway
-from services.gateway.exchange import Shared
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import Metrics
 from services.gateway.models import Models
@@ -26,6 +25,7 @@ from services.gateway.releases import Releases
 from services.gateway.retries import RetryBudget
 from services.gateway.schedulers import Schedulers
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared import Shared
 from services.grpc_server import ServerSettings, metrics_served, refuse_taken, stop_signal
 from services.http_client import HttpClient
 from services.log_lines import say
@@ -73,8 +73,8 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
         schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
         releases = Releases(schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost)
         engines = HttpClient(connect_s=settings.connect_s)
-        last_resort = LastResort(settings.engine_urls)
         loop = asyncio.get_running_loop()
+        last_resort = LastResort(settings.engine_urls, loop.time)
         shared = Shared(
             settings=settings,
             metrics=metrics,

@@ -471,6 +471,46 @@ def test_without_schedulers_the_last_resort_is_tried() -> None:
     run(test)
 
 
+def test_when_all_schedulers_have_died_known_instances_serve() -> None:
+    """What decisions named is remembered: all of it serves in turn, for its own models, until a scheduler is back."""
+
+    async def test() -> None:
+        async with scene(completes, completes, completes, num_schedulers=2) as here:
+            here.scheduler.instances[2].models[:] = ["other"]
+            here.schedulers[1].instances[2].models[:] = ["other"]
+            assert (await here.post()).headers["x-block-policy"] == "first"
+            await here.scheduler.stop()
+            assert (await here.post()).headers["x-block-policy"] == "first"
+            await here.schedulers[1].stop()
+            replies = [await here.post() for _ in range(4)]
+            assert [reply.status_code for reply in replies] == [200] * 4
+            assert {reply.headers["x-block-policy"] for reply in replies} == {"last_resort_round_robin"}
+            assert sorted(reply.headers["x-block-instance"] for reply in replies) == ["e0", "e0", "e1", "e1"]
+            assert (await here.post(model="other")).headers["x-block-instance"] == "e2"
+            assert (await here.post(model="third")).status_code == 503
+            await here.engines[0].stop()
+            assert {(await here.post()).headers["x-block-instance"] for _ in range(4)} == {"e1"}
+            await here.scheduler.start()
+            while (await here.post()).headers["x-block-policy"] != "first":
+                pass
+
+    run(test)
+
+
+def test_a_busy_scheduler_is_heeded() -> None:
+    """Where schedulers say that there is too much to do, knowing an instance is no reason to send it more."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            await here.post()
+            here.scheduler.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 calls are under way")
+            response = await here.post()
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert len(here.engines[0].calls) == 1
+
+    run(test)
+
+
 def test_without_schedulers_and_engines_there_is_nothing() -> None:
     """The client is told to come back."""
 
@@ -517,6 +557,9 @@ def test_a_decision_that_names_no_place() -> None:
     """A scheduler that lies about where to go is no scheduler; what it reserved goes back."""
 
     async def test() -> None:
+        async with scene(drops, completes) as here:
+            here.scheduler.instances.insert(1, common_pb2.Instance(instance_id="lie", engine_url="nonsense"))
+            assert (await here.post()).headers["x-block-instance"] == "e1"
         async with scene(urls=["nonsense"]) as here:
             assert (await here.post()).status_code == 503
             assert (await here.scheduler.released.get()).instance_id == "e0"

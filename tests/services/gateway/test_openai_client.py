@@ -119,6 +119,7 @@ def test_errors() -> None:
                 with pytest.raises(openai.APIError, match="broke off"):
                     await anext(stream)
                 await here.scheduler.stop()
+                await here.engines[0].stop()
                 with pytest.raises(openai.InternalServerError):
                     await client.completions.create(model="tiny", prompt="x")
 

@@ -92,19 +92,19 @@ def test_failures_at_once_are_one_failure() -> None:
 
 def test_the_last_resort_goes_round() -> None:
     """Each engine has its turn; those that failed come last, those that are excluded never."""
-    resort = LastResort(["http://a:1", "http://b:2", "http://c:3/engine"])
+    resort = LastResort(["http://a:1", "http://b:2", "http://c:3/engine"], lambda: 0.0)
     names = ["a:1", "b:2", "c:3/engine"]
-    assert [place.instance_id for place in resort.places] == names
-    turns = [resort.next([], []) for _ in range(6)]
+    assert len(resort) == 3
+    turns = [resort.next("", [], []) for _ in range(6)]
     assert [place.instance_id for place in turns if place] == names * 2
-    place = resort.next(["a:1"], ["b:2"])
+    place = resort.next("", ["a:1"], ["b:2"])
     assert place is not None
     assert place.instance_id == "c:3/engine"
-    place = resort.next(["a:1", "c:3/engine"], ["b:2"])
+    place = resort.next("", ["a:1", "c:3/engine"], ["b:2"])
     assert place is not None
     assert place.instance_id == "b:2"
-    assert resort.next(names, []) is None
-    assert LastResort([]).next([], []) is None
+    assert resort.next("", names, []) is None
+    assert LastResort([], lambda: 0.0).next("", [], []) is None
 
 
 @pytest.mark.parametrize("text", ['{"choices": [{"finish_reason": null}]}', "", "[]", "nonsense"])

@@ -118,6 +118,30 @@ def test_the_engine_gets_what_the_client_sent(path: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("given", ["header", "hint", "both", "none", "zero"])
+def test_the_engine_hears_the_priority_that_schedulers_hear(given: str) -> None:
+    """A priority that is not in the body goes into it, for engines read it nowhere else; the rest stays as it was."""
+    fields = {
+        "header": '"prompt":"x"',
+        "hint": '"prompt":"x","nvext":{"agent_hints":{"priority":5}}',
+        "both": '"priority":-5,"prompt":"{"',
+        "none": '"prompt":"x","priority":0',
+        "zero": '"prompt":"x","priority":0',
+    }[given]
+    headers = {"x-block-priority": "-5"} if given in ("header", "zero") else {}
+    added = '"priority":-5,' if given in ("header", "hint") else ""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            body = f' {{{fields} , "x":1e2}}'
+            await here.client.post(PATHS[0], content=body.encode(), headers=headers)
+            passed = here.engines[0].calls[0].body.decode()
+            assert passed == f' {{{added}{fields} , "x":1e2}}'
+            assert json.loads(passed).get("priority", 0) == here.scheduler.asked[0].request.priority
+
+    run(test)
+
+
 def test_the_reply_says_where_and_why() -> None:
     """Instance, policy, forecast and decision time stand in the headers, beside what the engine said."""
 
@@ -201,7 +225,8 @@ ASKED = (
         {"max_tokens": 5, "min_tokens": 2, "ignore_eos": True},
     ),
     ({"priority": 3}, {}, {"priority": 3}),
-    ({"priority": 3}, {"x-block-priority": "-7"}, {"priority": -7}),
+    ({"priority": 3}, {"x-block-priority": "-7"}, {"priority": 3}),
+    ({}, {"x-block-priority": "-7"}, {"priority": -7}),
     ({"nvext": {"agent_hints": {"osl": 40, "priority": 2}}}, {}, {"expected_output_tokens": 40, "priority": -2}),
     ({"prompt": [5, 6, 7]}, {}, {"prompt_tokens": 3}),
     ({"prompt": [[5, 6, 7], [8]]}, {}, {"prompt_tokens": 4}),
@@ -331,7 +356,7 @@ def test_no_delay_on_accepted_connections() -> None:
 
 
 def test_health_readiness_and_metrics() -> None:
-    """Health is the process's, readiness is a scheduler's being reached; metrics tell what happened."""
+    """Health is the process's, readiness is that requests can go somewhere; metrics tell what happened."""
 
     async def ready(client: httpx.AsyncClient, status: int) -> None:
         while (await client.get("/ready")).status_code != status:
@@ -341,13 +366,17 @@ def test_health_readiness_and_metrics() -> None:
         async with scene(streams) as here:
             assert (await here.client.get("/health")).status_code == 200
             await ready(here.client, 200)
+            await here.scheduler.stop()
+            await ready(here.client, 503)
+            assert (await here.client.get("/health")).status_code == 200
+            await here.scheduler.start()
+            await ready(here.client, 200)
             await here.post(stream=True)
             assert await here.metric('block_gateway_requests_total{path="/v1/completions",status="200"}') == 1
             assert await here.metric("block_gateway_output_tokens_total") == 3
             assert await here.metric("block_gateway_ttft_seconds_count") == 1
             await here.scheduler.released.get()
             await here.scheduler.stop()
-            await ready(here.client, 503)
-            assert (await here.client.get("/health")).status_code == 200
+            assert (await here.client.get("/ready")).status_code == 200  # it knows an instance now
 
     run(test)

@@ -160,6 +160,39 @@ def test_requests_have_a_limit() -> None:
     run(test)
 
 
+def test_requests_count_while_their_bodies_come() -> None:
+    """A slow upload is under way too; when it ends too late or not at all, its place is free again."""
+
+    async def test() -> None:
+        async with scene(completes, max_concurrency=1) as here:
+            _, writer = await asyncio.open_connection(LOCAL, here.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            while await here.metric("block_gateway_requests_under_way") < 1:
+                pass
+            assert (await here.post()).status_code == 429
+            writer.transport.abort()
+            while (await here.post()).status_code == 429:
+                pass
+            assert len(here.scheduler.asked) == 1
+
+    run(test)
+
+
+def test_every_answer_has_a_request_id() -> None:
+    """The client's own comes back on whatever path; one that is made up stands in where it has none or a bad one."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            for path in ("/health", "/ready", "/metrics", "/v1/models", "/nowhere", COMPLETIONS):
+                response = await here.client.get(path, headers={"x-request-id": "mine"})
+                assert response.headers.get_list("x-request-id") == ["mine"]
+                assert len((await here.client.get(path)).headers["x-request-id"]) >= 16
+            response = await here.post(headers={"x-request-id": "a" * 300})
+            assert len(response.headers["x-request-id"]) == 32
+
+    run(test)
+
+
 def test_strangers_are_sent_away() -> None:
     """With keys, only their holders come in; engines do not see the key, schedulers see the holder's name."""
     bad = ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer"})

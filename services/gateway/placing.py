@@ -1,0 +1,100 @@
+"""Where a request goes: where a scheduler decides, else to an earlier decision's next best, else to a last resort."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from services.gateway.incoming import Incoming
+from services.gateway.places import NEXT_BEST, Place, place_of, places_without_promise
+from services.gateway.refusals import RefusedError
+from services.gateway.schedulers import NobodyError
+from services.gateway.shared import Shared
+from services.log_lines import say
+
+log = logging.getLogger(__name__)
+
+BUSY, UNAVAILABLE = 429, 503
+
+
+@dataclass(slots=True, kw_only=True)
+class Placing:
+    """Finds places for one request, none of them twice."""
+
+    shared: Shared
+    incoming: Incoming
+    took_s: float = 0.0  # all in all
+    _tried: list[str] = field(default_factory=list)
+    _next_best: Sequence[common_pb2.Instance] = ()
+
+    async def place(self) -> Place:
+        """Find the next one; RefusedError where there is none."""
+        asked_s = time.monotonic()
+        place = await self._found()
+        took_s = time.monotonic() - asked_s
+        self.took_s += took_s
+        self.shared.metrics.decision.observe(took_s)
+        self._tried.append(place.instance_id)
+        return place
+
+    async def _found(self) -> Place:
+        shared = self.shared
+        avoided = shared.failed_lately.avoided()
+        try:
+            return await self._decided_avoiding(avoided)
+        except NobodyError:
+            refused = RefusedError(UNAVAILABLE, "nobody can say where this request could go: no scheduler answers")
+        except RefusedError as error:
+            if error.status != UNAVAILABLE and not self._tried:
+                raise
+            refused = error
+        next_best = (
+            place for place in places_without_promise(self._next_best, NEXT_BEST) if not self._was_tried(place)
+        )
+        place = next(next_best, None) or shared.last_resort.next(self.incoming.ask.model, self._tried, avoided)
+        if place is None:
+            raise refused
+        shared.metrics.last_resort.labels(place.policy).inc()
+        return place
+
+    def _was_tried(self, place: Place) -> bool:
+        return place.instance_id in self._tried
+
+    async def _decided_avoiding(self, avoided: list[str]) -> Place:
+        """Ask without those that failed lately; where nothing is left then, with them."""
+        more = [instance_id for instance_id in avoided if instance_id not in self._tried]
+        if more:
+            try:
+                return await self._decided([*self._tried, *more])
+            except RefusedError as error:
+                if error.status == BUSY:
+                    raise
+        return await self._decided(self._tried)
+
+    async def _decided(self, excluded: list[str]) -> Place:
+        request = self.incoming.request
+        request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
+        question = scheduler_pb2.ScheduleRequest(
+            request=request, prompt=self.incoming.ask.prompt, exclude_instance_ids=excluded
+        )
+        response = await self.shared.schedulers.schedule(question, abandoned=self._give_back)
+        decision = response.decision
+        try:
+            place = place_of(decision)
+        except ValueError as error:
+            self._give_back(response)
+            say(log, logging.ERROR, "decision names no place", scheduler=decision.scheduler_id, why=str(error))
+            raise NobodyError("the decision names no place") from None
+        self._next_best = decision.next_best
+        self.shared.last_resort.saw(decision)
+        return place
+
+    def _give_back(self, response: scheduler_pb2.ScheduleResponse) -> None:
+        """Release what was decided in vain."""
+        release = common_pb2.ReleaseRequest(
+            request_id=self.incoming.request.request_id, instance_id=response.decision.instance.instance_id
+        )
+        self.shared.releases.put(release)

@@ -1,0 +1,47 @@
+"""Bodies of requests, as they come over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from services.gateway.refusals import RefusedError
+from services.http_client import Headers
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+BODY_S = 60
+
+
+class ClientLeftError(Exception):
+    """Nobody is there any more to answer."""
+
+
+async def received(headers: Headers, receive: Receive, most_bytes: int) -> bytes:
+    """Receive a body, up to the limit."""
+    too_long = RefusedError(413, f"the body may have at most {most_bytes} bytes")
+    length = next((value for name, value in headers if name == b"content-length"), b"0")
+    if int(length) > most_bytes:  # digits only: the server's parser has seen to that
+        raise too_long
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _pieces(receive, most_bytes, too_long)
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not come within {BODY_S} s") from None
+
+
+async def _pieces(receive: Receive, most_bytes: int, too_long: RefusedError) -> bytes:
+    pieces = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientLeftError
+        piece: bytes = message.get("body", b"")
+        num_bytes += len(piece)
+        if num_bytes > most_bytes:
+            raise too_long
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
