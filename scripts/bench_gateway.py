@@ -9,6 +9,8 @@ gateway are processes of their own; prompts have 2 KB, answers are streams of 16
   per request, so that requests do not begin in step), time to the first event through the gateway less the same
   directly, both in this run, alternating.
 - `requests_per_s`: as many as there can be at 1 and 16 at a time, the load and the fake engines on the same cores.
+
+Direct and routed runs alternate, several rounds of each; a number is the median over the rounds of what each gave.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ NUM_ENGINES = 4
 NUM_EVENTS = 16
 PROMPT_BYTES = 2048
 FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)
-ROUNDS = 3
+ROUNDS = 5
 WARM_UP = 200
 PLACE = "127.0.0.1"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -52,6 +54,7 @@ def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of everything")
     parser.add_argument("--requests", type=int, default=1500, help="per round with engines that answer at once")
     parser.add_argument("--paced-requests", type=int, default=300, help="per round with engines at an engine's pace")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -64,7 +67,8 @@ def main() -> None:
         environment = {"BLOCK_BENCH_ENGINES": ",".join(engine.url for engine in engines)}
         scheduler = stack.enter_context(part("scheduler", environment))
         gateway = stack.enter_context(gateway_before(scheduler.port))
-        results = uvloop.run(measured(engines, gateway, arguments.requests, arguments.paced_requests))
+        cases = cases_of(arguments.requests, arguments.paced_requests)
+        results = uvloop.run(measured(engines, gateway, cases, arguments.rounds))
     if arguments.json:
         machine = {
             "cpu": platform.processor() or platform.machine(),
@@ -81,16 +85,6 @@ def main() -> None:
 # Measuring.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """So many requests, so many of them at a time."""
-
-    name: str
-    bodies: list[bytes]
-    num: int
-    at_a_time: int
-
-
 @dataclass(kw_only=True)
 class Sample:
     """Times of requests, and the processor time that the gateway took for them."""
@@ -104,46 +98,67 @@ class Sample:
         """Requests a second."""
         return len(self.e2e_ms) / self.wall_s
 
+    def cpu_ms(self) -> float:
+        """Processor time per request."""
+        return 1000 * self.cpu_s / len(self.e2e_ms)
 
-async def measured(engines: list[Part], gateway: Part, num: int, num_paced: int) -> list[dict[str, object]]:
-    """Run everything, direct and through the gateway by turns, so that both see the same machine."""
-    direct_to, through = [origin_of(engine.url) for engine in engines], [origin_of(gateway.url)]
+
+@dataclass(kw_only=True)
+class Case:
+    """So many requests, so many of them at a time; and what came of them, round by round."""
+
+    name: str
+    bodies: list[bytes]
+    num: int
+    at_a_time: int
+    direct: list[Sample] = field(default_factory=list)
+    routed: list[Sample] = field(default_factory=list)
+
+
+def cases_of(num: int, num_paced: int) -> list[Case]:
+    """List what is measured."""
     at_once, paced = [body_for(0, 0)], [body_for(FIRST_MS, gap_ms) for gap_ms in GAPS_MS]
-    samples: dict[tuple[str, str], Sample] = {}
-    client = HttpClient()
-    warm_up = Case(name="warm-up", bodies=at_once, num=WARM_UP, at_a_time=16)
-    cases = (
-        Case(name="c1", bodies=at_once, num=num // 3, at_a_time=1),
+    return [
+        Case(name="c1", bodies=at_once, num=max(1, num // 3), at_a_time=1),
         Case(name="c16", bodies=at_once, num=num, at_a_time=16),
         Case(name="paced", bodies=paced, num=num_paced, at_a_time=16),
-    )
-    for case in (warm_up, *ROUNDS * cases):
-        for way, origins in (("direct", direct_to), ("gateway", through)):
-            await load(client, origins, case, gateway, samples.setdefault((case.name, way), Sample()))
+    ]
+
+
+async def measured(engines: list[Part], gateway: Part, cases: list[Case], rounds: int) -> list[dict[str, object]]:
+    """Run everything, direct and through the gateway by turns, so that both see the same machine."""
+    direct_to, through = [origin_of(engine.url) for engine in engines], [origin_of(gateway.url)]
+    client = HttpClient()
+    warm_up = Case(name="warm-up", bodies=[body_for(0, 0)], num=WARM_UP, at_a_time=16)
+    for case in (warm_up, *rounds * cases):
+        case.direct.append(await load(client, direct_to, case, gateway))
+        case.routed.append(await load(client, through, case, gateway))
     client.close()
-    return list(results_of(samples))
+    return list(results_of({case.name: case for case in cases}))
 
 
-def results_of(samples: dict[tuple[str, str], Sample]) -> Iterator[dict[str, object]]:
+def results_of(cases: dict[str, Case]) -> Iterator[dict[str, object]]:
     """Put the samples into numbers with names."""
-
-    def result(name: str, value: float, unit: str, sample: Sample) -> dict[str, object]:
-        return {"name": name, "value": value, "unit": unit, "n": len(sample.e2e_ms)}
-
-    full, slow, single = (samples[case, "gateway"] for case in ("c16", "paced", "c1"))
-    yield result("router_cpu_ms_per_request", 1000 * full.cpu_s / len(full.e2e_ms), "ms", full)
-    yield result("router_cpu_ms_per_request.paced", 1000 * slow.cpu_s / len(slow.e2e_ms), "ms", slow)
-    yield result("router_cpu_ms_per_request.c1", 1000 * single.cpu_s / len(single.e2e_ms), "ms", single)
+    for name, case in (("", cases["c16"]), (".paced", cases["paced"]), (".c1", cases["c1"])):
+        yield median(f"router_cpu_ms_per_request{name}", "ms", case, [sample.cpu_ms() for sample in case.routed])
+    paced = cases["paced"]
     for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        direct, routed = quantile(samples["paced", "direct"].ttft_ms, fraction), quantile(slow.ttft_ms, fraction)
-        yield result(f"added_ttft_ms.{name}", routed - direct, "ms", slow)
-        yield result(f"direct_ttft_ms.{name}", direct, "ms", samples["paced", "direct"])
-        yield result(f"gateway_ttft_ms.{name}", routed, "ms", slow)
-    for case in ("c1", "c16"):
-        for way in ("direct", "gateway"):
-            sample = samples[case, way]
-            yield result(f"requests_per_s.{way}.{case}", sample.rate(), "requests/s", sample)
-            yield result(f"e2e_ms.{way}.{case}.p50", quantile(sample.e2e_ms, 0.5), "ms", sample)
+        direct = [quantile(sample.ttft_ms, fraction) for sample in paced.direct]
+        routed = [quantile(sample.ttft_ms, fraction) for sample in paced.routed]
+        added = [through - straight for through, straight in zip(routed, direct, strict=True)]
+        for what, values in (("added", added), ("direct", direct), ("gateway", routed)):
+            yield median(f"{what}_ttft_ms.{name}", "ms", paced, values)
+    for case in (cases["c1"], cases["c16"]):
+        for way, samples in (("direct", case.direct), ("gateway", case.routed)):
+            rates = [sample.rate() for sample in samples]
+            yield median(f"requests_per_s.{way}.{case.name}", "requests/s", case, rates)
+            times = [quantile(sample.e2e_ms, 0.5) for sample in samples]
+            yield median(f"e2e_ms.{way}.{case.name}.p50", "ms", case, times)
+
+
+def median(name: str, unit: str, case: Case, values: list[float]) -> dict[str, object]:
+    """Write one result down; `n` requests gave it, over all rounds."""
+    return {"name": name, "value": statistics.median(values), "unit": unit, "n": case.num * len(values)}
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -153,8 +168,9 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
-async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part, sample: Sample) -> None:
+async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part) -> Sample:
     """Send requests, so many at a time, and note their times."""
+    sample = Sample()
     rng = random.Random(0)
     left = iter([(number, rng.choice(case.bodies)) for number in range(case.num)])
     headers = [(b"content-type", b"application/json")]
@@ -178,9 +194,10 @@ async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: P
 
     cpu_s, start_s = gateway.cpu_s(), time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(case.at_a_time)))
-    sample.wall_s += time.perf_counter() - start_s
+    sample.wall_s = time.perf_counter() - start_s
     await gateway.settled()
-    sample.cpu_s += gateway.cpu_s() - cpu_s
+    sample.cpu_s = gateway.cpu_s() - cpu_s
+    return sample
 
 
 def body_for(first_ms: int, gap_ms: int) -> bytes:
