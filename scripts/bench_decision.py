@@ -29,7 +29,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 PLACE = "127.0.0.1"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -268,16 +268,28 @@ async def serve_sidecars(num: int) -> None:
     ports, servers = [], []
     for place in range(num):
         server = grpc.aio.server()
-        one = Sidecar(f"i{place}")
-        servicer = predictor_pb2_grpc.PredictorServicer()
-        servicer.Predict, servicer.PredictStream = one.predict, one.predict_stream  # type: ignore[method-assign]
-        servicer.Reserve, servicer.Release = one.reserve, one.release  # type: ignore[method-assign]
-        predictor_pb2_grpc.add_PredictorServicer_to_server(servicer, server)
+        server.add_generic_rpc_handlers((handlers_of(Sidecar(f"i{place}")),))
         ports.append(server.add_insecure_port(f"{PLACE}:0"))
         await server.start()
         servers.append(server)
     print(*ports, flush=True)
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
+
+
+def handlers_of(one: Sidecar) -> grpc.GenericRpcHandler:
+    """Put a sidecar's methods where the wire has them."""
+    question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
+    handlers: dict[str, Any] = {
+        "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),
+        "PredictStream": grpc.stream_stream_rpc_method_handler(one.predict_stream, question, answer),
+        "Reserve": grpc.unary_unary_rpc_method_handler(
+            one.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
+        ),
+        "Release": grpc.unary_unary_rpc_method_handler(
+            one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
+        ),
+    }
+    return grpc.method_handlers_generic_handler("block.v1.Predictor", handlers)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import signal
@@ -147,10 +148,17 @@ async def serve_until_signalled(
     stop = stop_signal()
     async with serving(settings, services, registry, endless=endless) as here:
         fields = {} if here.metrics_port is None else {"metrics_port": here.metrics_port}
+        leave_modules_alone()
         say(log, logging.INFO, "serving", server=name, host=settings.host, port=here.port, **fields)
         await stop.wait()
         say(log, logging.INFO, "draining", server=name)
     say(log, logging.INFO, "stopped", server=name)
+
+
+def leave_modules_alone() -> None:
+    """Keep the garbage collector from what importing has made: looking through that again takes a tenth of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen(server: grpc.aio.Server, settings: ServerSettings) -> int:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PROMPT_END_BYTES = 64 * 1024  # head and tail of a longer prompt are enough
 BYTES_PER_TOKEN = 4  # of English text, about
 
-OBSERVE_S = 1.0  # deadline
+OBSERVE_S = 5.0  # deadline
 GATHER_S = 0.25  # outcomes are told together
 MOST_AT_ONCE = 256
 MOST_KEPT = 4096  # while the tagger is away

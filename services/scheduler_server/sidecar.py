@@ -32,7 +32,7 @@ from services.wire import indicators_from
 
 log = logging.getLogger(__name__)
 
-RELEASE_S = 1.0  # deadline of what nobody waits for
+RELEASE_S = 5.0  # deadline of what nobody waits for
 
 # A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
 CHANNEL = (

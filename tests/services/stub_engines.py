@@ -19,7 +19,8 @@ class StubEngine:
     pieces: list[str] = field(default_factory=lambda: ["Once", " upon", " a time"])
     status: int = 200
     breaks_after: int | None = None  # pieces
-    hold: asyncio.Event | None = None  # after the first piece
+    hold: asyncio.Event | None = None
+    hold_at: int = 1  # before which piece
     raw_events: list[bytes] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
@@ -48,7 +49,7 @@ class StubEngine:
         for place, event in enumerate(self.events()):
             if place == self.breaks_after:
                 return False
-            if place == 1 and self.hold is not None:
+            if place == self.hold_at and self.hold is not None:
                 held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
                 await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():

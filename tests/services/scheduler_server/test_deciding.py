@@ -9,7 +9,16 @@ import grpc
 import pytest
 
 from protos.block.v1 import common_pb2
-from tests.services.scheduler_server.running import BLIND, FORECAST, LAST_RESORT, fates, refused, run, scheduler
+from tests.services.scheduler_server.running import (
+    BLIND,
+    FOR_EVER,
+    FORECAST,
+    LAST_RESORT,
+    fates,
+    refused,
+    run,
+    scheduler,
+)
 from tests.services.stub_sidecars import sidecars
 
 
@@ -80,11 +89,15 @@ def test_requests_go_where_their_model_is_and_not_where_the_caller_has_been() ->
 
 
 def test_an_engine_that_is_down_is_no_last_resort() -> None:
-    """Its sidecar knows that it does not run."""
+    """Its sidecar knows that it does not run, and has not failed itself: it is believed when it says otherwise."""
 
     async def test() -> None:
-        async with sidecars("a", state=common_pb2.INSTANCE_STATE_DOWN) as stubs, scheduler(stubs) as client:
-            assert "a: its engine is down" in await refused(client.decide(), grpc.StatusCode.UNAVAILABLE)
+        async with sidecars("a", state=common_pb2.INSTANCE_STATE_DOWN) as stubs, scheduler(stubs, **FOR_EVER) as client:
+            for _ in range(3):
+                assert "a: its engine is down" in await refused(client.decide(), grpc.StatusCode.UNAVAILABLE)
+            assert client.count("block_undecided_total") == 3
+            stubs[0].state = common_pb2.INSTANCE_STATE_READY
+            assert (await client.decide()).basis == FORECAST
 
     run(test)
 

@@ -98,6 +98,38 @@ def test_before_the_first_token_another_engine_is_tried(failure: str) -> None:
     run(test)
 
 
+def test_an_engine_that_hangs_before_the_first_token_is_left() -> None:
+    """Another one is tried, and the hung one hears that nobody waits any more."""
+
+    async def test() -> None:
+        async with cluster(first_token_s=1.0) as (client, stubs, behind):
+            behind[0].hold, behind[0].hold_at = asyncio.Event(), 0
+            events = await client.generate()
+            assert [event.decision.instance.instance_id for event in events[:2]] == ["a", "b"]
+            assert text_of(events) == "Once upon a time"
+            assert events[-1].outcome.ttft_s > 1.0
+            await behind[0].left.wait()
+            await until(lambda: not stubs[0].held)
+
+    run(test)
+
+
+def test_an_engine_that_stalls_within_an_answer_ends_it() -> None:
+    """What has come cannot be begun anew elsewhere."""
+
+    async def test() -> None:
+        async with cluster(idle_s=1.0) as (client, stubs, behind):
+            behind[0].hold = asyncio.Event()
+            assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith("a: ")
+            await behind[0].left.wait()
+            await until(lambda: bool(stubs[0].outcomes))
+            assert (stubs[0].outcomes[0].finish_reason, stubs[0].outcomes[0].output_tokens) == (FAILED, 1)
+            assert not stubs[0].held
+            assert not behind[1].bodies
+
+    run(test)
+
+
 def test_once_tokens_have_come_a_failure_is_told() -> None:
     """A half answer is not begun anew."""
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.grpc_server import ServerSettings, serving
-from tests.services.scheduler_server.running import FOR_EVER, STOP, run, scheduler
+from tests.services.scheduler_server.running import AT_ONCE, FOR_EVER, STOP, run, scheduler
 from tests.services.stub_sidecars import sidecars
 
 
@@ -46,11 +46,11 @@ class StubTagger(tagger_pb2_grpc.LengthTaggerServicer):
 
 
 @asynccontextmanager
-async def tagger() -> AsyncIterator[tuple[StubTagger, str]]:
+async def tagger(port: int = 0) -> AsyncIterator[tuple[StubTagger, str]]:
     """A tagger and where it is."""
     stub = StubTagger()
     register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, stub)
-    async with serving(ServerSettings(drain_s=0.0), [register], CollectorRegistry()) as here:
+    async with serving(ServerSettings(port=port, drain_s=0.0), [register], CollectorRegistry()) as here:
         yield stub, f"127.0.0.1:{here.port}"
 
 
@@ -99,6 +99,23 @@ def test_without_a_tagger_lengths_are_guessed_and_counted() -> None:
         async with sidecars("a") as stubs, scheduler(stubs, tagger="127.0.0.1:1") as client:
             assert (await client.decide(client.request(output_tokens=None))).tag.median_tokens == 256
             assert client.count("block_tagger_failures_total", kind="failed") == 1
+
+    run(test)
+
+
+def test_a_tagger_that_returns_is_asked_again() -> None:
+    """Its death costs a worse length; no request waits for its return."""
+
+    async def test() -> None:
+        async with sidecars("a") as stubs:
+            async with tagger() as (_, address):
+                pass
+            async with scheduler(stubs, tagger=address, **AT_ONCE) as client:
+                for _ in range(3):
+                    assert (await client.decide(client.request(output_tokens=None))).tag.estimator == "constant"
+                async with tagger(port=int(address.rpartition(":")[2])):
+                    while (await client.decide(client.request(output_tokens=None))).tag.estimator != "stub":
+                        pass
 
     run(test)
 

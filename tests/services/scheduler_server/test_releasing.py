@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, refused, run, scheduler, until
+from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, fates, refused, run, scheduler, until
 from tests.services.stub_sidecars import sidecars
 
 
@@ -65,11 +65,29 @@ def test_an_engine_that_fails_requests_is_avoided() -> None:
                 await client.release(decision, FAILED)
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
-            assert "its engine failed lately" in [candidate.note for candidate in decision.candidates]
+            assert "without a: its engine failed lately" in decision.why
+            assert (decision.num_skipped, fates(decision)["a"]) == (1, "FORECAST")
             assert await client.choose(exclude_instance_ids=["b"]) == "a"
             decision.instance.instance_id = "a"
             await client.release(decision, STOP)
             assert await client.choose() == "a"
+
+    run(test)
+
+
+def test_an_engine_that_failed_is_tried_again_by_one_request() -> None:
+    """After a pause; whether that one fails or not decides how it goes on."""
+
+    async def test() -> None:
+        pauses = {"first_pause_s": 0.1, "longest_pause_s": 1000.0}
+        async with sidecars("a", "b") as stubs, scheduler(stubs, **pauses) as client:
+            stubs[1].e2e_s = 9.0
+            for _ in range(2):
+                await client.release(await client.decide(client.request(), exclude_instance_ids=["b"]), FAILED)
+            while (trial := await client.decide()).instance.instance_id != "a":
+                await client.release(trial)
+            await client.release(trial, STOP)
+            assert [await client.choose() for _ in range(3)] == ["a", "a", "a"]
 
     run(test)
 
