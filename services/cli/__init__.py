@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from services.cli.bench import bench
+from services.cli.demo import demo
 from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
@@ -25,7 +26,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (bench, forecast, replay, profile, serve, up, warm):
+for command in (bench, demo, forecast, replay, profile, serve, up, warm):
     block.add_command(command)
 
 

@@ -10,5 +10,10 @@ from services.warmup import warm_up
 @click.command()
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
+    click.echo(f"kernels ready in {warmed():.1f} s")
+
+
+def warmed() -> float:
+    """Compile, or load from the cache, and say beforehand that it may take a while; return the seconds it took."""
     click.echo("compiling the engine model: about a minute the first time, then it is kept", err=True)
-    click.echo(f"kernels ready in {warm_up():.1f} s")
+    return warm_up()

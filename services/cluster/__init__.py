@@ -106,7 +106,8 @@ def _gateways(cluster: Cluster) -> list[Child]:
 def _common(settings: ClusterSettings) -> tuple[str, ...]:
     """What every process is told; each finds its own table in the file."""
     config = ("--config", settings.tables_file) if settings.tables_file is not None else ()
-    level = "debug" if settings.log_level == "debug" else "info"  # "serving" must be heard of; the rest is left out here
+    # that a part serves must be heard of here at least
+    level = "debug" if settings.log_level == "debug" else "info"
     return (*config, "--host", settings.host, "--log-level", level)
 
 

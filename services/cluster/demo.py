@@ -1,0 +1,110 @@
+"""The same traffic by several policies on one emulated cluster: what was predicted, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+
+from predictor.request import Slo
+from services.cluster import ClusterSettings, running
+from services.http_client import origin_of
+from services.load.asking import Manner
+from services.load.plan import Planned, Timing, planned, synthetic
+from services.load.report import summary
+from services.load.running import Limits, Result, run_plan
+
+MODEL = "demo"
+POLICIES = ("block", "round_robin", "random")
+# ShareGPT's lengths, roughly: medians and spreads
+PROMPT_TOKENS, OUTPUT_TOKENS = "lognormal:110:1.3", "lognormal:230:0.9"
+LONGEST_TOKENS = 600  # nobody wants to wait for the last few
+TIMEOUT_S = 120.0
+WARM_UP = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """How much of what; times and rates are the engines', which run `speed` times as fast as the wall clock."""
+
+    instances: int = 4
+    rate: float = 12.0
+    seconds: float = 45.0
+    speed: float = 3.0
+    profile: str = "llama-2-7b-a30"
+    policies: tuple[str, ...] = POLICIES
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what would not end."""
+        for name, most in (("rate", 1000.0), ("seconds", 3600.0), ("speed", 100.0)):
+            if not 0 < getattr(self, name) <= most:
+                raise ValueError(f"{name}: must be above 0 and at most {most:g}, not {getattr(self, name)}")
+
+
+def plan_of(settings: DemoSettings) -> list[Planned]:
+    """Draw the traffic, the same for every policy."""
+    generator = np.random.default_rng(settings.seed)
+    num = max(1, round(settings.rate * settings.seconds))
+    drawn = synthetic(num, PROMPT_TOKENS, OUTPUT_TOKENS, generator)
+    timed = planned(drawn, Timing(kind="poisson", rate=settings.rate), generator)
+    return [_shortened(one) for one in timed]
+
+
+def _shortened(one: Planned) -> Planned:
+    return replace(
+        one, prompt_tokens=min(one.prompt_tokens, LONGEST_TOKENS), output_tokens=min(one.output_tokens, LONGEST_TOKENS)
+    )
+
+
+async def compare(
+    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, Result], None]
+) -> dict[str, dict[str, Any]]:
+    """Start a cluster, send the traffic by each policy in turn, and sum each up."""
+    cluster_settings = ClusterSettings(
+        instances=settings.instances,
+        policies=settings.policies,
+        port=0,
+        engine_flags=(
+            "--profile", settings.profile, "--speed", str(settings.speed), "--served-model-name", MODEL,
+            "--no-export-contents",
+        ),
+        scheduler_flags=("--forecast-always", "--seed", str(settings.seed), "--sidecar-deadline-ms", "500"),
+    )  # fmt: skip
+    plan = plan_of(settings)
+    manner = Manner(model=MODEL, time_scale=settings.speed)
+    totals = {}
+    async with running(cluster_settings, told) as cluster:
+        for url in cluster.gateway_urls.values():  # what is done for the first time takes longer
+            await run_plan(plan[:WARM_UP], origin_of(url), manner, Limits(timeout_s=TIMEOUT_S), lambda _: None)
+        for policy, url in cluster.gateway_urls.items():
+            results = await run_plan(plan, origin_of(url), manner, Limits(timeout_s=TIMEOUT_S), partial(ended, policy))
+            totals[policy] = summary(results, Slo())
+    return totals
+
+
+def table(totals: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Write the comparison for people, line by line."""
+    yield f"{'':14}{'TTFT':>18}{'e2e':>20}{'predicted e2e':>22}{'requests by':>16}"
+    figures = f"{'p50':>9}{'p99':>9}{'mean':>10}{'p99':>10}"
+    yield f"{'policy':14}{figures}{'median error':>14}{'bias':>8}{'instance':>16}{'failed':>8}"
+    for policy, total in totals.items():
+        error = (total["forecast_error"] or {}).get("e2e_s")
+        predicted = f"{100 * error['median']:>12.1f} %{100 * error['bias']:>+6.1f} %" if error else f"{'none':>22}"
+        yield (
+            f"{policy:14}{_seconds(total, 'ttft_s', 'p50'):>9}{_seconds(total, 'ttft_s', 'p99'):>9}"
+            f"{_seconds(total, 'e2e_s', 'mean'):>10}{_seconds(total, 'e2e_s', 'p99'):>10}{predicted}"
+            f"{_spread(list(total['instances'].values())):>16}{total['num_failed']:>8}"
+        )
+
+
+def _seconds(total: Mapping[str, Any], name: str, figure: str) -> str:
+    return "none" if total[name] is None else f"{total[name][figure]:.2f} s"
+
+
+def _spread(counts: Sequence[int]) -> str:
+    return f"{fmean(counts):.0f} ± {pstdev(counts):.0f}" if counts else "none"
