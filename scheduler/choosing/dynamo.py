@@ -1,0 +1,23 @@
+"""NVIDIA Dynamo's KV router: prefill to be done and tokens held, each brought to one scale (LMetric §6, baselines)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from scheduler.candidates import Candidates
+from scheduler.choosing.entry import Score
+from scheduler.choosing.scaled import of_highest
+from scheduler.indicators import Column
+
+
+def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
+    """Score = λ x P-token / highest P-token + (1 - λ) x total tokens / highest total tokens."""
+    weight = parameters["lambda"]
+
+    def score(candidates: Candidates) -> Column:
+        prefill, total = of_highest(candidates["p_tokens"]), of_highest(candidates["total_tokens"])
+        return weight * prefill + (1.0 - weight) * total
+
+    return score

@@ -1,0 +1,11 @@
+"""Least loaded: the fewest requests there, whatever they do."""
+
+from __future__ import annotations
+
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+
+
+def fewest(candidates: Candidates) -> Column:
+    """Score = batch size: running, waiting and reserved requests."""
+    return candidates["batch_size"]

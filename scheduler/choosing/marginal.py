@@ -1,0 +1,24 @@
+"""The request's own latency, and a little of what it costs the others; ours, next to Block (Block §4.2).
+
+Whole delays starve requests and hurt the tail; a small weight helps the mean where lengths are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from scheduler.candidates import Candidates
+from scheduler.choosing.entry import Score
+from scheduler.indicators import Column
+
+
+def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
+    """Score = predicted e2e + λ x summed delay of the others."""
+    weight = parameters["lambda"]
+
+    def score(candidates: Candidates) -> Column:
+        return candidates["predicted_e2e_s"] + weight * candidates["delay_sum_s"]
+
+    return score

@@ -1,0 +1,156 @@
+"""From a formula's text to a tree in which only the allowed is left, and whose size and depth are bounded."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scheduler.indicators import INDICATORS
+
+LONGEST = 2000  # characters
+MOST_NODES = 300
+DEEPEST = 30
+LARGEST = 1e15  # of a literal number
+HIGHEST_POWER = 4
+
+# Functions by name: how many arguments they take.
+FUNCTIONS = {
+    "min": (2, 16),
+    "max": (2, 16),
+    "abs": (1, 1),
+    "sqrt": (1, 1),
+    "log": (1, 1),
+    "otherwise": (2, 2),
+    "lowest": (1, 1),
+    "highest": (1, 1),
+    "mean": (1, 1),
+}
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+SYMBOLS = {ast.Pow: "**", ast.FloorDiv: "//", ast.Mod: "%", ast.MatMult: "@", ast.LShift: "<<", ast.RShift: ">>"}
+
+
+def parse(text: str, field: str) -> ast.expr:
+    """Read a formula; ValueError, naming the field that it was given in, says what is wrong with it."""
+    if len(text) > LONGEST:
+        raise ValueError(f"{field}: is longer than {LONGEST} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else "it cannot be read"
+        raise ValueError(f"{field}: is no formula: {reason}") from None
+    try:
+        _require_small(tree)
+        _require_allowed(tree)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+    return tree
+
+
+def names_in(tree: ast.expr) -> Iterator[str]:
+    """Give the indicators that a checked formula reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in INDICATORS:
+            yield node.id
+
+
+def _require_small(tree: ast.expr) -> None:
+    """Refuse a large or deep tree, looking at it level by level: nothing here may be recursive before that."""
+    num_nodes, depth, level = 0, 0, [tree]
+    while level:
+        num_nodes, depth = num_nodes + len(level), depth + 1
+        if num_nodes > MOST_NODES:
+            raise ValueError(f"is larger than {MOST_NODES} terms")
+        if depth > DEEPEST:
+            raise ValueError(f"is nested deeper than {DEEPEST} levels")
+        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+
+
+def _require_allowed(node: ast.expr) -> None:
+    check = CHECKS.get(type(node))
+    if check is None:
+        raise ValueError(f"{type(node).__name__} is not allowed")
+    check(node)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) and not (isinstance(node, ast.Call) and child is node.func):
+            _require_allowed(child)
+
+
+def _require_operator(node: ast.BinOp) -> None:
+    if isinstance(node.op, ast.Pow):
+        _require_low(node.right)
+    elif not isinstance(node.op, OPERATORS):
+        raise ValueError(f"{SYMBOLS.get(type(node.op), type(node.op).__name__)} is not allowed")
+
+
+def _require_sign(node: ast.UnaryOp) -> None:
+    if isinstance(node.op, ast.Invert):
+        raise ValueError("~ is not allowed; write not")
+
+
+def _require_comparison(node: ast.Compare) -> None:
+    if not all(isinstance(operator, COMPARISONS) for operator in node.ops):
+        raise ValueError("of comparisons, only <, <=, >, >=, == and != are allowed")
+
+
+def _require_call(node: ast.Call) -> None:
+    if not isinstance(node.func, ast.Name) or node.keywords:
+        raise ValueError(f"of calls, only those of {', '.join(FUNCTIONS)} are allowed, without keywords")
+    _require_function(node.func.id, len(node.args))
+
+
+def _refuse_attribute(node: ast.Attribute) -> None:
+    raise ValueError(f".{node.attr:.40} is not allowed; indicators have no attributes")
+
+
+def _require_number(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r:.40} is no number")
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"numbers may not be above {LARGEST:g}")
+
+
+def _require_low(exponent: ast.expr) -> None:
+    if not (
+        isinstance(exponent, ast.Constant)
+        and isinstance(exponent.value, int | float)
+        and 0 <= exponent.value <= HIGHEST_POWER
+    ):
+        raise ValueError(f"powers must be numbers from 0 to {HIGHEST_POWER}")
+
+
+def _require_known(name: str) -> None:
+    if name in INDICATORS:
+        return
+    if name in FUNCTIONS:
+        raise ValueError(f"{name} is a function, and wants arguments")
+    near = difflib.get_close_matches(name, INDICATORS, n=1)
+    raise ValueError(f"{name} is no known indicator" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _require_function(name: str, num_arguments: int) -> None:
+    if name not in FUNCTIONS:
+        near = difflib.get_close_matches(name, FUNCTIONS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(FUNCTIONS)}"
+        raise ValueError(f"{name} is no known function{hint}")
+    least, most = FUNCTIONS[name]
+    if not least <= num_arguments <= most:
+        raise ValueError(f"{name} takes {least if least == most else f'{least} to {most}'} arguments")
+
+
+CHECKS: dict[type[ast.expr], Callable[[Any], None]] = {
+    ast.Constant: lambda node: _require_number(node.value),
+    ast.Name: lambda node: _require_known(node.id),
+    ast.BinOp: _require_operator,
+    ast.UnaryOp: _require_sign,
+    ast.Compare: _require_comparison,
+    ast.Call: _require_call,
+    ast.Attribute: _refuse_attribute,
+    ast.BoolOp: lambda _: None,
+    ast.IfExp: lambda _: None,
+}

@@ -1,0 +1,132 @@
+"""A policy at work: who is looked at, who is forecast, who wins, and who comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from scheduler.candidates import Candidates, Places
+from scheduler.choosing import entry_named
+from scheduler.choosing.entry import Entry
+from scheduler.expressions import Expression, condition, number
+from scheduler.indicators import Column, Source, roots_of
+from scheduler.shortlist import Draws, lowest
+from scheduler.spec import EXPRESSION, Spec, spec_from
+
+DEFAULT_SHORTLIST = "lmetric"
+DELAYS = ("delay_sum_s", "delay_worst_s", "others_preempted")
+
+
+class Policy:
+    """Chooses for one request after the other: `among`, then forecasts of those where needed, then `choose`.
+
+    The shortlist is the `k` best by a cheap score over indicators at hand; with k = 0 that score decides, and where all
+    are forecast it is not made. A filter that nobody passes filters nobody: there is always somebody to choose.
+    """
+
+    def __init__(self, spec: Spec, generator: np.random.Generator) -> None:
+        """Make one; ValueError where its formulas are none, or its parts do not go together."""
+        entry = _entry_of(spec)
+        tie_break = entry.tie_break if spec.tie_break is None else spec.tie_break
+        self.text = spec.text
+        self._score = entry.make(spec.parameters, generator)
+        self._filter = condition(spec.filter) if spec.filter else None
+        self._tie_break = number(tie_break, "tie_break") if tie_break else None
+        self._sample = entry.sample if spec.sample is None else spec.sample
+        self._draws = Draws(generator)
+        self._k = 0 if spec.k is None else spec.k
+        self._shortlist = Policy(_cheap(spec), generator) if self._k else None
+        self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist))
+        roots = list(roots_of(self.needs))
+        self.is_blind = not roots  # it looks at nothing
+        self.needs_forecast = any(root.source is Source.FORECAST for root in roots)
+        self.needs_delays = any(root.name in DELAYS for root in roots)
+        self.needs_prefix = any(root.source is Source.PREFIX for root in roots)
+        if _is_foretold(_needs_of(self._filter)):
+            raise ValueError("policy: filter: reads forecasts, which are made after it")
+
+    def among(self, candidates: Candidates) -> Candidates:
+        """Leave those who pass the filter, are drawn, and come onto the shortlist."""
+        if self._filter is not None:
+            passing = np.flatnonzero(self._filter(candidates) == 1.0)
+            if 0 < len(passing) < len(candidates):
+                candidates = candidates.only(passing)
+        if 0 < self._sample < len(candidates):
+            candidates = candidates.only(self._draws.some(self._sample, len(candidates)))
+        if self._shortlist is not None and self._k < len(candidates):
+            candidates = candidates.only(self._shortlist.lowest(candidates, self._k))
+        return candidates
+
+    def scores(self, candidates: Candidates) -> Column:
+        """Score each; once for each request, as a policy may remember what it has seen."""
+        return self._score(candidates)
+
+    def lowest(self, candidates: Candidates, k: int) -> Places:
+        """Find the k best, in the order of their places."""
+        tie_break = None if self._tie_break is None else self._tie_break(candidates)
+        return lowest(self._score(candidates), k, tie_break)
+
+    def best(self, candidates: Candidates, scores: Column) -> int:
+        """Find who wins: the lowest score, then the lowest tie-break, then the first; NaN never wins against a number.
+
+        It is the first of `order`, found faster.
+        """
+        first = int(scores.argmin())
+        score = scores[first]
+        if score != score:  # noqa: PLR0124 - NaN
+            return int(self.order(candidates, scores)[0])
+        if self._tie_break is not None:
+            equal = scores == score
+            if np.count_nonzero(equal) > 1:
+                equals = np.flatnonzero(equal)
+                first = int(equals[lowest(self._tie_break(candidates)[equals], 1)[0]])
+        return first
+
+    def order(self, candidates: Candidates, scores: Column) -> Places:
+        """Rank them all, best first; those whose score is not known come last."""
+        if self._tie_break is None:
+            return scores.argsort(kind="stable")
+        return np.lexsort((self._tie_break(candidates), scores))
+
+    def choose(self, candidates: Candidates) -> int:
+        """Score them, and find who wins."""
+        return self.best(candidates, self._score(candidates))
+
+
+def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Policy:
+    """Make a policy from what a user wrote; those that draw do so from the seed."""
+    spec = spec_from(given)
+    if (spec.k is not None or spec.shortlist is not None) and not _is_foretold(_entry_of(spec).needs):
+        raise ValueError(f"policy: {spec.name}: k and shortlist are for policies that need forecasts")
+    if spec.k == 0:
+        cheap = _cheap(spec)
+        spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=spec.sample or cheap.sample)
+    return Policy(spec, np.random.default_rng(seed))
+
+
+def _entry_of(spec: Spec) -> Entry:
+    if spec.name != EXPRESSION:
+        return entry_named(spec.name)
+    formula = number(spec.score, f"policy: {EXPRESSION}")
+    return Entry(make=lambda _parameters, _generator: formula, formula=spec.score, source="", needs=formula.needs)
+
+
+def _cheap(spec: Spec) -> Spec:
+    """Give the policy by which a shortlist is made."""
+    cheap = spec_from(DEFAULT_SHORTLIST if spec.shortlist is None else spec.shortlist)
+    if _is_foretold(_entry_of(cheap).needs):
+        raise ValueError(f"policy: {spec.name}: shortlist: {cheap.name} needs forecasts itself")
+    return cheap
+
+
+def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:
+    for part in parts:
+        if part is not None:
+            yield from part.needs
+
+
+def _is_foretold(names: Iterable[str]) -> bool:
+    return any(root.source is Source.FORECAST for root in roots_of(names))

@@ -1,0 +1,50 @@
+"""Leaving few candidates of many: the lowest k by a score, or k that are drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler.candidates import Places
+from scheduler.indicators import Column
+
+MOST_BUFFERED = 1024
+
+
+def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Places:
+    """Find the k lowest scores, in the order of their places; of equals the lowest tie-break, then the first.
+
+    What is not known comes last. It costs little more for many than for few: nothing is sorted.
+    """
+    scores = np.fmin(scores, np.inf)
+    threshold = np.partition(scores, k - 1)[k - 1]
+    places = np.flatnonzero(scores <= threshold)
+    if len(places) == k:
+        return places
+    at_threshold = scores[places] == threshold
+    below, equals = places[~at_threshold], places[at_threshold]
+    missing = k - len(below)
+    if tie_break is not None:
+        equals = equals[lowest(tie_break[equals], missing)]
+    return np.sort(np.concatenate((below, equals[:missing])))
+
+
+class Draws:
+    """Draws candidates with a seeded generator, which is asked for many numbers at once."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        """Draw nothing yet."""
+        self._generator = generator
+        self._numbers: list[float] = []
+
+    def some(self, k: int, of: int) -> Places:
+        """Draw k different places of so many, each set as likely as any other (Floyd's algorithm), in their order."""
+        drawn: set[int] = set()
+        for last in range(of - k, of):
+            place = int(self._number() * (last + 1))
+            drawn.add(last if place in drawn else place)
+        return np.array(sorted(drawn), np.intp)
+
+    def _number(self) -> float:
+        if not self._numbers:
+            self._numbers = self._generator.random(MOST_BUFFERED).tolist()
+        return self._numbers.pop()

@@ -1,0 +1,135 @@
+"""A policy as users write it: a name, and after a colon its parameters as they would stand in TOML.
+
+    lmetric
+    linear: lambda = 0.3
+    block: k = 8, shortlist = "llumnix", filter = "num_waiting < 50"
+    expr: p_tokens * batch_size
+    expr: score = "p_tokens * batch_size", filter = "age_s < 1"
+
+A table of TOML with a `name` says the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scheduler.choosing import entry_named
+from scheduler.choosing.entry import Entry, Parameter
+
+EXPRESSION = "expr"
+ALL = "all"
+LONGEST = 4000  # characters
+MOST = 1_000_000  # of k and sample
+OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist")  # that every policy has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """Which policy, with which parameters; `k` is how many forecasts are made, None for all."""
+
+    text: str
+    name: str
+    score: str = ""  # of an expression
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    filter: str = ""
+    tie_break: str | None = None
+    sample: int | None = None
+    k: int | None = None
+    shortlist: str | None = None
+
+
+def spec_from(given: str | Mapping[str, Any]) -> Spec:
+    """Read a policy; what is unknown or makes no sense is refused by its name."""
+    text = given if isinstance(given, str) else _as_text(given)
+    if len(text) > LONGEST:
+        raise ValueError(f"policy: is longer than {LONGEST} characters")
+    name, colon, body = text.partition(":")
+    name = name.strip()
+    settings = _settings(name, body.strip()) if colon else {}
+    parameters = {"score": None} if name == EXPRESSION else entry_named(name).parameters
+    for key in settings:
+        if key not in parameters and key not in OPTIONS:
+            near = difflib.get_close_matches(key, [*parameters, *OPTIONS], n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join([*parameters, *OPTIONS])}"
+            raise ValueError(f"policy: {name}: {key} is no known parameter{hint}")
+    try:
+        return Spec(
+            text=" ".join(text.split()),
+            name=name,
+            score=_score(settings) if name == EXPRESSION else "",
+            parameters={} if name == EXPRESSION else _parameters(entry_named(name), settings),
+            filter=_text("filter", settings.get("filter", "")),
+            tie_break=_text("tie_break", settings["tie_break"]) if "tie_break" in settings else None,
+            sample=_count("sample", settings["sample"], least=1) if "sample" in settings else None,
+            k=None if settings.get("k", ALL) == ALL else _count("k", settings["k"], least=0),
+            shortlist=_text("shortlist", settings["shortlist"]) if "shortlist" in settings else None,
+        )
+    except ValueError as error:
+        raise ValueError(f"policy: {name}: {error}") from None
+
+
+def _settings(name: str, body: str) -> dict[str, Any]:
+    """Read what follows the colon. A formula is no list of TOML settings, as it assigns nothing."""
+    try:
+        settings: dict[str, Any] = tomllib.loads("settings = {" + body + "}")["settings"]
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        if name == EXPRESSION:
+            return {"score": body}
+        raise ValueError(f"policy: {name}: {body!r:.80} is no list of settings like lambda = 0.3: {error}") from None
+    return settings
+
+
+def _as_text(table: Mapping[str, Any]) -> str:
+    """Write a table down as text."""
+    if not isinstance(table.get("name"), str):
+        raise ValueError("policy.name: is missing")
+    settings = [f"{key} = {_as_toml(key, value)}" for key, value in table.items() if key != "name"]
+    return f"{table['name']}: {', '.join(settings)}" if settings else str(table["name"])
+
+
+def _as_toml(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str) and value.isprintable():
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    raise ValueError(f"policy.{key}: must be a text, a number, true or false")
+
+
+def _score(settings: Mapping[str, Any]) -> str:
+    if not settings.get("score"):
+        raise ValueError("score: is missing, a formula like p_tokens * batch_size")
+    return _text("score", settings["score"])
+
+
+def _parameters(entry: Entry, settings: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: _within(name, parameter, settings.get(name, parameter.default))
+        for name, parameter in entry.parameters.items()
+    }
+
+
+def _within(name: str, parameter: Parameter, value: Any) -> float:
+    if not isinstance(value, int | float) or not parameter.low <= value <= parameter.high or math.isinf(value):
+        most = f" to {parameter.high:g}" if parameter.high < math.inf else " on"
+        raise ValueError(f"{name}: must be a number from {parameter.low:g}{most}, not {value!r:.40}")
+    return float(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: must be a text, not {value!r:.40}")
+    return value
+
+
+def _count(name: str, value: Any, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        also = ' or "all"' if name == "k" else ""
+        raise ValueError(f"{name}: must be a whole number from {least} on{also}, not {value!r:.40}")
+    return value

@@ -1,0 +1,321 @@
+"""Every policy on cases worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import scheduler.choosing
+from scheduler.candidates import Facts
+from scheduler.choosing import POLICIES
+from scheduler.indicators import require_indicator, roots_of
+from scheduler.policy import policy_from
+from scheduler.table import Table
+from tests.fleets import LETTERS, fleet, random_fleet
+
+Columns = Mapping[str, Sequence[float | None]]
+HUNDRED = Facts(prompt_tokens=100)
+STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
+
+
+def chosen(text: str, columns: Columns, facts: Facts = HUNDRED) -> str:
+    """Whom a fresh policy chooses."""
+    policy = policy_from(text, seed=1)
+    candidates = policy.among(fleet(facts=facts, **columns))
+    return candidates.instance_id(policy.choose(candidates))
+
+
+def ranked(text: str, columns: Columns) -> str:
+    """Whom a fresh policy ranks how, as one word."""
+    policy = policy_from(text, seed=1)
+    candidates = policy.among(fleet(facts=HUNDRED, **columns))
+    order = policy.order(candidates, policy.scores(candidates))
+    return "".join(candidates.instance_id(place) for place in order)
+
+
+CASES: list[tuple[str, Columns, str]] = [
+    # Block and its kin: the lowest of what is foreseen.
+    ("block", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac"),
+    ("block", {"predicted_e2e_s": [2.0, 2.0, 1.0]}, "cab"),
+    ("block", {"predicted_e2e_s": [None, math.inf, 9.0]}, "cba"),
+    ("block_ttft", {"predicted_ttft_s": [0.3, 0.1, 0.2], "predicted_e2e_s": [1.0, 9.0, 9.0]}, "bca"),
+    ("block_mean", {"predicted_e2e_s": [1.0, 2.0, 3.0], "delay_sum_s": [5.0, 3.5, 0.0]}, "cba"),
+    ("marginal", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "bac"),  # 1.25, 1.15, 3
+    ("marginal: lambda = 0", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "abc"),
+    ("marginal", {"predicted_e2e_s": [1.0, 2.0], "delay_sum_s": [None, 0.0]}, "ba"),
+    # LMetric: P-token x batch size: (100 + 100) x 4, (0 + 100) x 5, (300 + 20) x 2.
+    (
+        "lmetric",
+        {
+            "queued_prefill_tokens": [100, 0, 300],
+            "prefix_hit_tokens": [0, 0, 80],
+            "num_running": [3, 5, 1],
+            "num_waiting": [1, 0, 1],
+        },
+        "bca",
+    ),
+    # Nobody is busy: the product is zero for all, and the one that has the prefix cached is to be preferred.
+    (
+        "lmetric",
+        {
+            "queued_prefill_tokens": [0, 0, 0],
+            "prefix_hit_tokens": [0, 96, 96],
+            "num_running": [0, 0, 0],
+            "num_waiting": [0, 0, 0],
+        },
+        "bca",
+    ),
+    # A reserved request is one that is there.
+    (
+        "lmetric",
+        {"queued_prefill_tokens": [0, 0], "num_running": [2, 2], "num_waiting": [0, 0], "num_reserved": [1, 0]},
+        "ba",
+    ),
+    # 1 - hit ratio: 1 x 3, 0.2 x 10, 0.5 x 8.
+    ("lmetric_hits", {"prefix_hit_tokens": [0, 80, 50], "num_running": [3, 10, 8], "num_waiting": [0, 0, 0]}, "bac"),
+    # P-token x total tokens: 100 x 1000, 200 x 600, 100 x 2000.
+    (
+        "lmetric_tokens",
+        {"queued_prefill_tokens": [0, 100, 0], "context_tokens": [1000, 500, 2000]},
+        "abc",
+    ),
+    # λ = 0.7: 0.7 + 0.3 x 2/10, 0.7 x 0.2 + 0.3, 0.7 x 0.5 + 0.3 x 5/10.
+    ("linear", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 10, 5], "num_waiting": [0, 0, 0]}, "bca"),
+    ("linear: lambda=0", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5], "num_waiting": [0] * 3}, "acb"),
+    ("linear: lambda=1", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5], "num_waiting": [0] * 3}, "bca"),
+    # All idle: no division by zero, and the hits decide.
+    ("linear", {"prefix_hit_tokens": [0, 80], "num_running": [0, 0], "num_waiting": [0, 0]}, "ba"),
+    # λ = 0.5: P-tokens 100, 400, 200 of 400; totals 1000, 300, 700 of 1000: 0.625, 0.65, 0.6.
+    ("dynamo", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "cab"),
+    # Batch sizes 1 to 9 range over 8, which is not more than 8: the best hits; over 9: the least loaded.
+    ("filter", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 9], "num_waiting": [0, 0, 0]}, "cba"),
+    ("filter", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 10], "num_waiting": [0, 0, 0]}, "abc"),
+    ("filter: range=3", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 3, 9], "num_waiting": [0] * 3}, "abc"),
+    # Without hits anywhere, the smaller batch.
+    ("filter", {"prefix_hit_tokens": [0, 0, 0], "num_running": [3, 2, 4], "num_waiting": [0, 0, 0]}, "bac"),
+    # Free after the waiting, for each running request: (500 - 100)/10, (300 - 0)/5, (900 - 0)/30.
+    (
+        "llumnix",
+        {"num_free_blocks": [500, 300, 900], "num_waiting_blocks": [100, 0, 0], "num_running": [10, 5, 30]},
+        "bac",
+    ),
+    # An idle instance counts as one that runs one.
+    ("llumnix", {"num_free_blocks": [1000, 1000], "num_waiting_blocks": [0, 0], "num_running": [1, 0]}, "ab"),
+    # More is needed than is free: last, however many run there.
+    (
+        "llumnix",
+        {"num_free_blocks": [0, 1, 10], "num_waiting_blocks": [500, 0, 11], "num_running": [48, 48, 1]},
+        "bca",
+    ),
+    (
+        "llumnix",
+        {
+            "num_free_blocks": [9, 9],
+            "num_waiting_blocks": [0, 0],
+            "num_reserved_blocks": [8, 0],
+            "num_running": [1, 1],
+        },
+        "ba",
+    ),
+    # As printed: (100 + 20)/1, (900 + 0)/48, (500 + 0)/5: the full one looks best.
+    (
+        "llumnix_paper",
+        {
+            "num_total_blocks": [1000, 1000, 1000],
+            "num_free_blocks": [900, 100, 500],
+            "num_waiting_blocks": [20, 0, 0],
+            "num_running": [1, 48, 5],
+        },
+        "bca",
+    ),
+    ("infaas", {"num_free_blocks": [500, 300, 900], "num_running": [10, 5, 30]}, "bac"),
+    (
+        "infaas_paper",
+        {"num_total_blocks": [1000, 1000], "num_free_blocks": [900, 100], "num_running": [1, 48]},
+        "ba",
+    ),
+    # 4 x waiting + running: 4 x 1 + 10, 4 x 3 + 1, 4 x 0 + 12.
+    ("jsq", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "cba"),
+    ("jsq: waiting_weight = 1", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "bac"),
+    ("jsq", {"num_waiting": [0, 0], "num_reserved": [1, 0], "num_running": [0, 3]}, "ba"),
+    ("least_loaded", {"num_running": [3, 2, 4], "num_waiting": [0, 2, 0], "num_reserved": [0, 0, 1]}, "abc"),
+    ("min_qpm", {"requests_per_minute": [30, 10, 20]}, "bca"),
+    ("round_robin", {"num_running": [30, 10, 20]}, "abc"),
+]
+
+
+@pytest.mark.parametrize(("text", "columns", "expected"), CASES)
+def test_a_policy_ranks_as_worked_out_by_hand(text: str, columns: Columns, expected: str) -> None:
+    """The lowest score first, equals by id, what is not known last."""
+    assert ranked(text, columns) == expected
+    assert chosen(text, columns) == expected[0]
+
+
+def test_every_policy_has_a_case_or_a_test_of_its_own() -> None:
+    """No policy joins the table without one."""
+    named = {text.split(":")[0] for text, _, _ in CASES}
+    assert set(POLICIES) - named == {"random", "power_of_two"}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
+    """A lone instance wins also where nobody knows anything."""
+    assert chosen(name, {"num_running": [None]}) == "a"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("random", "power_of_two", "round_robin")])
+def test_what_nobody_knows_never_wins(name: str) -> None:
+    """Whatever indicator of an instance is missing, those that are known well come first."""
+    needs = [root.name for root in _roots(name)]
+    told = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
+    for missing, values in told.items():
+        columns = {need: [5.0, 5.0, 5.0] for need in told} | {missing: values}
+        if require_indicator(missing).otherwise == 0.0 or missing == "requests_per_minute":
+            continue  # no promise known is no promise, and this scheduler's own count is known
+        assert chosen(name, columns) == "b", missing
+        assert ranked(name, columns) == "bca", missing
+
+
+def _roots(name: str) -> list:
+    return list(dict.fromkeys(roots_of(POLICIES[name].needs)))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in STATEFUL])
+def test_the_winner_is_the_first_of_the_ranking(name: str) -> None:
+    """The fast way and the full order agree, on states full of ties and holes; an unknown score is never first."""
+    rng, policy = np.random.default_rng(5), policy_from(name, seed=1)
+    for _ in range(300):
+        candidates = random_fleet(rng)
+        scores = policy.scores(candidates)
+        order = policy.order(candidates, scores)
+        assert policy.best(candidates, scores) == order[0]
+        assert np.isnan(scores[order[0]]) == np.isnan(scores).all()
+        assert sorted(order.tolist()) == list(range(len(candidates)))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_policy_reads_is_what_it_says_it_reads(name: str) -> None:
+    """Its line in the table names every indicator that its file asks for, so that a scheduler knows what to ask."""
+    candidates = random_fleet(np.random.default_rng(3))
+    candidates.columns = Watched(candidates.columns)
+    policy_from(name, seed=1).choose(candidates)
+    read = {root.name for root in roots_of(candidates.columns.asked)}
+    passing_by = {"prompt_tokens", "age_s"}
+    assert read - passing_by == {root.name for root in _roots(name)} - passing_by
+
+
+class Watched(dict):
+    """Remembers what was asked for."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.asked: list[str] = []
+
+    def get(self, name: str, default: object = None) -> object:
+        """Look up, and remember."""
+        self.asked.append(name)
+        return super().get(name, default)
+
+
+# Those that remember or draw.
+
+
+def test_round_robin_takes_turns_also_as_instances_come_and_go() -> None:
+    """Whoever has waited longest is next; a newcomer is first; one that was away is not forgotten."""
+    table, policy = Table("abc"), policy_from("round_robin")
+
+    def turn(ids: str) -> str:
+        table.follow(ids)
+        candidates = table.candidates()
+        return candidates.instance_id(policy.choose(candidates))
+
+    assert "".join(turn("abc") for _ in range(4)) == "abca"
+    assert turn("abcd") == "d"
+    assert turn("bcd") == "b"
+    many = "".join(LETTERS)
+    assert [turn(many) for _ in range(len(many))][:3] == ["a", "e", "f"]  # back again, and never seen before
+
+
+def test_round_robin_takes_turns_among_some() -> None:
+    """Whoever may not be chosen misses no turn."""
+    table, policy = Table("abc"), policy_from("round_robin")
+    turns = []
+    for places in ([0, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]):
+        candidates = table.candidates(places=np.array(places))
+        turns.append(candidates.instance_id(policy.choose(candidates)))
+    assert turns == ["a", "b", "c", "a"]
+
+
+def test_random_is_seeded_and_even() -> None:
+    """The same seed chooses the same; all get their share."""
+    candidates = Table("abcd").candidates()
+
+    def draws(seed: int) -> list[int]:
+        policy = policy_from("random", seed)
+        return [policy.choose(candidates) for _ in range(400)]
+
+    assert draws(3) == draws(3) != draws(4)
+    assert all(60 < draws(3).count(place) < 140 for place in range(4))
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_that_are_drawn() -> None:
+    """The busiest never wins, the idlest whenever it is drawn: half the time among four; seeded."""
+    columns: Columns = {"num_running": [7, 1, 5, 3], "num_waiting": [0, 0, 0, 0]}
+
+    def draws(text: str, seed: int) -> Counter[str]:
+        policy = policy_from(text, seed)
+        candidates = fleet(**columns)
+        drawn = (policy.among(candidates) for _ in range(600))
+        return Counter(some.instance_id(policy.choose(some)) for some in drawn)
+
+    counts = draws("power_of_two", 1)
+    assert counts == draws("power_of_two", 1) != draws("power_of_two", 2)
+    assert "a" not in counts
+    assert 250 < counts["b"] < 350  # 1/2
+    assert 150 < counts["d"] < 250  # 1/3
+    assert 60 < counts["c"] < 150  # 1/6
+    assert draws("power_of_two: sample = 4", 1) == {"b": 600}
+    assert draws("least_loaded: sample = 2", 1) == counts
+
+
+def test_min_qpm_really_counts_minutes() -> None:
+    """What was sent a minute ago or earlier is gone, and what is sent now counts at once."""
+    table, policy = Table("ab"), policy_from("min_qpm")
+
+    def turn(now_s: float) -> str:
+        candidates = table.candidates(now_s=now_s)
+        name = candidates.instance_id(policy.choose(candidates))
+        table.sent(name, now_s)
+        return name
+
+    assert [turn(now_s) for now_s in (0.0, 1.0, 2.0)] == ["a", "b", "a"]
+    assert turn(60.5) == "a"  # b's of second 1 and a's of second 2 are left
+    assert turn(61.5) == "b"  # a has two
+    candidates = table.candidates(now_s=61.9)
+    assert candidates["requests_per_minute"].tolist() == [2.0, 1.0]
+    assert table.candidates(now_s=200.0)["requests_per_minute"].tolist() == [0.0, 0.0]
+
+
+def test_what_a_sidecar_counted_passes_with_its_minute() -> None:
+    """An instance of which nothing is heard is not shunned for ever for what it once got."""
+    table, policy = Table("ab"), policy_from("min_qpm")
+    table.tell("a", {"requests_per_minute": 60.0}, now_s=0.0)
+    table.tell("b", {"requests_per_minute": 20.0}, now_s=30.0, age_s=0.0)
+    assert policy.choose(table.candidates(now_s=30.0)) == 1  # 30 against 20
+    assert table.candidates(now_s=30.0)["requests_per_minute"].tolist() == [30.0, 20.0]
+    assert policy.choose(table.candidates(now_s=60.0)) == 0  # 0 against 10
+
+
+def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
+    """Its docstring says where it comes from."""
+    folder = Path(scheduler.choosing.__file__).parent
+    for name in POLICIES:
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 60, name
+        assert "§" in text or name == "least_loaded", name
+        assert "Score = " in text, name
