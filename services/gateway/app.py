@@ -207,7 +207,7 @@ class Gateway:
     async def _ready(self, scope: Scope, receive: Receive, client: Client) -> None:  # noqa: ARG002
         if self.draining:
             raise RefusedError(503, GOING_AWAY)
-        if not len(self._shared.last_resort) and not self._shared.schedulers.reachable():
+        if not self._shared.last_resort and not self._shared.schedulers.reachable():
             raise RefusedError(503, "no scheduler can be reached")
         await client.answer(200, JSON, b'{"status": "ready"}')
 

@@ -68,7 +68,7 @@ class Models:
             response = await self._schedulers.schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True))
             self._last_resort.saw(response.decision)
         except (RefusedError, NobodyError) as error:
-            if not len(self._last_resort):
+            if not self._last_resort:
                 raise RefusedError(503, f"the models are not known now: {error}") from None
 
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:

@@ -58,9 +58,9 @@ class LastResort:
         self._latest_s = 0.0
         self._turn = -1
 
-    def __len__(self) -> int:
-        """How many places there are."""
-        return len(self._places(""))
+    def __bool__(self) -> bool:
+        """Tell whether there is any place at all."""
+        return bool(self._named or self._urls)
 
     @property
     def urls(self) -> list[str]:

@@ -80,7 +80,8 @@ class Placing:
         question = scheduler_pb2.ScheduleRequest(
             request=request, prompt=self.incoming.ask.prompt, exclude_instance_ids=excluded
         )
-        response = await self.shared.schedulers.schedule(question, abandoned=self._give_back)
+        elsewhere = bool(self.shared.last_resort)  # then nobody need wait for schedulers that do not answer
+        response = await self.shared.schedulers.schedule(question, abandoned=self._give_back, insist=not elsewhere)
         decision = response.decision
         try:
             place = place_of(decision)

@@ -38,6 +38,8 @@ UNWILLING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
+LONGEST_PAUSE_S = 2.0  # a scheduler that is back is soon asked again
+
 Settled = Callable[[scheduler_pb2.ScheduleResponse], None]
 
 
@@ -52,7 +54,7 @@ class _Scheduler:
         self.address = address
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
-        self.circuit = Circuit()
+        self.circuit = Circuit(longest_pause_s=LONGEST_PAUSE_S)
 
     def says_itself(self, code: grpc.StatusCode) -> bool:
         """Tell a scheduler that has no instance from one that is not there: the connection stands."""
@@ -81,14 +83,14 @@ class Schedulers:
         return any(one.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY for one in self._all)
 
     async def schedule(
-        self, request: scheduler_pb2.ScheduleRequest, *, abandoned: Settled | None = None
+        self, request: scheduler_pb2.ScheduleRequest, *, abandoned: Settled | None = None, insist: bool = True
     ) -> scheduler_pb2.ScheduleResponse:
-        """Get a decision from any.
+        """Get a decision from any; while none has answered lately, ask nevertheless only if we `insist`.
 
         A caller who is cancelled meanwhile does not cancel the call: what was decided in vain goes to `abandoned`.
         """
         unwilling: RefusedError | None = None
-        for one in self._in_turn("schedule", Circuit.allows):
+        for one in self._in_turn("schedule", Circuit.allows, insist=insist):
             try:
                 response = await self._call(one, request, abandoned)
             except grpc.aio.AioRpcError as error:
@@ -111,7 +113,9 @@ class Schedulers:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Tell an end to any; False where none took it."""
-        for one in self._in_turn("release", Circuit.may_try):  # no trial: who hears it may yet hang at decisions
+        for one in self._in_turn(
+            "release", Circuit.may_try, insist=True
+        ):  # no trial: who hears it may yet hang at decisions
             try:
                 await one.stub.Release(request, timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -131,8 +135,8 @@ class Schedulers:
         for one in self._all:
             await one.channel.close()
 
-    def _in_turn(self, call: str, may: Callable[[Circuit, float], bool]) -> Iterator[_Scheduler]:
-        """Everybody whose circuit is closed, beginning with another each time; else who is to be tried next anyway."""
+    def _in_turn(self, call: str, may: Callable[[Circuit, float], bool], *, insist: bool) -> Iterator[_Scheduler]:
+        """Give those that may be asked, beginning with another each time; else, if need be, the first that will."""
         turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
         tried = False
@@ -141,7 +145,7 @@ class Schedulers:
             if may(one.circuit, self._loop.time()):
                 tried = True
                 yield one
-        if not tried and count:
+        if insist and not tried and count:
             yield min(self._all, key=lambda one: one.circuit.retry_at_s)
 
     async def _call(

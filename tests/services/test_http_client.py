@@ -214,10 +214,10 @@ def test_a_deadline_moves_with_every_piece() -> None:
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
         writer.write(OK + b"content-length: 100\r\n\r\n")
-        for _ in range(4):
+        for _ in range(8):
             writer.write(b"x")
             await writer.drain()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         await reader.read()
 
     async def test() -> None:
@@ -227,11 +227,11 @@ def test_a_deadline_moves_with_every_piece() -> None:
 
             async def read_on() -> None:
                 while True:
-                    received.append(await connection.read(0.15))
+                    received.append(await connection.read(1.0))
 
             with pytest.raises(TimeoutError):
                 await read_on()
-            assert b"".join(received) == b"xxxx"
+            assert b"".join(received) == b"xxxxxxxx"
             connection.abort()
 
     run(test)
@@ -259,7 +259,7 @@ def test_a_body_that_is_handed_over(end: str) -> None:
             taken: list[bytes] = []
             if end in ("break", "silence"):
                 with pytest.raises(BrokenError if end == "break" else TimeoutError):
-                    await connection.hand_over(taken.append, 0.2 if end == "silence" else 30.0)
+                    await connection.hand_over(taken.append, 1.0 if end == "silence" else 30.0)
             else:
                 await connection.hand_over(taken.append, 30.0)
                 assert connection.drained()
@@ -270,14 +270,14 @@ def test_a_body_that_is_handed_over(end: str) -> None:
 
 
 def test_who_cannot_be_reached() -> None:
-    """A refused connection and a name that nobody has are told apart from an answer that breaks off."""
+    """A refused connection and a name that nobody can have are told apart from an answer that breaks off."""
 
     async def test() -> None:
         client = HttpClient()
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             port = closed.getsockname()[1]
-        for url in (f"http://127.0.0.1:{port}", "http://no-such-host.invalid:1"):
+        for url in (f"http://127.0.0.1:{port}", f"http://{'x' * 64}:1"):
             with pytest.raises(ConnectError, match="cannot be reached"):
                 await ask(client, origin_of(url))
 
@@ -307,7 +307,7 @@ def test_what_is_not_read_is_not_collected() -> None:
             connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 10.0)
             await stuck.wait()
             assert num_sent < 500
-            while len(await connection.read(1.0)) > 0:
+            while len(await connection.read(30.0)) > 0:
                 pass
             connection.abort()
 

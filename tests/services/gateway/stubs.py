@@ -19,7 +19,7 @@ from services.gateway.settings import GatewaySettings
 from services.grpc_server import ServerSettings
 
 LOCAL = "127.0.0.1"
-LIMIT_S = 30
+LIMIT_S = 60
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -310,9 +310,12 @@ async def scene(
         for scheduler in schedulers:
             await scheduler.start()
             stack.push_async_callback(scheduler.stop)
-        settings = GatewaySettings(**{"schedulers": tuple(one.address for one in schedulers), **options})
+        addresses = tuple(one.address for one in schedulers)
+        settings = GatewaySettings(**{"schedulers": addresses, "schedule_s": 20.0, "connect_s": 20.0, **options})
         here = await stack.enter_async_context(
             serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys))
         )
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=20))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
+        )
         yield Scene(client=client, engines=running, schedulers=schedulers, port=here.port)

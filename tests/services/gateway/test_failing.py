@@ -129,10 +129,12 @@ def test_a_dead_engine_draws_nothing_to_itself() -> None:
 
     async def test() -> None:
         async with scene(completes, urls=[await unreachable()]) as here:
-            for _ in range(4):
+            excluded: list[list[str]] = []
+            while excluded != [["e0"]]:
+                here.scheduler.asked.clear()
                 assert (await here.post()).status_code == 200
-            asked = [list(one.exclude_instance_ids) for one in here.scheduler.asked]
-            assert asked == [[], ["e0"], [], ["e0"], ["e0"], ["e0"]]
+                excluded = [list(one.exclude_instance_ids) for one in here.scheduler.asked]
+                assert excluded in ([[], ["e0"]], [["e0"]])
 
     run(test)
 
@@ -158,9 +160,9 @@ def test_an_engine_that_hangs_is_left() -> None:
     """An engine that sends nothing in time costs its deadline, not the request."""
 
     async def test() -> None:
-        async with scene(hangs, streams, first_byte_s=0.1) as here:
+        async with scene(hangs, streams, first_byte_s=1.0) as here:
             assert (await here.post(stream=True)).content == b"".join(STREAM)
-        async with scene(hangs, completes, answer_s=0.1) as here:
+        async with scene(hangs, completes, answer_s=1.0) as here:
             assert (await here.post()).json() == COMPLETION
 
     run(test)
@@ -253,7 +255,7 @@ def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, code: str) 
     """The client reads whole events, then one that says what happened, then a proper end."""
 
     async def test() -> None:
-        async with scene(answer, streams, idle_s=0.1) as here:
+        async with scene(answer, streams, idle_s=1.0) as here:
             response = await here.post(stream=True)
             assert response.status_code == 200
             first, error, rest = response.content.split(b"\n\n")
@@ -436,16 +438,19 @@ def test_a_dead_scheduler_costs_nothing() -> None:
 
 
 def test_a_scheduler_that_hangs_costs_its_deadline() -> None:
-    """The next one is asked; after two such failures the first is not waited for any more."""
+    """The next one is asked; after two such failures the first is not waited for any more, though its turn comes."""
 
     async def test() -> None:
-        async with scene(completes, num_schedulers=2, schedule_s=0.1) as here:
-            here.schedulers[0].open.clear()
-            for _ in range(8):
+        async with scene(completes, num_schedulers=2, schedule_s=0.5) as here:
+            hangs, decides = here.schedulers
+            hangs.open.clear()
+            without = 0
+            while without < 4:
+                asked = len(hangs.asked)
                 assert (await here.post()).status_code == 200
-            assert len(here.schedulers[0].asked) <= 4
-            assert len(here.schedulers[1].asked) == 8
-            here.schedulers[0].open.set()
+                without = without + 1 if len(hangs.asked) == asked else 0
+            assert len(decides.asked) >= without + 2
+            hangs.open.set()
 
     run(test)
 
@@ -491,6 +496,26 @@ def test_when_all_schedulers_have_died_known_instances_serve() -> None:
             await here.engines[0].stop()
             assert {(await here.post()).headers["x-block-instance"] for _ in range(4)} == {"e1"}
             await here.scheduler.start()
+            while (await here.post()).headers["x-block-policy"] != "first":
+                pass
+
+    run(test)
+
+
+def test_schedulers_that_all_hang_are_not_waited_for_by_everybody() -> None:
+    """Once they are known to hang, requests go to what is known without asking, but for a trial now and then."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2, schedule_s=0.5) as here:
+            while (await here.post()).headers["x-block-policy"] != "first":
+                pass
+            for one in here.schedulers:
+                one.open.clear()
+            asked = -1
+            while asked < (asked := sum(len(one.asked) for one in here.schedulers)):
+                assert (await here.post()).headers["x-block-policy"] == "last_resort_round_robin"
+            for one in here.schedulers:
+                one.open.set()
             while (await here.post()).headers["x-block-policy"] != "first":
                 pass
 

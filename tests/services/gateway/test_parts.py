@@ -94,7 +94,7 @@ def test_the_last_resort_goes_round() -> None:
     """Each engine has its turn; those that failed come last, those that are excluded never."""
     resort = LastResort(["http://a:1", "http://b:2", "http://c:3/engine"], lambda: 0.0)
     names = ["a:1", "b:2", "c:3/engine"]
-    assert len(resort) == 3
+    assert resort
     turns = [resort.next("", [], []) for _ in range(6)]
     assert [place.instance_id for place in turns if place] == names * 2
     place = resort.next("", ["a:1"], ["b:2"])
@@ -104,6 +104,7 @@ def test_the_last_resort_goes_round() -> None:
     assert place is not None
     assert place.instance_id == "b:2"
     assert resort.next("", names, []) is None
+    assert not LastResort([], lambda: 0.0)
     assert LastResort([], lambda: 0.0).next("", [], []) is None
 
 
