@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from services.cli import serve_scheduler
 from services.cli.server_options import server_flag, server_options, server_settings
 
 PORT = 8000
-SCHEDULER = "127.0.0.1:50052"
+SCHEDULER = f"127.0.0.1:{serve_scheduler.PORT}"
 MEBIBYTE = 2**20
 KEY_VARIABLE = "BLOCK_GATEWAY_API_KEY"
 

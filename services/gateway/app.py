@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, cast
 from uuid import uuid4
 
@@ -25,7 +25,7 @@ from services.gateway.incoming import (
 )
 from services.gateway.keys import ApiKeys
 from services.gateway.placing import Placing
-from services.gateway.receiving import ClientLeftError, Receive, received
+from services.gateway.receiving import ClientLeftError, Receive, received, while_client_stays
 from services.gateway.refusals import RefusedError
 from services.gateway.shared import Shared
 from services.gateway.wishes import Wishes, read_headers, request_id_of
@@ -88,6 +88,11 @@ class Gateway:
             await endpoint(scope, receive, client)
         except RefusedError as refused:
             await client.refuse(refused)
+        except asyncio.CancelledError:
+            if not self._cut_off:
+                raise
+            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+            await client.refuse(RefusedError(503, GOING_AWAY))
         except ClientLeftError:
             left = True
             self._shared.metrics.clients_left.inc()
@@ -116,37 +121,38 @@ class Gateway:
 
     async def _complete(self, scope: Scope, receive: Receive, client: Client, *, chat: bool) -> None:
         """Let a request in, read it, and see it through."""
-        arrived_s, arrived_unix_s = time.monotonic(), time.time()
+        shared = self._shared
         headers: Headers = scope["headers"]
         holder = self._let_in(headers)
-        if len(self._under_way) >= self._shared.settings.max_concurrency:
-            raise RefusedError(429, f"{len(self._under_way)} requests are under way, as many as may be")
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._under_way.add(task)
-        name = client.request_id if client.request_id not in self._names else f"{client.request_id}-{uuid4().hex[:8]}"
-        self._names.add(name)
-        try:
-            body = await received(headers, receive, self._shared.settings.max_body_bytes)
+        with self._counted(client.request_id) as name:
+            body = await received(headers, receive, shared.settings.max_body_bytes)
             ask, wishes = self._read(body, headers, chat=chat)
-            num_tokens = self._shared.sizes.tokens(ask)
+            num_tokens = shared.sizes.tokens(ask)
             request = request_message(ask, wishes, request_id=name, client_id=holder, prompt_tokens=num_tokens)
-            request.arrival_unix_s = arrived_unix_s
+            request.arrival_unix_s = client.arrived_unix_s
             incoming = Incoming(
-                arrived_s=arrived_s,
+                arrived_s=client.arrived_s,
                 ask=ask,
                 request=request,
                 target=target_of(scope),
                 headers=headers_to_pass(headers, name, with_authorization=not self._keys),
                 body=body_to_pass(body, ask, request.priority),
             )
-            placing = Placing(shared=self._shared, incoming=incoming)
-            exchange = Exchange(shared=self._shared, incoming=incoming, client=client, placing=placing)
-            await self._while_client_stays(exchange.run(), receive, task)
-        except asyncio.CancelledError:
-            if not self._cut_off:
-                raise
-            task.uncancel()
-            raise RefusedError(503, GOING_AWAY) from None
+            placing = Placing(shared=shared, incoming=incoming)
+            exchange = Exchange(shared=shared, incoming=incoming, client=client, placing=placing)
+            await while_client_stays(exchange.run(), receive)
+
+    @contextmanager
+    def _counted(self, shown_id: str) -> Iterator[str]:
+        """Hold the place of a request that is under way, and give it a name that no other has meanwhile."""
+        if len(self._under_way) >= self._shared.settings.max_concurrency:
+            raise RefusedError(429, f"{len(self._under_way)} requests are under way, as many as may be")
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        name = shown_id if shown_id not in self._names else f"{shown_id}-{uuid4().hex[:8]}"
+        self._under_way.add(task)
+        self._names.add(name)
+        try:
+            yield name
         finally:
             self._names.discard(name)
             self._under_way.discard(task)
@@ -168,31 +174,6 @@ class Gateway:
         if self._known_models and ask.model and ask.model not in self._known_models:
             raise no_such_model(ask.model)
         return ask, wishes
-
-    async def _while_client_stays(
-        self, work: Coroutine[Any, Any, None], receive: Receive, task: asyncio.Task[Any]
-    ) -> None:
-        """Do the work of a task; end it at once with ClientLeftError when its client leaves."""
-        here, left = True, False
-
-        def gone(_: asyncio.Task[Any]) -> None:
-            nonlocal left
-            if here:
-                left = True
-                task.cancel()
-
-        watch: asyncio.Task[Any] = self._shared.loop.create_task(cast("Coroutine[Any, Any, Any]", receive()))
-        watch.add_done_callback(gone)
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not left:
-                raise
-            task.uncancel()
-            raise ClientLeftError from None
-        finally:
-            here = False
-            watch.cancel()
 
     # The rest.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.refusals import RefusedError
@@ -19,6 +20,8 @@ class Client:
 
     send: Send
     request_id: str  # as the client is to read it
+    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_unix_s: float = field(default_factory=time.time)
     status: int = 0  # told; 0 as long as nothing is
     _ended: bool = False
 

@@ -1,10 +1,10 @@
-"""Bodies of requests, as they come over the wire."""
+"""What comes from a client: its body, and the news that it has left."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, cast
 
 from services.gateway.refusals import RefusedError
 from services.http_client import Headers
@@ -45,3 +45,28 @@ async def _pieces(receive: Receive, most_bytes: int, too_long: RefusedError) -> 
         pieces.append(piece)
         if not message.get("more_body", False):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def while_client_stays(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do what there is to do for a client whose body is here; end it at once with ClientLeftError when it leaves."""
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    here, left = True, False
+
+    def gone(_: asyncio.Task[Any]) -> None:
+        nonlocal left
+        if here:
+            left = True
+            task.cancel()
+
+    watch: asyncio.Task[Any] = asyncio.create_task(cast("Coroutine[Any, Any, Any]", receive()))
+    watch.add_done_callback(gone)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not left:
+            raise
+        task.uncancel()
+        raise ClientLeftError from None
+    finally:
+        here = False
+        watch.cancel()
