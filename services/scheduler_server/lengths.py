@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 
 import grpc
 
@@ -41,6 +42,7 @@ class Lengths:
         self._circuit = settings.circuit()
         self._outcomes: deque[common_pb2.Outcome] = deque()
         self._telling: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._channel = grpc.aio.insecure_channel(settings.tagger, options=CHANNEL) if settings.tagger else None
         self._stub = tagger_pb2_grpc.LengthTaggerStub(self._channel) if self._channel else None
 
@@ -125,14 +127,15 @@ class Lengths:
             self._telling = asyncio.create_task(self._tell())
 
     async def _tell(self) -> None:
-        while self._outcomes:
-            await asyncio.sleep(GATHER_S)
+        while self._outcomes and not self._closing.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), GATHER_S)
             await self._tell_some()
 
-    async def _tell_some(self) -> None:
+    async def _tell_some(self) -> bool:
         some = [self._outcomes.popleft() for _ in range(min(MOST_AT_ONCE, len(self._outcomes)))]
         if not some or self._stub is None:
-            return
+            return False
         try:
             await self._stub.Observe(tagger_pb2.ObserveRequest(outcomes=some), timeout=OBSERVE_S)
         except grpc.aio.AioRpcError as error:
@@ -141,14 +144,16 @@ class Lengths:
                 self._outcomes.extendleft(reversed(some))
             self._measures.outcomes.labels("refused" if refused else "again").inc(len(some))
             say(log, logging.DEBUG, "outcomes not told", num=len(some), reason=note_of(error))
-        else:
-            self._measures.outcomes.labels("told").inc(len(some))
+            return refused
+        self._measures.outcomes.labels("told").inc(len(some))
+        return True
 
     async def close(self) -> None:
-        """Tell what is left, once, and let the channel go."""
+        """Tell what is left, if it is taken, and let the channel go."""
+        self._closing.set()
         if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
-        await self._tell_some()
+            await self._telling
+        while await self._tell_some():
+            pass
         if self._channel is not None:
             await self._channel.close()
