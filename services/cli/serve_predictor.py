@@ -37,7 +37,7 @@ STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine s
     default=DEFAULT_RESIDUAL,
     help="What is thought to be left of an answer.",
 )
-@server_flag("predictor", "--poll-ms", type=float, default=10.0, help="How often the engine is looked at unasked.")
+@server_flag("predictor", "--poll-ms", type=float, default=100.0, help="How often the engine is looked at unasked.")
 @server_flag("predictor", "--health-s", type=float, default=1.0, help="How often it is asked whether it is well.")
 @server_flag(
     "predictor", "--stall-s", type=float, default=10.0, help="A step so much too late is taken for the engine's end."

@@ -18,7 +18,7 @@ class SidecarSettings:
     engine_url: str = ""  # to ask whether it is well; nobody is asked where it is not told
     residual: str = DEFAULT_RESIDUAL
 
-    poll_s: float = 0.01  # how often an engine that shows itself is looked at when nobody asks
+    poll_s: float = 0.1  # how often an engine that shows itself is looked at when nobody asks
     health_s: float = 1.0  # how often it is asked whether it is well, and how long an answer may take
     stall_s: float = 10.0  # a step that is so much later than it was to end is taken for the end of the engine
 
