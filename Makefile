@@ -6,15 +6,18 @@ BIN := .venv/bin
 
 setup: .venv/ready
 
-.venv/ready: pyproject.toml
+# what runs needs less than what is worked on
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/ready: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-demo: setup
-	$(BIN)/block warm
-	$(BIN)/block forecast examples/snapshot.json examples/request.json
-	$(BIN)/block replay examples/requests.jsonl --profile llama-2-7b-a30
+demo: .venv/installed
+	$(BIN)/block demo
 
 test: setup
 	$(BIN)/block warm
