@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import numpy as np
+
 from predictor.forecast import Forecast
-from scheduler.decision import Decision, decide
-from scheduler.instances import InstanceView
-from scheduler.policies import Policy
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+from scheduler.policy import Policy
 
 
 class Fate(Enum):
@@ -18,7 +20,9 @@ class Fate(Enum):
 
     UNASKED = "unasked"  # its policy looks at no state
     FORECAST = "forecast"  # compared by its forecast
+    INDICATORS = "indicators"  # compared by what was known of it
     LAST_INDICATORS = "last_indicators"  # nobody had a forecast: compared by what was known of it
+    NOT_SHORTLISTED = "not_shortlisted"  # not looked at: a filter, a sample or a shortlist left it out
     REFUSED = "refused"  # it could never serve the request
     LATE = "late"
     DOWN = "down"
@@ -28,10 +32,17 @@ class Fate(Enum):
     STOPPED = "stopped"  # its engine does not run
 
 
-COMPARED = frozenset({Fate.UNASKED, Fate.FORECAST})
+COMPARED = frozenset({Fate.UNASKED, Fate.FORECAST, Fate.INDICATORS})
 
-# Nobody knows how these stand, but their engines may well work: those with the better chances first.
-LAST_RESORTS = {Fate.LATE: 0, Fate.LAST_INDICATORS: 0, Fate.INVALID: 1, Fate.DOWN: 1, Fate.DRAINING: 2}
+# Nobody has compared these, but their engines may well work: those with the better chances first.
+LAST_RESORTS = {
+    Fate.NOT_SHORTLISTED: -1,
+    Fate.LATE: 0,
+    Fate.LAST_INDICATORS: 0,
+    Fate.INVALID: 1,
+    Fate.DOWN: 1,
+    Fate.DRAINING: 2,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,14 +72,20 @@ class Candidate:
         """Tell whether a policy compares it with others."""
         return self.fate in COMPARED and not self.engine_failed
 
-    def view(self) -> InstanceView:
-        """What a policy sees of it."""
-        forecast = self.forecast
-        if forecast is not None and self.promised:
-            forecast = behind(forecast, self.promised)
-        return InstanceView(
-            instance_id=self.instance_id, forecast=forecast, indicators=self.indicators, age_s=self.age_s
-        )
+    @property
+    def expected(self) -> Forecast | None:
+        """Its forecast, as it is after what was promised since."""
+        if self.forecast is not None and self.promised:
+            return behind(self.forecast, self.promised)
+        return self.forecast
+
+    @property
+    def would_never_finish(self) -> bool:
+        """Tell whether the request would, as things stand, never be done there."""
+        return self.forecast is not None and self.forecast.e2e_s == math.inf
+
+
+Ranking = Callable[[Sequence[Candidate]], list[Candidate]]  # by a policy, best first; it notes their scores
 
 
 def behind(forecast: Forecast, num_requests: int) -> Forecast:
@@ -88,35 +105,23 @@ def behind(forecast: Forecast, num_requests: int) -> Forecast:
     )
 
 
-def order(candidates: Sequence[Candidate], policy: Policy) -> Decision | None:
-    """Rank everybody who might serve the request; None where nobody might.
+def order(candidates: Sequence[Candidate], ranking: Ranking) -> list[Candidate]:
+    """Rank everybody who might serve the request.
 
-    First those that the policy could compare and that would ever finish; then those of whom no forecast could be had;
-    last those that, as things stand, would never finish.
+    First those that the policy could compare and that would ever finish; then those that were not compared; last those
+    that, as things stand, would never finish.
     """
     compared = [candidate for candidate in candidates if candidate.is_compared]
-    scores: Mapping[str, float] = {}
-    ranking: tuple[str, ...] = ()
-    if compared:
-        decision = decide([candidate.view() for candidate in compared], policy)
-        scores, ranking = decision.scores, decision.ranking
-        for candidate in compared:
-            candidate.score = scores[candidate.instance_id]
-    rest = last_resorts([candidate for candidate in candidates if candidate.instance_id not in scores])
-    if not ranking and not rest:
-        return None
-    never = tuple(name for name in ranking if scores[name] == math.inf)
-    return Decision(
-        ranking=(*ranking[: len(ranking) - len(never)], *rest, *never),
-        scores=scores,
-        skipped={candidate.instance_id: candidate.note for candidate in candidates if not candidate.is_compared},
-    )
+    ranked = ranking(compared) if compared else []
+    able = [candidate for candidate in ranked if not candidate.would_never_finish]
+    never = [candidate for candidate in ranked if candidate.would_never_finish]
+    return [*able, *last_resorts([one for one in candidates if not one.is_compared]), *never]
 
 
-def last_resorts(candidates: Sequence[Candidate]) -> list[str]:
-    """Rank those of whom nobody knows how they stand: most likely to work, least busy when last heard of."""
+def last_resorts(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Rank those whom nobody has compared: most likely to work, least busy when last heard of."""
     able = [candidate for candidate in candidates if candidate.fate in LAST_RESORTS or candidate.fate in COMPARED]
-    return [candidate.instance_id for candidate in sorted(able, key=_hope)]
+    return sorted(able, key=_hope)
 
 
 def _hope(candidate: Candidate) -> tuple[bool, int, bool, float, str]:
@@ -130,3 +135,58 @@ def _hope(candidate: Candidate) -> tuple[bool, int, bool, float, str]:
         load,
         candidate.instance_id,
     )
+
+
+# How policies rank.
+
+
+def by_forecasts(policy: Policy, known: Candidates) -> Ranking:
+    """Rank by a policy over forecasts, among all of whom something is known; anew each time, as forecasts change."""
+    place_of = {known.instance_id(place): place for place in range(len(known))}
+
+    def ranking(compared: Sequence[Candidate]) -> list[Candidate]:
+        by_place = sorted(compared, key=lambda candidate: place_of[candidate.instance_id])
+        some = known.only(np.array([place_of[candidate.instance_id] for candidate in by_place], np.intp))
+        forecasts = [candidate.expected for candidate in by_place]
+        some.add(forecast_columns(forecasts, policy.foretold))
+        if policy.needs_prefix:
+            some.add(forecast_columns(forecasts, ("prefix_hit_tokens",)))
+        scores = policy.scores(some)
+        for candidate, score in zip(by_place, scores.tolist(), strict=True):
+            candidate.score = score
+        return [by_place[place] for place in policy.order(some, scores).tolist()]
+
+    return ranking
+
+
+def as_ranked(ranked: Sequence[Candidate]) -> Ranking:
+    """Rank as was ranked before: a policy that remembers what it has seen is asked once for each request."""
+    place_of = {candidate.instance_id: place for place, candidate in enumerate(ranked)}
+
+    def ranking(compared: Sequence[Candidate]) -> list[Candidate]:
+        return sorted(compared, key=lambda candidate: place_of.get(candidate.instance_id, len(place_of)))
+
+    return ranking
+
+
+FORETOLD: Mapping[str, Callable[[Forecast], float | None]] = {
+    "predicted_ttft_s": lambda forecast: forecast.ttft_s,
+    "predicted_e2e_s": lambda forecast: forecast.e2e_s,
+    "predicted_tpot_s": lambda forecast: forecast.tpot_s,
+    "predicted_queue_s": lambda forecast: forecast.queue_s,
+    "predicted_preemptions": lambda forecast: forecast.num_preemptions,
+    "others_preempted": lambda forecast: forecast.others_preempted,
+    "delay_sum_s": lambda forecast: forecast.delay_sum_s,
+    "delay_worst_s": lambda forecast: forecast.delay_worst_s,
+    "prefix_hit_tokens": lambda forecast: forecast.prefix_hit_tokens,
+}
+
+
+def forecast_columns(forecasts: Sequence[Forecast | None], names: Collection[str]) -> dict[str, Column]:
+    """Put what forecasts say under some names into columns."""
+    return {name: np.array([_said(one, FORETOLD[name]) for one in forecasts], np.float64) for name in names}
+
+
+def _said(forecast: Forecast | None, told: Callable[[Forecast], float | None]) -> float:
+    value = None if forecast is None else told(forecast)
+    return math.nan if value is None else value

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from scheduler.candidates import Candidates, Places
-from scheduler.choosing import entry_named
-from scheduler.choosing.entry import Entry
 from scheduler.expressions import Expression, condition, number
 from scheduler.indicators import Column, Source, roots_of
+from scheduler.policies import entry_named
+from scheduler.policies.entry import Entry
 from scheduler.shortlist import Draws, lowest
 from scheduler.spec import EXPRESSION, Spec, spec_from
 
@@ -32,6 +32,7 @@ class Policy:
         entry = _entry_of(spec)
         tie_break = entry.tie_break if spec.tie_break is None else spec.tie_break
         self.text = spec.text
+        self.name = spec.name
         self._score = entry.make(spec.parameters, generator)
         self._filter = condition(spec.filter) if spec.filter else None
         self._tie_break = number(tie_break, "tie_break") if tie_break else None
@@ -42,9 +43,12 @@ class Policy:
         self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it looks at nothing
-        self.needs_forecast = any(root.source is Source.FORECAST for root in roots)
+        self.foretold = tuple({root.name for root in roots if root.source is Source.FORECAST})
+        self.needs_forecast = bool(self.foretold)
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is Source.PREFIX for root in roots)
+        self.needs_tag = any(root.name == "tag_tokens" for root in roots)
+        self.needs_told = any(root.source is Source.TOLD for root in roots)
         if _is_foretold(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made after it")
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.choosing import entry_named
-from scheduler.choosing.entry import Entry, Parameter
+from scheduler.policies import entry_named
+from scheduler.policies.entry import Entry, Parameter
 
 EXPRESSION = "expr"
 ALL = "all"
@@ -48,6 +48,8 @@ def spec_from(given: str | Mapping[str, Any]) -> Spec:
     text = given if isinstance(given, str) else _as_text(given)
     if len(text) > LONGEST:
         raise ValueError(f"policy: is longer than {LONGEST} characters")
+    if not text.isascii():  # it goes into headers and labels
+        raise ValueError(f"policy: {text!r:.80} is not in plain ASCII")
     name, colon, body = text.partition(":")
     name = name.strip()
     settings = _settings(name, body.strip()) if colon else {}

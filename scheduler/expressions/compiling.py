@@ -150,11 +150,12 @@ def _otherwise(value: Value, instead: Value) -> Value:
     return np.where(np.isnan(value), instead, value)
 
 
-def _over_all(reduction: Callable[[Value], Value]) -> Callable[[Value], Value]:
+def _over_all(reduction: Callable[[Column], Value]) -> Callable[[Value], Value]:
     """Reduce the known values of all candidates to one; not known where none is."""
 
     def reduced(values: Value) -> Value:
-        known = values[~np.isnan(values)]
+        column = np.atleast_1d(values)
+        known = column[~np.isnan(column)]
         return np.float64(reduction(known) if known.size else np.nan)
 
     return reduced

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-from scheduler.instances import InstanceView
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
 
 
-def lowest_e2e(views: Sequence[InstanceView]) -> list[float]:
-    """Score = predicted e2e; an instance without a forecast comes after all that have one."""
-    return [math.inf if view.forecast is None else view.forecast.e2e_s for view in views]
+def lowest_e2e(candidates: Candidates) -> Column:
+    """Score = predicted e2e."""
+    return candidates["predicted_e2e_s"]

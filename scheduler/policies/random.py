@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from scheduler.instances import InstanceView
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+from scheduler.policies.entry import Score
 
 
-def uniform(generator: np.random.Generator) -> Callable[[Sequence[InstanceView]], list[float]]:
+def make(_: Mapping[str, float], generator: np.random.Generator) -> Score:
     """Score = a fresh random number."""
 
-    def policy(views: Sequence[InstanceView]) -> list[float]:
-        return [float(number) for number in generator.random(len(views))]
+    def score(candidates: Candidates) -> Column:
+        return generator.random(len(candidates))
 
-    return policy
+    return score

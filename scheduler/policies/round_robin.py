@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
-from scheduler.instances import InstanceView
+import numpy as np
+
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+from scheduler.policies.entry import Score
 
 
-def in_turn() -> Callable[[Sequence[InstanceView]], list[float]]:
-    """Score = how long ago the instance last had its turn, in turns; those that never had one come first."""
-    turns: dict[str, int] = {}
-    clock = 0
+def make(_: Mapping[str, float], __: np.random.Generator) -> Score:
+    """Score = in which turn the instance was last; one that never had a turn comes first."""
+    turns = np.zeros(64)  # by instances' numbers
+    clock = 0.0
 
-    def policy(views: Sequence[InstanceView]) -> list[float]:
-        nonlocal clock
-        clock += 1
-        scores = [float(turns.get(view.instance_id, 0)) for view in views]
-        chosen = min(range(len(views)), key=lambda place: (scores[place], views[place].instance_id))
-        turns[views[chosen].instance_id] = clock
-        for gone in turns.keys() - {view.instance_id for view in views} if len(turns) > 4 * len(views) else ():
-            del turns[gone]
+    def score(candidates: Candidates) -> Column:
+        nonlocal turns, clock
+        numbers = candidates.numbers
+        if numbers.max(initial=0) >= len(turns):
+            turns = np.concatenate((turns, np.zeros(numbers.max())))
+        scores: Column = turns[numbers]
+        clock += 1.0
+        turns[numbers[scores.argmin()]] = clock
         return scores
 
-    return policy
+    return score

@@ -35,7 +35,20 @@ PORT = 50051
     help="A DNS name; each of its addresses is an instance.",
 )
 @server_flag("scheduler", "--poll-s", type=float, default=1.0, help="How often the file or the name is looked at.")
-@server_flag("scheduler", "--policy", default="block", help=f"By which rule to decide: {', '.join(POLICIES)}.")
+@server_flag(
+    "scheduler",
+    "--policy",
+    default="block",
+    help=f"By which rule to decide, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', 'expr: p_tokens * "
+    f"batch_size'. There are {', '.join(POLICIES)}; block policies tells more.",
+)
+@server_flag(
+    "scheduler",
+    "--watch-s",
+    type=float,
+    default=0.1,
+    help="How often sidecars tell of themselves, if a policy reads it.",
+)
 @server_flag("scheduler", "--seed", type=int, default=None, help="Of policies that draw; another for each process.")
 @server_flag("scheduler", "--scheduler-id", default="", help="What this one is called in decisions: host/process.")
 @server_flag(

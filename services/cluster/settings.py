@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scheduler.policies import policy_named
+from scheduler.policy import policy_from
 from services.codec import read_text
 from services.names import require_known
 
@@ -44,7 +44,7 @@ class ClusterSettings:
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
-            policy_named(policy)
+            policy_from(policy)
 
 
 KEYS = tuple(

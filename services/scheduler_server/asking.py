@@ -9,30 +9,47 @@ from collections.abc import Collection, Mapping
 from predictor.forecast import Forecast
 from protos.block.v1 import predictor_pb2
 from scheduler.dispatch import Candidate, Fate
+from services.scheduler_server.fleet import Group
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.replies import STATES
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
 from services.scheduler_server.wish import Wish
 
 
-def candidates_among(sidecars: Collection[Sidecar], excluded: Collection[str]) -> list[Candidate]:
-    """Begin with what is known without asking anybody."""
+def unwell_in(group: Group, troubled: set[str], excluded: Collection[str]) -> list[Candidate]:
+    """Find those to whom nothing should be sent, as far as is known, and why not; all others are to be compared."""
+    if not troubled and not excluded:
+        return []
     now_s = time.monotonic()
     candidates = []
-    for sidecar in sidecars:
-        if sidecar.name in excluded:
-            candidate = sidecar.as_known(Fate.EXCLUDED, "the caller does not want it")
-        elif sidecar.instance.state == "draining":
-            candidate = sidecar.as_known(Fate.DRAINING, "is draining")
-        elif not sidecar.may_be_asked():
-            candidate = sidecar.as_known(Fate.DOWN, "its sidecar failed lately and is left alone")
-        else:
-            candidate = sidecar.as_known()
-        if not sidecar.engine.may_try(now_s):
-            candidate.engine_failed = True
-            candidate.note = candidate.note or "its engine failed lately"
-        candidates.append(candidate)
+    for name in sorted(troubled.union(excluded)):
+        sidecar = group.sidecars.get(name)
+        if sidecar is None:
+            continue
+        if sidecar.is_well():
+            troubled.discard(name)
+        candidate = _as_it_stands(sidecar, excluded, now_s)
+        if not candidate.is_compared:
+            candidates.append(candidate)
     return candidates
+
+
+def _as_it_stands(sidecar: Sidecar, excluded: Collection[str], now_s: float) -> Candidate:
+    if sidecar.name in excluded:
+        candidate = sidecar.as_known(Fate.EXCLUDED, "the caller does not want it")
+    elif sidecar.instance.state == "draining":
+        candidate = sidecar.as_known(Fate.DRAINING, "is draining")
+    elif sidecar.state in STATES:
+        candidate = sidecar.as_known(*STATES[sidecar.state])
+    elif not sidecar.may_be_asked():
+        candidate = sidecar.as_known(Fate.DOWN, "its sidecar failed lately and is left alone")
+    else:
+        candidate = sidecar.as_known()
+    if not sidecar.engine.may_try(now_s):
+        candidate.engine_failed = True
+        candidate.note = candidate.note or "its engine failed lately"
+    return candidate
 
 
 class Asker:
@@ -44,7 +61,9 @@ class Asker:
         self._measures = measures
         self._turns = asyncio.Semaphore(settings.max_deciding)
 
-    async def ask(self, wish: Wish, sidecars: Mapping[str, Sidecar], candidates: Collection[Candidate]) -> None:
+    async def ask(
+        self, wish: Wish, sidecars: Mapping[str, Sidecar], candidates: Collection[Candidate], *, delays: bool = False
+    ) -> None:
         """Have all candidates forecast that may be asked; what they say, or fail to say, is noted in them."""
         asked = [
             (sidecars[candidate.instance_id], candidate) for candidate in candidates if candidate.fate is Fate.UNASKED
@@ -54,7 +73,7 @@ class Asker:
         async with self._turns:
             start_s = time.monotonic()
             wish.request.waited_s = wish.waited_s + start_s - wish.taken_s
-            question = predictor_pb2.PredictRequest(requests=[wish.request]).SerializeToString()
+            question = predictor_pb2.PredictRequest(requests=[wish.request], with_delays=delays).SerializeToString()
             answers = [sidecar.ask(question) for sidecar, _ in asked]
             try:
                 await asyncio.wait(answers, timeout=self._deadline_s)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from protos.block.v1 import common_pb2, predictor_pb2
-from scheduler.dispatch import LAST_RESORTS, Candidate, Fate, order
-from scheduler.instances import InstanceView
-from scheduler.policies import Policy
+from scheduler.dispatch import LAST_RESORTS, Candidate, Fate, Ranking, order
 from services.scheduler_server.asking import Asker
+from services.scheduler_server.fleet import Group
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.replies import SidecarError, forecast_in
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import Sidecar
 from services.scheduler_server.wish import Placement, Wish
 from services.wire import forecast_message
 
 MOST_FAILED_RESERVES = 2  # then the request goes where it was to go, without a promise
+
+RESORTS = LAST_RESORTS.keys() - {Fate.NOT_SHORTLISTED}  # of whom nobody knows whether they could promise anything
+
+BASIS_OF = {
+    Fate.UNASKED: common_pb2.DECISION_BASIS_BLIND,
+    Fate.INDICATORS: common_pb2.DECISION_BASIS_INDICATORS,
+    Fate.FORECAST: common_pb2.DECISION_BASIS_FORECAST,
+}
 
 RESULTS = {
     predictor_pb2.RESERVE_RESULT_RESERVED: "reserved",
@@ -33,11 +39,13 @@ class Choice:
     """One decision under way: rank, reserve at the first, and rank anew where others came first or it fails."""
 
     wish: Wish
-    policy_name: str
-    policy: Policy
-    blind: bool  # the policy looks at nothing
-    sidecars: Mapping[str, Sidecar]
-    candidates: Sequence[Candidate]
+    policy: str
+    ranking: Ranking
+    group: Group
+    candidates: list[Candidate]  # those that were looked at, and those that are not well
+    others: Callable[[], Sequence[Candidate]]  # everybody else
+    sending: Callable[[str], None]  # is told where the request is about to go
+    foretold_anyway: bool  # have the choice foretold, where the policy does without
     settings: SchedulerSettings
     measures: Measures
     num_conflicts: int = 0
@@ -51,38 +59,49 @@ class Choice:
             if self.wish.dry_run:
                 return placement
             chosen.engine.allows(time.monotonic())  # if it failed lately, this is its trial
-            if candidate.fate in LAST_RESORTS or self.num_failed >= MOST_FAILED_RESERVES:
+            self.sending(chosen.name)
+            if candidate.fate in RESORTS or self.num_failed >= MOST_FAILED_RESERVES:
                 chosen.unseen += 1
                 return placement
-            if self.blind and self.settings.forecast_always:
+            if self.foretold_anyway:
                 placement.forecast = await asker.foretell(self.wish, chosen)
             if await self._reserved(placement):
                 return placement
 
     def _best(self) -> Placement:
         """Rank everybody as things stand."""
-        for candidate in self.candidates:
-            if candidate.forecast is not None:
-                versions = self.sidecars[candidate.instance_id].versions
-                candidate.promised = versions.since(candidate.version, candidate.epoch)
-        decision = order(self.candidates, self.policy)
-        if decision is None:
+        ranked = self._ranked()
+        if not ranked or not (ranked[0].is_compared and not ranked[0].would_never_finish):
+            self._look_at_all()
+            ranked = self._ranked()
+        if not ranked:
             self.measures.undecided.inc()
             raise refusal_of(self.candidates)
-        if self.blind and decision.scores:
-            self.policy = repeating(decision.scores)
-        chosen = self.sidecars[decision.instance_id]
-        candidate = next(candidate for candidate in self.candidates if candidate.instance_id == chosen.name)
+        sidecars, candidate = self.group.sidecars, ranked[0]
         return Placement(
-            policy=self.policy_name,
-            chosen=chosen,
+            policy=self.policy,
+            chosen=sidecars[candidate.instance_id],
             candidate=candidate,
             basis=basis_of(candidate),
-            ranking=[self.sidecars[name] for name in decision.ranking],
+            ranking=[sidecars[one.instance_id] for one in ranked],
             candidates=self.candidates,
-            forecast=candidate.view().forecast if candidate.is_compared else None,
+            num_candidates=len(sidecars),
+            everybody=self._look_at_all,
+            forecast=candidate.expected if candidate.is_compared else None,
             num_conflicts=self.num_conflicts,
         )
+
+    def _ranked(self) -> list[Candidate]:
+        for candidate in self.candidates:
+            if candidate.forecast is not None:
+                versions = self.group.sidecars[candidate.instance_id].versions
+                candidate.promised = versions.since(candidate.version, candidate.epoch)
+        return order(self.candidates, self.ranking)
+
+    def _look_at_all(self) -> Sequence[Candidate]:
+        if len(self.candidates) < len(self.group.sidecars):
+            self.candidates += self.others()
+        return self.candidates
 
     async def _reserved(self, placement: Placement) -> bool:
         """Have the chosen instance promise a place; if it does not, note in the candidate why."""
@@ -125,25 +144,20 @@ def hear_anew(candidate: Candidate, response: predictor_pb2.ReserveResponse, req
     except ValueError as error:
         candidate.fate, candidate.note = Fate.INVALID, f"when reserving: {error}"
         return
+    before = candidate.forecast
+    if forecast is not None and before is not None and forecast.delay_sum_s is None:  # nobody asked for delays anew
+        forecast = replace(forecast, delay_sum_s=before.delay_sum_s, delay_worst_s=before.delay_worst_s,
+                           others_preempted=before.others_preempted)  # fmt: skip
     candidate.version, candidate.epoch, candidate.forecast = response.version, response.epoch, forecast
     if refusal:
         candidate.fate, candidate.note = Fate.REFUSED, refusal
-
-
-def repeating(scores: Mapping[str, float]) -> Policy:
-    """Make a policy of scores that have been given: whose turn it is does not change by asking again."""
-
-    def policy(views: Sequence[InstanceView]) -> list[float]:
-        return [scores[view.instance_id] for view in views]
-
-    return policy
 
 
 def basis_of(candidate: Candidate) -> common_pb2.DecisionBasis.ValueType:
     """Tell what a choice rests on."""
     if not candidate.is_compared:
         return common_pb2.DECISION_BASIS_LAST_RESORT
-    return common_pb2.DECISION_BASIS_BLIND if candidate.forecast is None else common_pb2.DECISION_BASIS_FORECAST
+    return BASIS_OF[candidate.fate]
 
 
 def refusal_of(candidates: Sequence[Candidate]) -> Exception:

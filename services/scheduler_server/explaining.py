@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from predictor.forecast import Forecast
@@ -16,6 +17,8 @@ MOST_NAMED = 4
 FATES = {
     Fate.UNASKED: common_pb2.CANDIDATE_FATE_UNSPECIFIED,
     Fate.FORECAST: common_pb2.CANDIDATE_FATE_FORECAST,
+    Fate.INDICATORS: common_pb2.CANDIDATE_FATE_INDICATORS,
+    Fate.NOT_SHORTLISTED: common_pb2.CANDIDATE_FATE_NOT_SHORTLISTED,
     Fate.LAST_INDICATORS: common_pb2.CANDIDATE_FATE_LAST_INDICATORS,
     Fate.REFUSED: common_pb2.CANDIDATE_FATE_REFUSED,
     Fate.LATE: common_pb2.CANDIDATE_FATE_LATE,
@@ -29,7 +32,11 @@ FATES = {
 
 def decision_message(placement: Placement, wish: Wish, scheduler_id: str, *, explain: bool) -> common_pb2.Decision:
     """Write a decision down; with all candidates where an explanation was asked for."""
-    skipped = [candidate for candidate in placement.candidates if not candidate.is_compared]
+    skipped = [
+        candidate
+        for candidate in placement.candidates
+        if not candidate.is_compared and candidate.fate is not Fate.NOT_SHORTLISTED
+    ]
     message = common_pb2.Decision(
         request_id=wish.request.request_id,
         instance=placement.chosen.message,
@@ -42,22 +49,24 @@ def decision_message(placement: Placement, wish: Wish, scheduler_id: str, *, exp
         reserved_for_s=placement.reserved_for_s,
         scheduler_id=scheduler_id,
         decided_unix_s=time.time(),
-        num_candidates=len(placement.candidates),
+        num_candidates=placement.num_candidates,
         num_skipped=len(skipped),
         next_best=[sidecar.message for sidecar in placement.ranking[1 : 1 + MOST_NEXT]],
     )
     if explain:
-        message.candidates.extend(candidate_message(candidate, placement.basis) for candidate in placement.candidates)
+        message.candidates.extend(candidate_message(candidate, placement.basis) for candidate in placement.everybody())
     return message
 
 
 def why(placement: Placement, skipped: list[Candidate]) -> str:
     """Say in one line what a decision rests on."""
-    forecast, num = placement.forecast, len(placement.candidates) - len(skipped)
+    forecast, num = placement.forecast, placement.num_candidates - len(skipped)
     if placement.basis == common_pb2.DECISION_BASIS_LAST_RESORT:
         line = f"nobody could be compared: {placement.candidate.note or 'no forecast'}"
     elif forecast is not None:
-        line = f"{placement.policy} over {num}: {seconds(forecast)}{runner_up(placement)}"
+        num_foretold = sum(candidate.forecast is not None for candidate in placement.candidates)
+        few = f", {num_foretold} of them foretold" if 0 < num_foretold < num else ""
+        line = f"{placement.policy} over {num}{few}: {seconds(forecast)}{runner_up(placement)}"
         if placement.num_conflicts:
             line += f", after {placement.num_conflicts} conflicts"
     else:
@@ -79,20 +88,19 @@ def runner_up(placement: Placement) -> str:
     if len(placement.ranking) < 2:
         return ""
     name = placement.ranking[1].name
-    candidate = next(candidate for candidate in placement.candidates if candidate.instance_id == name)
-    forecast = candidate.view().forecast
+    forecast = next(one.expected for one in placement.candidates if one.instance_id == name)
     return "" if forecast is None else f"; next {name}: e2e {forecast.e2e_s:.3f} s"
 
 
 def candidate_message(candidate: Candidate, basis: common_pb2.DecisionBasis.ValueType) -> common_pb2.Candidate:
     """Write a candidate down as the decision saw it."""
-    forecast, fate = candidate.view().forecast, candidate.fate
+    forecast, fate = candidate.expected, candidate.fate
     if basis == common_pb2.DECISION_BASIS_LAST_RESORT and fate is Fate.LATE and candidate.indicators:
         fate = Fate.LAST_INDICATORS
     return common_pb2.Candidate(
         instance_id=candidate.instance_id,
         fate=FATES[fate],
-        score=candidate.score,
+        score=None if candidate.score is None or math.isnan(candidate.score) else candidate.score,
         forecast=None if forecast is None else forecast_message(forecast),
         indicators=indicators_message(candidate.indicators, age_s=candidate.age_s) if candidate.indicators else None,
         note=candidate.note,

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
+import numpy as np
+
+from scheduler.candidates import Places
+from scheduler.table import Table
 from services.failures import UnknownNameError
 from services.instances import Instances
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
+
+MOST_MODELS = 1024  # whose instances are remembered
+MOST_TOLD_PER_S = 1000  # messages of all sidecars about themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The instances of one model by name, in the order of their ids, and where they are in the fleet's table."""
+
+    sidecars: Mapping[str, Sidecar]
+    places: Places | None  # None: they are all that there are
+
+    def without(self, names: Collection[str], place_of: Mapping[str, int]) -> Places | None:
+        """Give the places of all but some."""
+        out = [place_of[name] for name in names]
+        if not out:
+            return self.places
+        places = np.arange(len(place_of)) if self.places is None else self.places
+        return places[~np.isin(places, out)]
 
 
 class Fleet:
@@ -16,57 +41,76 @@ class Fleet:
 
     def __init__(self, settings: SchedulerSettings, measures: Measures) -> None:
         """Start with none."""
+        self.table = Table()
+        self.troubled: set[str] = set()  # who may not be well; who is not among them is
         self._settings = settings
         self._measures = measures
         self._sidecars: dict[str, Sidecar] = {}
-        self._by_model: dict[str, tuple[Sidecar, ...]] = {}
+        self._by_model: dict[str, Group] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._watched = False
 
     def update(self, instances: Instances) -> None:
         """Take a new list."""
         before, self._sidecars = self._sidecars, {}
-        for instance in instances:
+        for instance in sorted(instances, key=lambda one: one.instance_id):
             known = before.get(instance.instance_id)
             if known is not None and known.instance == instance:
                 self._sidecars[instance.instance_id] = before.pop(instance.instance_id)
             else:
-                self._sidecars[instance.instance_id] = Sidecar(instance, self._settings, self._measures)
+                self._sidecars[instance.instance_id] = Sidecar(
+                    instance, self._settings, self._measures, self.table, self.troubled
+                )
         self._by_model.clear()
+        self.table.follow(self._sidecars.keys() - before.keys())  # one that is there anew is known no more
+        self.table.follow(self._sidecars)
+        self.troubled.intersection_update(self._sidecars)
         self._measures.instances.set(len(self._sidecars))
         for gone in before.values():
             task = asyncio.create_task(gone.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        if self._watched:
+            self.watch()
+
+    def watch(self) -> None:
+        """Have all sidecars tell of themselves from now on; many of them more seldom."""
+        self._watched = True
+        interval_s = max(self._settings.watch_s, len(self._sidecars) / MOST_TOLD_PER_S)
+        for sidecar in self._sidecars.values():
+            sidecar.watch(interval_s)
 
     def named(self, instance_id: str) -> Sidecar | None:
         """Find one."""
         return self._sidecars.get(instance_id)
 
-    def serving(self, model: str) -> tuple[Sidecar, ...]:
+    def serving(self, model: str) -> Group:
         """Find all that may serve a model; no model means the only one that there is."""
         if not self._sidecars:
             raise ConnectionError("no instance is known")
         found = self._by_model.get(model)
         if found is None:
             found = self._look_up(model)
-            if len(self._by_model) < 1024:
+            if len(self._by_model) < MOST_MODELS:
                 self._by_model[model] = found
         return found
 
-    def _look_up(self, model: str) -> tuple[Sidecar, ...]:
+    def _look_up(self, model: str) -> Group:
         models = sorted({name for sidecar in self._sidecars.values() for name in sidecar.instance.models})
         if not model:
             if len(models) > 1:
                 raise ValueError(f"request.model: is missing; there are {', '.join(models)}")
-            return tuple(self._sidecars.values())
-        found = tuple(
-            sidecar
-            for sidecar in self._sidecars.values()
+            return Group(sidecars=self._sidecars, places=None)
+        found = {
+            name: sidecar
+            for name, sidecar in self._sidecars.items()
             if not sidecar.instance.models or model in sidecar.instance.models
-        )
+        }
         if not found:
             raise UnknownNameError(f"request.model: {model!r} is served by no instance; there are {', '.join(models)}")
-        return found
+        if len(found) == len(self._sidecars):
+            return Group(sidecars=self._sidecars, places=None)
+        return Group(sidecars=found, places=np.array([self.table.place_of[name] for name in found], np.intp))
 
     async def close(self) -> None:
         """Let all go."""

@@ -1,20 +1,26 @@
-"""From a request to the instance that it goes to: lengths, forecasts, a policy, a promise."""
+"""From a request to the instance that it goes to: lengths, a shortlist, forecasts, a policy, a promise."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from scheduler.policies import Policy, PolicyEntry, policy_named
-from services.scheduler_server.asking import Asker, candidates_among
+from scheduler.candidates import Candidates, Facts
+from scheduler.dispatch import Candidate, Fate, Ranking, as_ranked, by_forecasts
+from scheduler.policy import Policy, policy_from
+from services.scheduler_server.asking import Asker, unwell_in
 from services.scheduler_server.choosing import Choice
-from services.scheduler_server.fleet import Fleet
+from services.scheduler_server.fleet import Fleet, Group
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.prefixes import USUAL_BLOCK_TOKENS, Prefixes, Prompt
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.wish import BASES, Placement, Wish
 from services.wire import request_from
+
+MOST_POLICIES = 64  # that requests ask for by themselves
+MOST_RANKED = 8  # of those that are compared without being asked; more are looked at when all of these fail
 
 
 class Placer:
@@ -27,14 +33,18 @@ class Placer:
         self._lengths = lengths
         self._measures = measures
         self._asker = Asker(settings, measures)
-        self._policies: dict[str, tuple[PolicyEntry, Policy]] = {}
+        self._prefixes = Prefixes(fleet.table)
+        self._policies: dict[str, Policy] = {}
         self._policy(settings.policy)
 
-    def _policy(self, name: str) -> tuple[PolicyEntry, Policy]:
-        if name not in self._policies:
-            entry = policy_named(name)
-            self._policies[name] = (entry, entry.make(np.random.default_rng(self._settings.seed)))
-        return self._policies[name]
+    def _policy(self, text: str) -> Policy:
+        policy = self._policies.get(text)
+        if policy is None:
+            policy = policy_from(text, self._settings.seed)
+            if len(self._policies) >= MOST_POLICIES:
+                del self._policies[next(name for name in self._policies if name != self._settings.policy)]
+            self._policies[text] = policy
+        return policy
 
     async def place(self, wish: Wish) -> Placement:
         """Decide where a request goes, and reserve there.
@@ -42,27 +52,17 @@ class Placer:
         ConnectionError where there is no instance that could take it, ValueError where none ever will.
         """
         start_s = time.monotonic()
-        name = wish.policy or self._settings.policy
-        entry, policy = self._policy(name)
-        sidecars = {sidecar.name: sidecar for sidecar in self._fleet.serving(wish.request.model)}
-        await self._complete(wish, for_forecasts=entry.needs_forecast or self._settings.forecast_always)
-        candidates = candidates_among(sidecars.values(), wish.excluded)
-        if entry.needs_forecast:
-            await self._asker.ask(wish, sidecars, candidates)
-        choice = Choice(
-            wish=wish,
-            policy_name=name,
-            policy=policy,
-            blind=not entry.needs_forecast,
-            sidecars=sidecars,
-            candidates=candidates,
-            settings=self._settings,
-            measures=self._measures,
+        policy = self._policy(wish.policy or self._settings.policy)
+        if policy.needs_told:
+            self._fleet.watch()
+        group = self._fleet.serving(wish.request.model)
+        await self._complete(
+            wish, for_forecasts=policy.needs_forecast or policy.needs_tag or self._settings.forecast_always
         )
-        placement = await choice.settled(self._asker)
+        placement = await self._placed(wish, policy, group)
         placement.decision_s = time.monotonic() - start_s
-        self._measures.decision_s.labels(name).observe(placement.decision_s)
-        self._measures.decisions.labels(name, BASES[placement.basis]).inc()
+        self._measures.decision_s.labels(policy.name).observe(placement.decision_s)
+        self._measures.decisions.labels(policy.name, BASES[placement.basis]).inc()
         return placement
 
     async def _complete(self, wish: Wish, *, for_forecasts: bool) -> None:
@@ -72,3 +72,84 @@ class Placer:
             request_from(wish.request)
         except ValueError as error:
             raise ValueError(f"request.{error}") from None
+
+    async def _placed(self, wish: Wish, policy: Policy, group: Group) -> Placement:
+        table = self._fleet.table
+        unwell = unwell_in(group, self._fleet.troubled, wish.excluded)
+        places = group.without([candidate.instance_id for candidate in unwell], table.place_of)
+        prompt = self._prefixes.of(wish) if policy.needs_prefix else Prompt()
+        known = table.candidates(_facts(wish), time.monotonic(), places)
+        if policy.needs_prefix:
+            self._prefixes.look_up(prompt, known)
+        looked = policy.among(known) if len(known) else known
+        if policy.needs_forecast:
+            compared = [group.sidecars[name].as_known() for name in looked.instance_ids]
+            await self._asker.ask(wish, group.sidecars, [*compared, *unwell], delays=policy.needs_delays)
+            ranking: Ranking = by_forecasts(policy, looked)
+        else:
+            compared = _scored(policy, looked, group)
+            ranking = as_ranked(compared)
+        choice = Choice(
+            wish=wish,
+            policy=policy.text,
+            ranking=ranking,
+            group=group,
+            candidates=[*compared, *unwell],
+            others=_others(group, looked, [*compared, *unwell], policy),
+            sending=lambda name: self._sending(name, wish),
+            foretold_anyway=self._settings.forecast_always and not policy.needs_forecast,
+            settings=self._settings,
+            measures=self._measures,
+        )
+        placement = await choice.settled(self._asker)
+        if not wish.dry_run:
+            self._prefixes.sent(placement.chosen.name, prompt)
+        return placement
+
+    def _sending(self, name: str, wish: Wish) -> None:
+        """Count a request before the instance does: who decides meanwhile is to see it."""
+        if name in self._fleet.table.place_of:
+            tokens = wish.request.prompt_tokens
+            self._fleet.table.sent(
+                name, time.monotonic(), prefill_tokens=tokens, blocks=math.ceil(tokens / USUAL_BLOCK_TOKENS)
+            )
+
+
+def _facts(wish: Wish) -> Facts:
+    request = wish.request
+    tokens = request.tag.median_tokens if request.HasField("tag") else float(request.output_tokens or "nan")
+    return Facts(prompt_tokens=request.prompt_tokens, tag_tokens=tokens)
+
+
+def _scored(policy: Policy, looked: Candidates, group: Group) -> list[Candidate]:
+    """Rank by what is at hand; the best of them, best first."""
+    if not len(looked):
+        return []
+    scores = policy.scores(looked)
+    ranked = []
+    for place in policy.order(looked, scores)[:MOST_RANKED].tolist():
+        candidate = group.sidecars[looked.instance_id(place)].as_known(
+            Fate.UNASKED if policy.is_blind else Fate.INDICATORS
+        )
+        candidate.score = float(scores[place])
+        ranked.append(candidate)
+    return ranked
+
+
+def _others(
+    group: Group, looked: Candidates, candidates: Sequence[Candidate], policy: Policy
+) -> Callable[[], list[Candidate]]:
+    """Tell of everybody else, when asked: those whose rank was too low, and those that were not looked at."""
+
+    def others() -> list[Candidate]:
+        left = group.sidecars.keys() - {candidate.instance_id for candidate in candidates}
+        compared = frozenset() if policy.needs_forecast else frozenset(looked.instance_ids)
+        fate = Fate.UNASKED if policy.is_blind else Fate.INDICATORS
+        return [
+            group.sidecars[name].as_known(fate)
+            if name in compared
+            else group.sidecars[name].as_known(Fate.NOT_SHORTLISTED, "left out by a filter, a sample or the shortlist")
+            for name in sorted(left)
+        ]
+
+    return others

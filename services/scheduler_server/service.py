@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from scheduler.policies import policy_named
 from services.http_client import HttpClient
 from services.log_lines import say
 from services.scheduler_server.engines import EngineError, Question, answer, question_from
+from services.scheduler_server.expectations import Expectations
 from services.scheduler_server.explaining import decision_message
 from services.scheduler_server.fleet import Fleet
 from services.scheduler_server.lengths import Lengths
@@ -48,6 +48,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._measures = measures
         self._client = client
         self._placer = Placer(settings, fleet, lengths, measures)
+        self._expectations = Expectations()
 
     async def Schedule(
         self,
@@ -156,14 +157,17 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return response
 
     def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
+        self._expectations.ended(outcome, completed=outcome.finish_reason in ENDED)
         if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:
-            sidecar.engine.failed(time.monotonic())
+            sidecar.engine_failed()
         elif outcome.finish_reason in ENDED:
             sidecar.engine.succeeded()
             self._lengths.observe(outcome)
 
     def _decision(self, placement: Placement, wish: Wish, *, explain: bool) -> common_pb2.Decision:
         decision = decision_message(placement, wish, self._settings.scheduler_id, explain=explain)
+        if placement.forecast is not None and not wish.dry_run:
+            decision.forecast.CopyFrom(self._expectations.told(decision.request_id, placement.forecast))
         if log.isEnabledFor(logging.DEBUG):
             say(
                 log, logging.DEBUG, "decided", request_id=decision.request_id, instance=decision.instance.instance_id,
@@ -175,10 +179,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
 
 def require(wish: Wish) -> None:
-    """Refuse a request that cannot be told from others, and a policy that nobody knows."""
+    """Refuse a request that cannot be told from others."""
     require_name("request.request_id", wish.request.request_id)
-    if wish.policy:
-        policy_named(wish.policy)
 
 
 def require_outcome(outcome: common_pb2.Outcome) -> None:

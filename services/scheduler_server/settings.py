@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from length_tagger.settings import TaggerSettings
 from scheduler.circuit import Circuit
-from scheduler.policies import policy_named
+from scheduler.policy import policy_from
 from services.instances import require_address
 
 LONGEST_RESERVATION_S = 600.0
@@ -17,12 +17,13 @@ LONGEST_RESERVATION_S = 600.0
 class SchedulerSettings:
     """By which rule to decide, how long to wait for whom, and what to do without them."""
 
-    policy: str = "block"
+    policy: str = "block"  # as scheduler/spec.py reads it
     seed: int | None = None  # of policies that draw; None: another one for each process
     scheduler_id: str = ""
     forecast_always: bool = False  # have the choice of a policy that needs no forecast foretold as well
 
     sidecar_deadline_s: float = 0.05
+    watch_s: float = 0.1  # between two messages of a sidecar about itself, for policies that read indicators
     reservation_s: float = 10.0
     most_conflicts: int = 10  # of one request with those who decide at the same time; then it reserves regardless
     max_deciding: int = 8  # fan-outs under way at once: more would only make each other late
@@ -40,9 +41,10 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         """Refuse what no scheduler could do, by its name."""
-        policy_named(self.policy)
+        policy_from(self.policy)
         for name in (
             "sidecar_deadline_s",
+            "watch_s",
             "reservation_s",
             "first_pause_s",
             "longest_pause_s",

@@ -12,6 +12,7 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.dispatch import Candidate, Fate
+from scheduler.table import Table
 from scheduler.versions import Versions
 from services.instances import Instance
 from services.log_lines import say
@@ -32,6 +33,7 @@ from services.wire import indicators_from
 
 log = logging.getLogger(__name__)
 
+READY = common_pb2.INSTANCE_STATE_READY
 RELEASE_S = 5.0  # deadline of what nobody waits for
 
 # A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
@@ -49,27 +51,45 @@ CHANNEL = (
 class Sidecar:
     """The way to one sidecar, and what is known of its instance; all of it may be forgotten without harm."""
 
-    def __init__(self, instance: Instance, settings: SchedulerSettings, measures: Measures) -> None:
-        """Make the channel; it connects by itself."""
+    def __init__(
+        self, instance: Instance, settings: SchedulerSettings, measures: Measures, table: Table, troubled: set[str]
+    ) -> None:
+        """Make the channel; it connects by itself. What is told goes into the table, who is not well into the set."""
         self.instance = instance
         self.name = instance.instance_id
         self.message = instance_message(instance)
         self.engine = settings.circuit()  # of the engine itself, as those find it who send requests there
         self.versions = Versions()
+        self.state = READY  # as it tells by itself
         self.unseen = 0  # requests sent there without a promise since it was last heard
         self._circuit = settings.circuit()
+        self._settings = settings
         self._deadline_s = settings.sidecar_deadline_s
         self._measures = measures
         self._indicators: Mapping[str, float] = {}
         self._heard_s = self._age_s = 0.0
+        self._table, self._troubled = table, troubled
+        self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._suffix = predictor_pb2.PredictRequest(instance_id=self.name).SerializeToString()
         self._channel = grpc.aio.insecure_channel(instance.sidecar_address, options=CHANNEL)
         stub = predictor_pb2_grpc.PredictorStub(self._channel)
-        self._reserve, self._release = stub.Reserve, stub.Release
+        self._reserve, self._release, self._watch = stub.Reserve, stub.Release, stub.Watch
         self._line = Line(self._channel, self._deadline_s)
+        if not self.is_well():
+            troubled.add(self.name)
 
     # Whether to ask.
+
+    def is_well(self) -> bool:
+        """Tell whether there is no reason not to send requests there."""
+        broken = self._circuit.is_open() or self.engine.is_open()
+        return not (broken or self.instance.state == "draining" or self.state in STATES)
+
+    def engine_failed(self) -> None:
+        """Note that a request that was sent there failed."""
+        self.engine.failed(time.monotonic())
+        self._troubled.add(self.name)
 
     def may_be_asked(self) -> bool:
         """Tell whether to ask it; where it failed lately, see in the background whether it answers again."""
@@ -90,6 +110,7 @@ class Sidecar:
     def _failed(self, fate: Fate) -> None:
         """Count a failure; one too many leaves it alone for a while."""
         self._measures.sidecar_failures.labels(self.name, fate.value).inc()
+        self._troubled.add(self.name)
         if self._circuit.failed(time.monotonic()):
             self._line.hang_up()
             self._measures.circuits_open.inc()
@@ -166,10 +187,45 @@ class Sidecar:
         self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse | common_pb2.ReleaseResponse
     ) -> None:
         if response.HasField("indicators"):
-            self._indicators = indicators_from(response.indicators)
-            self._age_s = response.indicators.age_s
-            self._heard_s = time.monotonic()
-            self.unseen = 0
+            self._keep(indicators_from(response.indicators), response.indicators.age_s)
+
+    def _keep(self, indicators: Mapping[str, float], age_s: float) -> None:
+        self._indicators, self._age_s, self._heard_s = indicators, age_s, time.monotonic()
+        self.unseen = 0
+        if self.name in self._table.place_of:  # it may have gone meanwhile
+            self._table.tell(self.name, indicators, self._heard_s, age_s)
+
+    # What it tells by itself.
+
+    def watch(self, interval_s: float) -> None:
+        """Have it tell of itself whenever something changes, as often as this at most."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._follow(interval_s))
+
+    async def _follow(self, interval_s: float) -> None:
+        """Listen as long as it talks; call again after a pause that grows until it does."""
+        pause_s = self._settings.first_pause_s
+        while True:
+            try:
+                question = predictor_pb2.WatchRequest(min_interval_s=interval_s, instance_id=self.name)
+                async for message in self._watch(question):
+                    self._told(message)
+                    pause_s = self._settings.first_pause_s
+            except FAILURES as error:
+                say(log, logging.DEBUG, "tells nothing", instance=self.name, reason=note_of(error))
+            self.state = READY  # as far as is known
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._settings.longest_pause_s)
+
+    def _told(self, message: predictor_pb2.WatchResponse) -> None:
+        if message.instance_id != self.name:
+            raise ValueError(f"instance_id: {message.instance_id!r} answers there")
+        told = indicators_from(message.indicators)
+        self._keep(told if message.full else {**self._indicators, **told}, message.indicators.age_s)
+        self.versions.hear(message.version, message.epoch)
+        self.state = message.state
+        if self.state in STATES:
+            self._troubled.add(self.name)
 
     # Promises.
 
@@ -220,6 +276,9 @@ class Sidecar:
 
     async def close(self) -> None:
         """Finish what is under way, and let the channel go."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         if self._background:
             await asyncio.wait(self._background, timeout=RELEASE_S)
         await self._line.close()

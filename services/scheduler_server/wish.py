@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from predictor.forecast import Forecast
@@ -12,6 +12,7 @@ from services.scheduler_server.sidecar import Sidecar
 
 BASES = {
     common_pb2.DECISION_BASIS_FORECAST: "forecast",
+    common_pb2.DECISION_BASIS_INDICATORS: "indicators",
     common_pb2.DECISION_BASIS_BLIND: "blind",
     common_pb2.DECISION_BASIS_LAST_RESORT: "last_resort",
 }
@@ -36,7 +37,7 @@ class Wish:
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
-    """Where a request goes, and all that was looked at on the way."""
+    """Where a request goes, and all that was looked at on the way; `everybody` also tells of those that were not."""
 
     policy: str
     chosen: Sidecar
@@ -44,6 +45,8 @@ class Placement:
     basis: common_pb2.DecisionBasis.ValueType
     ranking: Sequence[Sidecar]
     candidates: Sequence[Candidate]
+    num_candidates: int
+    everybody: Callable[[], Sequence[Candidate]]
     forecast: Forecast | None = None
     reserved_for_s: float | None = None
     num_conflicts: int = 0

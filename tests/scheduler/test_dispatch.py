@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from predictor.forecast import Forecast
-from scheduler.dispatch import Candidate, Fate, behind, order
-from scheduler.policies import POLICIES, Policy
-
-
-def policy(name: str = "block") -> Policy:
-    """A fresh one."""
-    return POLICIES[name].make(np.random.default_rng(1))
+from scheduler.dispatch import Candidate, Fate, Ranking, as_ranked, behind, by_forecasts, forecast_columns, order
+from scheduler.policy import policy_from
+from scheduler.table import Table
 
 
 def forecast(e2e_s: float, prefill_s: float = 0.1) -> Forecast:
@@ -30,10 +27,11 @@ def heard(name: str, e2e_s: float, promised: int = 0) -> Candidate:
     return Candidate(instance_id=name, fate=Fate.FORECAST, forecast=forecast(e2e_s), promised=promised)
 
 
-def ranking(*candidates: Candidate, by: Policy | None = None) -> tuple[str, ...]:
+def ranking(*candidates: Candidate, by: str | Ranking = "block") -> tuple[str, ...]:
     """Who comes first, who next."""
-    decision = order(candidates, by or policy())
-    return () if decision is None else decision.ranking
+    if isinstance(by, str):
+        by = by_forecasts(policy_from(by), Table(one.instance_id for one in candidates).candidates())
+    return tuple(candidate.instance_id for candidate in order(candidates, by))
 
 
 def test_promises_made_since_a_forecast_count() -> None:
@@ -79,9 +77,47 @@ def test_an_engine_that_failed_lately_comes_last_whatever_its_forecast() -> None
     assert ranking(failed) == ("a",)
 
 
-def test_policies_that_look_at_nothing_rank_the_unasked() -> None:
-    """Round-robin takes turns among those that may be asked, and leaves out the others."""
-    takes_turns = policy("round_robin")
-    candidates = [Candidate(instance_id=name) for name in "abc"]
-    candidates[1].fate = Fate.DOWN
-    assert [ranking(*candidates, by=takes_turns)[0] for _ in range(3)] == ["a", "c", "a"]
+def test_those_that_were_not_looked_at_come_before_those_that_failed() -> None:
+    """Whom a shortlist left out is well, as far as is known; the least busy first."""
+    left = [
+        Candidate(instance_id=name, fate=Fate.NOT_SHORTLISTED, indicators={"num_running": load})
+        for name, load in (("a", 9.0), ("b", 1.0))
+    ]
+    late = Candidate(instance_id="c", fate=Fate.LATE, indicators={"num_running": 0.0})
+    assert ranking(late, *left, heard("d", 5.0)) == ("d", "b", "a", "c")
+
+
+def test_who_was_ranked_once_is_not_ranked_anew() -> None:
+    """Policies that remember are asked once; who fails falls out of the ranking, and others keep their places."""
+    candidates = [Candidate(instance_id=name, fate=Fate.INDICATORS) for name in "cab"]
+    by = as_ranked(candidates)
+    late = Candidate(instance_id="z", fate=Fate.INDICATORS)
+    assert ranking(*reversed(candidates), by=by) == ("c", "a", "b")
+    candidates[0].fate = Fate.DOWN
+    assert ranking(late, *candidates, by=by) == ("a", "b", "z", "c")
+
+
+def test_scores_are_noted_and_ties_go_by_id() -> None:
+    """Whatever the order in which sidecars answered."""
+    candidates = [heard("b", 2.0), heard("c", 1.0), heard("a", 2.0)]
+    assert ranking(*candidates) == ("c", "a", "b")
+    assert [candidate.score for candidate in candidates] == [2.0, 1.0, 2.0]
+
+
+def test_a_forecast_of_which_a_part_is_missing_comes_after_whole_ones() -> None:
+    """A policy over delays cannot compare who did not tell them."""
+    told = heard("b", 9.0)
+    told.forecast = replace(forecast(9.0), delay_sum_s=1.0)
+    assert ranking(heard("a", 1.0), told, by="marginal") == ("b", "a")
+
+
+def test_forecasts_become_columns() -> None:
+    """By the indicators' names; what nobody knows is NaN."""
+    whole = replace(forecast(3.0), delay_sum_s=2.0, num_preemptions=4, prefix_hit_tokens=5)
+    columns = forecast_columns([whole, None], ("predicted_e2e_s", "delay_sum_s", "predicted_preemptions"))
+    assert {name: column[0] for name, column in columns.items()} == {
+        "predicted_e2e_s": 3.0,
+        "delay_sum_s": 2.0,
+        "predicted_preemptions": 4.0,
+    }
+    assert all(np.isnan(column[1]) for column in columns.values())

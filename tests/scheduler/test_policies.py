@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import scheduler.choosing
+import scheduler.policies
 from scheduler.candidates import Facts
-from scheduler.choosing import POLICIES
 from scheduler.indicators import require_indicator, roots_of
+from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.table import Table
 from tests.fleets import LETTERS, fleet, random_fleet
@@ -313,7 +313,7 @@ def test_what_a_sidecar_counted_passes_with_its_minute() -> None:
 
 def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
     """Its docstring says where it comes from."""
-    folder = Path(scheduler.choosing.__file__).parent
+    folder = Path(scheduler.policies.__file__).parent
     for name in POLICIES:
         text = (folder / f"{name}.py").read_text(encoding="utf-8")
         assert len(text.splitlines()) < 60, name

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.choosing.entry import Score
-from scheduler.choosing.scaled import of_highest
 from scheduler.indicators import Column
+from scheduler.policies.entry import Score
+from scheduler.policies.scaled import of_highest
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.choosing.entry import Score
 from scheduler.indicators import Column
+from scheduler.policies.entry import Score
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:

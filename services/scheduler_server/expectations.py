@@ -1,0 +1,34 @@
+"""What clients are told to expect, corrected by what became of what others were told."""
+
+from __future__ import annotations
+
+from predictor.forecast import Forecast
+from protos.block.v1 import common_pb2
+from scheduler.calibration import Calibration
+from services.wire import forecast_message
+
+MOST_WAITED_FOR = 1 << 14
+
+
+class Expectations:
+    """Keeps each forecast, as it was made, until its request ends; a restart only makes it learn anew."""
+
+    def __init__(self) -> None:
+        """Expect nothing."""
+        self._calibration = Calibration()
+        self._made: dict[str, Forecast] = {}
+
+    def told(self, request_id: str, forecast: Forecast) -> common_pb2.Forecast:
+        """Keep a forecast, and say what to expect really."""
+        if len(self._made) >= MOST_WAITED_FOR:
+            del self._made[next(iter(self._made))]
+        self._made[request_id] = forecast
+        return forecast_message(self._calibration.corrected(forecast))
+
+    def ended(self, outcome: common_pb2.Outcome, *, completed: bool) -> None:
+        """Learn from an answer that came to its end; forget the others."""
+        forecast = self._made.pop(outcome.request_id, None)
+        if forecast is None or not completed:
+            return
+        ttft_s = outcome.ttft_s if outcome.HasField("ttft_s") else None
+        self._calibration.observe(forecast, ttft_s, outcome.e2e_s if outcome.HasField("e2e_s") else None)

@@ -1,0 +1,78 @@
+"""Which instances have a prompt's beginning cached already, as far as a scheduler can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from scheduler.candidates import Candidates
+from scheduler.indicators import ROW_OF
+from scheduler.prefix import PrefixIndex, text_blocks
+from scheduler.prefix.text import BLOCK_BYTES
+from scheduler.table import Table
+from services.scheduler_server.wish import Wish
+
+USUAL_BLOCKS = 4096  # of a cache whose size nobody has told
+USUAL_BLOCK_TOKENS = 16
+MOST_NAMES = 128  # of one prompt; of a longer one, every second, fourth, ... block is remembered
+BYTES_PER_TOKEN = 4  # of English text, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt by the names of its blocks, each of so many tokens; none where nothing is known of it."""
+
+    names: tuple[Hashable, ...] = ()
+    block_tokens: float = USUAL_BLOCK_TOKENS
+
+
+class Prefixes:
+    """Names prompts' blocks, by tokens where the caller has done so and else by text; remembers who got which."""
+
+    def __init__(self, table: Table) -> None:
+        """Follow the instances of a table."""
+        self._table = table
+        self._index = PrefixIndex()
+        self._following: tuple[str, ...] = ()
+
+    def of(self, wish: Wish) -> Prompt:
+        """Name a request's blocks."""
+        request = wish.request
+        if request.prefix_hashes and request.prefix_block_tokens:
+            names: tuple[Hashable, ...] = tuple(request.prefix_hashes)
+            block_tokens: float = request.prefix_block_tokens
+        else:
+            names = text_blocks(wish.prompt)
+            num_bytes = max(1, len(wish.prompt))
+            block_tokens = request.prompt_tokens * min(1.0, BLOCK_BYTES / num_bytes)
+        step = 1
+        while len(names) > MOST_NAMES * step:
+            step *= 2
+        return Prompt(names=names[step - 1 :: step], block_tokens=block_tokens * step)
+
+    def look_up(self, prompt: Prompt, known: Candidates) -> None:
+        """Add to candidates how much of a prompt they hold, and to the request to which class it belongs."""
+        self._follow()
+        hits = self._index.look_up(prompt.names, known.instance_ids)
+        known.add({"prefix_hit_tokens": hits.num_blocks * prompt.block_tokens})
+        known.facts = replace(known.facts, prefix_class=hits.deepest)
+
+    def sent(self, instance_id: str, prompt: Prompt) -> None:
+        """Note where a prompt goes."""
+        if prompt.names and instance_id in self._table.place_of:
+            self._follow()
+            self._index.sent(instance_id, prompt.names)
+
+    def _follow(self) -> None:
+        """Take instances' sizes over when instances have come or gone."""
+        known = self._table.known
+        if known.instance_ids is self._following:
+            return
+        blocks = known.told[ROW_OF["num_total_blocks"]].tolist()
+        self._index.follow(
+            {
+                name: int(number) if number == number else USUAL_BLOCKS  # noqa: PLR0124 - NaN: not told
+                for name, number in zip(known.instance_ids, blocks, strict=True)
+            }
+        )
+        self._following = known.instance_ids
