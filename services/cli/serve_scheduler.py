@@ -32,7 +32,7 @@ PORT = 50051
     "scheduler",
     "--instances-dns",
     metavar="NAME:ENGINE_PORT:SIDECAR_PORT",
-    help="A DNS name; each of its addresses is an instance.",
+    help="A DNS name; each of its addresses is an instance, whose sidecar calls it ADDRESS:ENGINE_PORT.",
 )
 @server_flag("scheduler", "--poll-s", type=float, default=1.0, help="How often the file or the name is looked at.")
 @server_flag(
