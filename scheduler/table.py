@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 
 from scheduler.candidates import ANY_REQUEST, SECONDS_PER_MINUTE, Candidates, Facts, Known, Places
-from scheduler.indicators import OTHERWISE, ROW_OF
+from scheduler.indicators import OTHERWISE, ROW_OF, Column
 
-RESERVED, RESERVED_BLOCKS = ROW_OF["num_reserved"], ROW_OF["num_reserved_blocks"]
-QUEUED_TOKENS = ROW_OF["queued_prefill_tokens"]
+ON_ITS_WAY = [ROW_OF["num_reserved"], ROW_OF["num_reserved_blocks"], ROW_OF["queued_prefill_tokens"]]
 
 
 class Table:
@@ -29,6 +29,7 @@ class Table:
         self.known = _nothing_about((), 0)
         self._next_number = 0
         self._sent: deque[tuple[float, str]] = deque()
+        self._on_its_way: dict[str, Column] = {}  # requests, blocks and tokens
         self.follow(instance_ids)
 
     def follow(self, instance_ids: Iterable[str]) -> None:
@@ -50,11 +51,15 @@ class Table:
         ):
             after[new] = there[old]
         self._sent = deque(entry for entry in self._sent if entry[1] in self.place_of)
+        self._on_its_way = {name: way for name, way in self._on_its_way.items() if name in self.place_of}
 
     def tell(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
         """Take all that an instance's sidecar knows of it; names that no policy reads are passed over."""
-        self.known.told[:, self.place_of[instance_id]] = OTHERWISE
+        place = self.place_of[instance_id]
+        self.known.told[:, place] = OTHERWISE
         self.update(instance_id, values, now_s, age_s)
+        if instance_id in self._on_its_way:
+            self.known.told[ON_ITS_WAY, place] += self._on_its_way[instance_id]
 
     def update(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
         """Take what has changed since an instance was last heard of."""
@@ -69,12 +74,30 @@ class Table:
     def sent(self, instance_id: str, now_s: float, *, prefill_tokens: float = 0.0, blocks: float = 0.0) -> None:
         """Count a request that was sent to an instance as reserved there, until the instance tells of itself anew."""
         place = self.place_of[instance_id]
-        told = self.known.told[:, place]
-        told[RESERVED] += 1.0
-        told[RESERVED_BLOCKS] += blocks
-        told[QUEUED_TOKENS] += prefill_tokens
+        self.known.told[ON_ITS_WAY, place] += (1.0, blocks, prefill_tokens)
         self.known.sent_lately[place] += 1.0
         self._sent.append((now_s, instance_id))
+
+    @contextmanager
+    def on_its_way(
+        self, instance_id: str, now_s: float, *, prefill_tokens: float = 0.0, blocks: float = 0.0
+    ) -> Iterator[None]:
+        """Count a request as reserved while it is on its way, whatever the instance tells meanwhile.
+
+        After that it counts only if the instance says so.
+        """
+        self.sent(instance_id, now_s, prefill_tokens=prefill_tokens, blocks=blocks)
+        share = np.array((1.0, blocks, prefill_tokens))
+        number = self.known.numbers[self.place_of[instance_id]]
+        way = self._on_its_way.setdefault(instance_id, np.zeros(3))
+        way += share
+        try:
+            yield
+        finally:
+            place = self.place_of.get(instance_id)
+            if place is not None and self.known.numbers[place] == number:
+                way -= share
+                self.known.told[ON_ITS_WAY, place] -= share
 
     def candidates(self, facts: Facts = ANY_REQUEST, now_s: float = 0.0, places: Places | None = None) -> Candidates:
         """Show all instances to a policy, or those at some places; what is told later may or may not show."""

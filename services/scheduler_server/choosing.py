@@ -44,7 +44,6 @@ class Choice:
     group: Group
     candidates: list[Candidate]  # those that were looked at, and those that are not well
     others: Callable[[], Sequence[Candidate]]  # everybody else
-    sending: Callable[[str], None]  # is told where the request is about to go
     foretold_anyway: bool  # have the choice foretold, where the policy does without
     settings: SchedulerSettings
     measures: Measures
@@ -59,9 +58,8 @@ class Choice:
             if self.wish.dry_run:
                 return placement
             chosen.engine.allows(time.monotonic())  # if it failed lately, this is its trial
-            self.sending(chosen.name)
             if candidate.fate in RESORTS or self.num_failed >= MOST_FAILED_RESERVES:
-                chosen.unseen += 1
+                chosen.sent_without_promise(self.wish.request)
                 return placement
             if self.foretold_anyway:
                 placement.forecast = await asker.foretell(self.wish, chosen)

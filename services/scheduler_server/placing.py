@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,7 @@ from services.scheduler_server.choosing import Choice
 from services.scheduler_server.fleet import Fleet, Group
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
-from services.scheduler_server.prefixes import USUAL_BLOCK_TOKENS, Prefixes, Prompt
+from services.scheduler_server.prefixes import Prefixes, Prompt
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.wish import BASES, Placement, Wish
 from services.wire import request_from
@@ -35,7 +34,8 @@ class Placer:
         self._asker = Asker(settings, measures)
         self._prefixes = Prefixes(fleet.table)
         self._policies: dict[str, Policy] = {}
-        self._policy(settings.policy)
+        if self._policy(settings.policy).needs_told:
+            fleet.watch()
 
     def _policy(self, text: str) -> Policy:
         policy = self._policies.get(text)
@@ -96,7 +96,6 @@ class Placer:
             group=group,
             candidates=[*compared, *unwell],
             others=_others(group, looked, [*compared, *unwell], policy),
-            sending=lambda name: self._sending(name, wish),
             foretold_anyway=self._settings.forecast_always and not policy.needs_forecast,
             settings=self._settings,
             measures=self._measures,
@@ -105,14 +104,6 @@ class Placer:
         if not wish.dry_run:
             self._prefixes.sent(placement.chosen.name, prompt)
         return placement
-
-    def _sending(self, name: str, wish: Wish) -> None:
-        """Count a request before the instance does: who decides meanwhile is to see it."""
-        if name in self._fleet.table.place_of:
-            tokens = wish.request.prompt_tokens
-            self._fleet.table.sent(
-                name, time.monotonic(), prefill_tokens=tokens, blocks=math.ceil(tokens / USUAL_BLOCK_TOKENS)
-            )
 
 
 def _facts(wish: Wish) -> Facts:

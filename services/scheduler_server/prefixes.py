@@ -10,10 +10,10 @@ from scheduler.indicators import ROW_OF
 from scheduler.prefix import PrefixIndex, text_blocks
 from scheduler.prefix.text import BLOCK_BYTES
 from scheduler.table import Table
+from services.scheduler_server.sidecar import USUAL_BLOCK_TOKENS
 from services.scheduler_server.wish import Wish
 
 USUAL_BLOCKS = 4096  # of a cache whose size nobody has told
-USUAL_BLOCK_TOKENS = 16
 MOST_NAMES = 128  # of one prompt; of a longer one, every second, fourth, ... block is remembered
 BYTES_PER_TOKEN = 4  # of English text, about
 

@@ -34,6 +34,7 @@ from services.wire import indicators_from
 log = logging.getLogger(__name__)
 
 READY = common_pb2.INSTANCE_STATE_READY
+USUAL_BLOCK_TOKENS = 16
 RELEASE_S = 5.0  # deadline of what nobody waits for
 
 # A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
@@ -233,7 +234,7 @@ class Sidecar:
         """Promise a request to the instance; who decides meanwhile counts it already. SidecarError: it is not."""
         with self.versions.claimed(request.if_version if request.HasField("if_version") else None):
             try:
-                response = await self._reserve(request, timeout=self._deadline_s)
+                response = await self._promised(request)
                 require_sensible(response, request, self.name)
                 self._take(response)
             except asyncio.CancelledError:
@@ -246,6 +247,23 @@ class Sidecar:
                     self.forget(request.request.request_id)
                 raise SidecarError(fate, note_of(error)) from None
         return response
+
+    async def _promised(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        tokens = request.request.prompt_tokens
+        blocks = -(-tokens // USUAL_BLOCK_TOKENS)
+        response: predictor_pb2.ReserveResponse
+        if self.name not in self._table.place_of:  # it has gone meanwhile
+            response = await self._reserve(request, timeout=self._deadline_s)
+            return response
+        with self._table.on_its_way(self.name, time.monotonic(), prefill_tokens=tokens, blocks=blocks):
+            response = await self._reserve(request, timeout=self._deadline_s)
+        return response
+
+    def sent_without_promise(self, request: common_pb2.Request) -> None:
+        """Count a request that goes there although nobody has promised it a place."""
+        self.unseen += 1
+        if self.name in self._table.place_of:
+            self._table.sent(self.name, time.monotonic(), prefill_tokens=request.prompt_tokens)
 
     def forget(self, request_id: str) -> None:
         """Take back a promise that may have been made, in the background."""

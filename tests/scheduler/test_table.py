@@ -73,6 +73,32 @@ def test_a_request_that_was_sent_is_there_until_the_instance_tells() -> None:
     assert table.candidates(now_s=0.2)["batch_size"].tolist() == [4.0, 3.0]
 
 
+def test_a_request_on_its_way_counts_whatever_is_told_meanwhile() -> None:
+    """Two at once: the answer to one says nothing of the other; when both have arrived, what was told holds."""
+    table = Table("ab")
+    told = {"num_running": 0.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}
+    table.tell("a", {**told, "num_reserved": 0.0}, now_s=0.0)
+
+    def sizes() -> tuple[float, float]:
+        candidates = table.candidates(now_s=0.1)
+        return candidates["batch_size"][0], candidates["queued_prefill_tokens"][0]
+
+    with table.on_its_way("a", 0.1, prefill_tokens=100.0, blocks=7.0):
+        with table.on_its_way("a", 0.1, prefill_tokens=10.0, blocks=1.0):
+            assert sizes() == (2.0, 110.0)
+        table.tell("a", {**told, "num_reserved": 1.0, "queued_prefill_tokens": 10.0}, now_s=0.2)
+        assert sizes() == (2.0, 110.0)
+    table.tell("a", {**told, "num_reserved": 2.0, "queued_prefill_tokens": 110.0}, now_s=0.3)
+    assert sizes() == (2.0, 110.0)
+    assert table.candidates(now_s=0.3)["requests_per_minute"].tolist() == [2.0, 0.0]
+    with table.on_its_way("a", 0.4), table.on_its_way("b", 0.4):
+        table.follow("b")
+        table.follow("ab")
+        table.tell("a", {**told, "num_reserved": 0.0}, now_s=0.5)
+        assert sizes() == (0.0, 0.0)
+    assert sizes() == (0.0, 0.0)
+
+
 def test_some_of_some_are_still_who_they_are() -> None:
     """Places and ids stay right through two choices, and so do columns of the request."""
     table = Table("abcdef")

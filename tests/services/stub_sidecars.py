@@ -12,6 +12,7 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances import Instance
+from services.wire import indicators_message
 
 SERVICE = "block.v1.Predictor"
 
@@ -19,6 +20,7 @@ READY, DOWN = common_pb2.INSTANCE_STATE_READY, common_pb2.INSTANCE_STATE_DOWN
 RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
 EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
 CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
+REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +48,13 @@ class StubSidecar:
     outcomes: list[common_pb2.Outcome] = field(default_factory=list)
     questions: list[predictor_pb2.PredictRequest] = field(default_factory=list)
     refuse_prompts_of: int = -1  # tokens
+    refuse_promises: bool = False
     num_streams: int = 0
     num_streamed: int = 0  # questions
     open_streams: set[asyncio.Event] = field(default_factory=set)
+    load: dict[str, float] = field(default_factory=lambda: {"num_running": 1, "num_waiting": 0})
+    watchers: set[asyncio.Event] = field(default_factory=set)
+    num_watched: int = 0  # times that somebody began to
     num_conflicts: int = 0
     version: int = 0
     epoch: int = 7
@@ -72,6 +78,7 @@ class StubSidecar:
             "Predict": grpc.unary_unary_rpc_method_handler(self.predict),
             "Reserve": grpc.unary_unary_rpc_method_handler(self.reserve),
             "Release": grpc.unary_unary_rpc_method_handler(self.release),
+            "Watch": grpc.unary_stream_rpc_method_handler(self.watch),
         }
         if self.streams:
             methods["PredictStream"] = grpc.stream_stream_rpc_method_handler(self.predict_stream)
@@ -146,7 +153,33 @@ class StubSidecar:
 
     def indicators(self) -> common_pb2.Indicators:
         """Tell how busy it is."""
-        return common_pb2.Indicators(age_s=0.01, num_running=1, num_waiting=0, num_reserved=len(self.held))
+        return indicators_message({**self.load, "num_reserved": len(self.held)}, age_s=0.01)
+
+    async def watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Tell of itself, and again whenever `tell` is called."""
+        self.num_watched += 1
+        changed = asyncio.Event()
+        self.watchers.add(changed)
+        try:
+            while True:
+                yield predictor_pb2.WatchResponse(
+                    instance_id=self.name,
+                    full=True,
+                    indicators=self.indicators() if self.state != DOWN else None,
+                    version=self.version,
+                    epoch=self.epoch,
+                    state=self.state,
+                ).SerializeToString()
+                await changed.wait()
+                changed.clear()
+        finally:
+            self.watchers.discard(changed)
+
+    def tell(self, **load: float) -> None:
+        """Have all who watch told of a change."""
+        self.load.update(load)
+        for changed in self.watchers:
+            changed.set()
 
     async def reserve(self, raw: bytes, context: Any) -> bytes:
         """Promise a place, unless others came first."""
@@ -159,7 +192,10 @@ class StubSidecar:
         name = request.request.request_id
         self.version += self.always_comes_first
         stale = (request.if_version, request.if_epoch) != (self.version, self.epoch)
-        if name in self.held:
+        if self.refuse_promises:
+            response.result = REFUSED
+            response.prediction.refusal.field, response.prediction.refusal.reason = "prompt_tokens", "as told"
+        elif name in self.held:
             response.result = EXTENDED
         elif request.HasField("if_version") and stale:
             response.result = CONFLICT

@@ -1,0 +1,242 @@
+"""Policies over indicators, live: who is asked, who is listened to, and what a decision then says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from protos.block.v1 import common_pb2
+from tests.services.scheduler_server.running import BLIND, FORECAST, Client, fates, refused, run, scheduler, until
+from tests.services.stub_sidecars import StubSidecar, sidecars
+
+INDICATORS = common_pb2.DECISION_BASIS_INDICATORS
+LAST_RESORT = common_pb2.DECISION_BASIS_LAST_RESORT
+
+
+async def until_seen(client: Client, condition: Callable[[dict[str, common_pb2.Indicators]], bool]) -> None:
+    """Wait until the scheduler knows something of its instances."""
+    while True:
+        decision = await client.decide(explain=True, dry_run=True)
+        if condition({one.instance_id: one.indicators for one in decision.candidates}):
+            return
+        await asyncio.sleep(0.005)
+
+
+async def until_heard(client: Client, stubs: list[StubSidecar]) -> None:
+    """Wait until the scheduler has heard from all of its instances."""
+    await until_seen(client, lambda known: all(known[stub.name].HasField("num_running") for stub in stubs))
+
+
+def test_a_heuristic_decides_by_what_it_hears_and_asks_nobody() -> None:
+    """Sidecars tell of themselves; the choice is reserved, and says what it rests on."""
+
+    async def test() -> None:
+        async with sidecars("a", "b", "c") as stubs, scheduler(stubs, policy="jsq") as client:
+            await until_heard(client, stubs)
+            stubs[0].tell(num_running=5)
+            stubs[2].tell(num_running=3)
+            await until_seen(client, lambda known: (known["a"].num_running, known["c"].num_running) == (5, 3))
+            decision = await client.decide(explain=True)
+            assert (decision.instance.instance_id, decision.basis, decision.policy) == ("b", INDICATORS, "jsq")
+            assert decision.reserved_for_s > 0
+            assert not decision.HasField("forecast")
+            assert {one.instance_id: one.score for one in decision.candidates} == {"a": 5.0, "b": 1.0, "c": 3.0}
+            assert fates(decision) == dict.fromkeys("abc", "INDICATORS")
+            assert all(0 < one.indicators.age_s < 50 for one in decision.candidates)
+            assert [one.instance_id for one in decision.next_best] == ["c", "a"]
+            assert not any(stub.questions for stub in stubs)
+            # the reservation counts four, so that c is next
+            assert await client.choose() == "c"
+            assert client.count("block_decisions_total", policy="jsq", basis="indicators") >= 2
+
+    run(test)
+
+
+def test_decisions_in_one_breath_do_not_herd() -> None:
+    """A request is counted where it goes before the instance can have told of it."""
+
+    async def test() -> None:
+        async with sidecars("a", "b", "c") as stubs, scheduler(stubs, policy="least_loaded") as client:
+            await until_heard(client, stubs)
+            for stub in stubs:
+                stub.hung_reserving = asyncio.Event()
+            deciding = [asyncio.ensure_future(client.choose()) for _ in range(9)]
+            await until(lambda: client.count("block_decisions_total", policy="least_loaded", basis="indicators") >= 1)
+            for stub in stubs:
+                stub.hung_reserving.set()
+            chosen = [await one for one in deciding]
+            assert sorted(chosen) == sorted("abc" * 3)
+
+    run(test)
+
+
+def test_a_shortlist_asks_few() -> None:
+    """Of four, the two least busy are asked, and the better forecast wins; the others are named as left out."""
+
+    async def test() -> None:
+        async with sidecars("a", "b", "c", "d") as stubs:
+            for stub, load, e2e_s in zip(stubs, (9, 1, 2, 8), (0.5, 3.0, 2.0, 0.1), strict=True):
+                stub.load["num_running"], stub.e2e_s = load, e2e_s
+            async with scheduler(stubs, policy="block: k = 2, shortlist = 'least_loaded'") as client:
+                await until_heard(client, stubs)
+                for stub in stubs:
+                    stub.questions.clear()
+                decision = await client.decide(explain=True)
+                assert (decision.instance.instance_id, decision.basis) == ("c", FORECAST)
+                assert [len(stub.questions) for stub in stubs] == [0, 1, 1, 0]
+                assert fates(decision) == {
+                    "a": "NOT_SHORTLISTED",
+                    "b": "FORECAST",
+                    "c": "FORECAST",
+                    "d": "NOT_SHORTLISTED",
+                }
+                assert (decision.num_candidates, decision.num_skipped) == (4, 0)
+                assert "over 4, 2 of them foretold" in decision.why
+                assert client.count("block_decisions_total", policy="block", basis="forecast") >= 1
+
+    run(test)
+
+
+def test_when_all_of_a_shortlist_fail_another_serves() -> None:
+    """Those that were left out are well, as far as is known: one of them promises a place."""
+
+    async def test() -> None:
+        async with sidecars("a", "b", "c") as stubs:
+            stubs[0].load["num_running"] = 0
+            async with scheduler(stubs, policy="block: k = 1, shortlist = 'least_loaded'") as client:
+                await until_heard(client, stubs)
+                await stubs[0].die()
+                decision = await client.decide()
+                assert decision.instance.instance_id == "b"
+                assert decision.basis in (LAST_RESORT, FORECAST)  # the next time, a is left alone
+                assert stubs[1].held
+                assert decision.HasField("reserved_for_s")
+
+    run(test)
+
+
+def test_only_what_a_policy_reads_is_asked_for() -> None:
+    """Delays are simulated for those who want them; nobody listens for who looks at nothing."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, policy="round_robin") as client:
+            assert (await client.decide()).basis == BLIND
+            await client.decide(policy="block")
+            assert [stub.questions[-1].with_delays for stub in stubs] == [False, False]
+            await client.decide(policy="marginal")
+            assert [stub.questions[-1].with_delays for stub in stubs] == [True, True]
+            assert [stub.num_watched for stub in stubs] == [0, 0]
+            await client.decide(policy="jsq")
+            await until(lambda: [stub.num_watched for stub in stubs] == [1, 1])
+
+    run(test)
+
+
+def test_a_request_may_bring_a_formula() -> None:
+    """For once, under its own name; what is no formula is refused, and nothing of it is run."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
+            await until_heard(client, stubs)
+            stubs[0].e2e_s = 9.0
+            decision = await client.decide(policy="expr: -predicted_e2e_s")
+            assert (decision.instance.instance_id, decision.policy) == ("a", "expr: -predicted_e2e_s")
+            assert client.count("block_decisions_total", policy="expr", basis="forecast") == 1
+            for text, hint in (
+                ("expr: predicted_e2e", "did you mean predicted_e2e_s"),
+                ("expr: __import__('os')", "__import__ is no known function"),
+                ("linear: lambda = 7", "lambda: must be a number from 0 to 1"),
+            ):
+                assert hint in await refused(client.decide(policy=text))
+            for number in range(100):  # each is a policy of its own, and they are not all kept
+                await client.decide(policy=f"expr: predicted_e2e_s + {number}", dry_run=True)
+
+    run(test)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_requests_that_share_a_beginning_go_to_the_same_instance(named: bool) -> None:
+    """As long as it is not busier by more than that saves; by the caller's names of blocks, or by the text."""
+
+    async def test() -> None:
+        async with sidecars("a", "b", "c") as stubs:
+            for stub in stubs:
+                stub.load.update(num_running=10, queued_prefill_tokens=0)
+            async with scheduler(stubs, policy="lmetric") as client:
+                await until_heard(client, stubs)
+
+                async def ask(talk: int) -> str:
+                    text = b"%d" % talk * 4000
+                    names = [b"%d/%d" % (talk, number) for number in range(60)]
+                    request = client.request(
+                        prompt_tokens=1000,
+                        prefix_hashes=names if named else (),
+                        prefix_block_tokens=16 if named else 0,
+                    )
+                    return await client.choose(request=request, prompt=b"" if named else text)
+
+                homes = [await ask(talk) for talk in range(3)]
+                assert sorted(homes) == ["a", "b", "c"]
+                for _ in range(3):
+                    assert [await ask(talk) for talk in range(3)] == homes
+
+    run(test)
+
+
+def test_who_says_that_it_is_down_is_passed_by_until_it_says_otherwise() -> None:
+    """Without a question."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, policy="least_loaded") as client:
+            await until_heard(client, stubs)
+            stubs[0].state = common_pb2.INSTANCE_STATE_DOWN
+            stubs[0].tell()
+
+            async def chosen_and_fate() -> tuple[str, str]:
+                decision = await client.decide(explain=True, dry_run=True)
+                return decision.instance.instance_id, fates(decision)["a"]
+
+            while await chosen_and_fate() != ("b", "DOWN"):
+                await asyncio.sleep(0.005)
+            stubs[0].state = common_pb2.INSTANCE_STATE_READY
+            stubs[0].tell()
+            while await chosen_and_fate() != ("a", "INDICATORS"):
+                await asyncio.sleep(0.005)
+
+    run(test)
+
+
+def test_a_stream_that_breaks_is_opened_again() -> None:
+    """A sidecar that was away is listened to when it is back."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, policy="least_loaded", first_pause_s=0.01) as client:
+            await until_heard(client, stubs)
+            await stubs[0].stop()
+            stubs[0].load["num_running"] = 77
+            await stubs[0].start()
+            await until_seen(client, lambda known: known["a"].num_running == 77)
+            stubs[1].tell(num_running=55)
+            await until_seen(client, lambda known: known["b"].num_running == 55)
+
+    run(test)
+
+
+def test_more_than_a_handful_can_fail_one_after_the_other() -> None:
+    """Ten refuse the request when it comes to promising; the eleventh takes it."""
+
+    async def test() -> None:
+        names = [f"i{number:02}" for number in range(12)]
+        async with sidecars(*names) as stubs, scheduler(stubs, policy="least_loaded") as client:
+            await until_heard(client, stubs)
+            for number, stub in enumerate(stubs):
+                stub.tell(num_running=number + 1)
+                stub.refuse_promises = number != 11
+            await until_seen(client, lambda known: known["i11"].num_running == 12)
+            decision = await client.decide(explain=True)
+            assert decision.instance.instance_id == "i11"
+            assert list(fates(decision).values()) == [*["REFUSED"] * 11, "INDICATORS"]
+
+    run(test)
