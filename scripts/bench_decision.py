@@ -1,59 +1,64 @@
-"""What a decision costs: time until it is made, and the scheduler's processor time, over sidecars that answer at once.
+"""What deciding costs by itself: processor time per request of what a scheduler and a simulator do alike.
 
-The scheduler runs as its users run it; the sidecars are all in one other process, where they forecast nothing but count
-promises as real ones do; requests come at random (Poisson) at a fixed rate, and are released after a while. Everything
-stays on loopback, so the times include what the sidecars and the load take from the same cores.
+From a request's facts to the chosen instance: how much of its prompt everybody is likely to have cached, the shortlist,
+the scores, the choice, and taking note of it; over a table of indicators that changes as requests go there. The
+forecasts are numbers from a table: making them is the sidecars' work, and `bench_predictor.py` measures it; asking for
+them is communication, and `bench_scheduler.py` measures that.
 
-- `decision_ms.{policy}.{instances}.p50|p99`: from the scheduler's taking a request to its decision, as it says itself.
-- `schedule_ms.{policy}.{instances}.p50|p99`: the same as its client sees it.
-- `decision_cpu_us.{policy}.{instances}`: processor time of the scheduler's process, all threads, user and system, per
-  request scheduled and released.
+- `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
+- `decision_cpu_growth.{policy}`: what it costs with the most instances over what it costs with the fewest.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import random
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import grpc
-import uvloop
+import numpy as np
 
-from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_pb2_grpc
+from predictor.forecast import Forecast
+from scheduler.candidates import Facts
+from scheduler.dispatch import forecast_columns
+from scheduler.policy import policy_from
+from scheduler.prefix import PrefixIndex
+from scheduler.table import Table
 
-PLACE = "127.0.0.1"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-STAY_S = 2.0  # from a decision to its release
-WARM_UP_S = 2.0
+POLICIES = {
+    "lmetric": "lmetric",
+    "block-k8": "block: k = 8",
+    "block": "block",
+    "llumnix": "llumnix",
+    "jsq": "jsq",
+    "round_robin": "round_robin",
+    "expr": "expr: p_tokens * batch_size",
+}
+INSTANCES = (12, 64, 256)
+NUM_TALKS = 400
+BLOCK_TOKENS = 16
+MOST_BLOCKS = 60  # of a prompt
 
 
 def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--policy", action="append", help="Repeatable; block by default.")
-    parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12 by default.")
-    parser.add_argument("--rate", type=float, default=36.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each case")
-    parser.add_argument("--sidecars", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="Repeatable; all by default.")
+    parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12, 64 and 256 by default.")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=2000, help="of a round")
     arguments = parser.parse_args()
-    if arguments.sidecars:
-        uvloop.run(serve_sidecars(arguments.sidecars))
-        return
-    results: list[dict[str, object]] = []
-    for policy in arguments.policy or ["block"]:
-        for num in arguments.instances or [12]:
-            results += case(policy, num, arguments.rate, arguments.seconds)
+    results = list(
+        measured(
+            arguments.policy or list(POLICIES), arguments.instances or INSTANCES, arguments.rounds, arguments.requests
+        )
+    )
     if arguments.json:
         machine = {
             "cpu": platform.processor() or platform.machine(),
@@ -64,232 +69,96 @@ def main() -> None:
         print()
         return
     for result in results:
-        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")
+        print(f"{result['name']:40}{result['value']:>10.2f} {result['unit']:6} n={result['n']}")
 
 
-def case(policy: str, num: int, rate: float, seconds: float) -> list[dict[str, object]]:
-    """Measure one policy over so many instances."""
-    with ExitStack() as stack:
-        sidecars = stack.enter_context(sidecars_running(num))
-        scheduler = stack.enter_context(scheduler_over(sidecars, policy))
-        return uvloop.run(measured(scheduler, f"{policy}.{num}", rate, seconds))
+def measured(
+    names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
+) -> Iterator[dict[str, object]]:
+    """Take turns, so that a busy moment of the machine falls on all alike."""
+    deciders = {(name, num): decider(POLICIES[name], num) for name in names for num in instances}
+    times: dict[tuple[str, int], list[float]] = {case: [] for case in deciders}
+    for number in range(rounds + 1):
+        for case, decide in deciders.items():
+            start_s = time.process_time()
+            for _ in range(requests):
+                decide()
+            if number:  # the first round warms up
+                times[case].append(1e6 * (time.process_time() - start_s) / requests)
+    n = rounds * requests
+    medians = {case: statistics.median(values) for case, values in times.items()}
+    for (name, num), value in medians.items():
+        yield {"name": f"decision_cpu_us.{name}.{num}", "value": value, "unit": "us", "n": n}
+    for name in names:
+        growth = medians[name, max(instances)] / medians[name, min(instances)]
+        yield {"name": f"decision_cpu_growth.{name}", "value": growth, "unit": "ratio", "n": n}
 
 
-async def measured(scheduler: Scheduler, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
-    """Let requests come and go, and put what they saw into numbers."""
-    rng = random.Random(0)
-    decisions: list[common_pb2.Decision] = []
-    took_s: list[float] = []
-    async with grpc.aio.insecure_channel(f"{PLACE}:{scheduler.port}") as channel:
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        await load(stub, rng, rate, WARM_UP_S, ([], []))
-        cpu_s = scheduler.cpu_s()
-        await load(stub, rng, rate, seconds, (decisions, took_s))
-        cpu_s = scheduler.cpu_s() - cpu_s
-    if not all(decision.HasField("reserved_for_s") for decision in decisions):
-        raise RuntimeError("some decisions hold no place")
-    n = len(decisions)
-    decision_ms = sorted(1e3 * decision.decision_s for decision in decisions)
-    schedule_ms = sorted(1e3 * one for one in took_s)
-    numbers = [
-        (f"decision_ms.{name}.p50", quantile(decision_ms, 0.5), "ms"),
-        (f"decision_ms.{name}.p99", quantile(decision_ms, 0.99), "ms"),
-        (f"schedule_ms.{name}.p50", quantile(schedule_ms, 0.5), "ms"),
-        (f"schedule_ms.{name}.p99", quantile(schedule_ms, 0.99), "ms"),
-        (f"decision_cpu_us.{name}", 1e6 * cpu_s / n, "us"),
-    ]
-    return [{"name": name, "value": value, "unit": unit, "n": n} for name, value, unit in numbers]
+def decider(text: str, num: int) -> Callable[[], int]:
+    """Prepare a policy over so many instances, and give what decides about one request after the other."""
+    rng = random.Random(num)
+    ids = tuple(f"i{number:03}" for number in range(num))
+    table, policy = Table(ids), policy_from(text, seed=1)
+    for name in ids:
+        table.tell(name, told(rng), now_s=0.0)
+    index = PrefixIndex(dict.fromkeys(ids, 1056))
+    talks = [[(talk, block) for block in range(rng.randint(4, MOST_BLOCKS))] for talk in range(NUM_TALKS)]
+    for talk in talks:
+        index.sent(rng.choice(ids), talk)
+    foretold = np.array([forecast(rng) for _ in ids])
+    clock_s = 0.0
+    least_s = 1.0 / (3 * num)  # between two requests
 
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Give the value below which so many lie."""
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
-
-
-async def load(
-    stub: scheduler_pb2_grpc.SchedulerAsyncStub,
-    rng: random.Random,
-    rate: float,
-    seconds: float,
-    seen: tuple[list[common_pb2.Decision], list[float]],
-) -> None:
-    """Send requests at their own times, whatever becomes of those before; wait for the last to be released."""
-    decisions, took_s = seen
-
-    async def one(number: int) -> None:
-        request = common_pb2.Request(
-            request_id=f"{seconds}/{number}", model="m", prompt_tokens=rng.randint(10, 2000), max_tokens=1024
-        )
-        request.tag.CopyFrom(common_pb2.Tag(median_tokens=rng.randint(10, 500), spread=0.5, estimator="bench"))
-        start_s = time.perf_counter()
-        response = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request))
-        took_s.append(time.perf_counter() - start_s)
-        decisions.append(response.decision)
-        await asyncio.sleep(rng.expovariate(1 / STAY_S))
-        outcome = common_pb2.Outcome(
-            request_id=request.request_id, output_tokens=9, finish_reason=common_pb2.FINISH_REASON_STOP
-        )
-        await stub.Release(
-            common_pb2.ReleaseRequest(
-                request_id=request.request_id, instance_id=response.decision.instance.instance_id, outcome=outcome
-            )
-        )
-
-    async with asyncio.TaskGroup() as group:
-        start_s, due_s, number = time.perf_counter(), 0.0, 0
-        while due_s < seconds:
-            await asyncio.sleep(max(0.0, start_s + due_s - time.perf_counter()))
-            group.create_task(one(number))
-            number += 1
-            due_s += rng.expovariate(rate)
-
-
-# The scheduler.
-
-
-class Scheduler:
-    """The scheduler's process."""
-
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        """Remember where it listens."""
-        self.port = port
-        self._stat = Path(f"/proc/{process.pid}/stat")
-
-    def cpu_s(self) -> float:
-        """Processor time that it has taken, all its threads, in user and system mode."""
-        fields = self._stat.read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
-@contextmanager
-def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[Scheduler]:
-    """Run a scheduler; its log says where it listens."""
-    command = [str(Path(sys.executable).with_name("block")), "serve", "scheduler", "--port", "0"]
-    command += ["--log-format", "json", "--policy", policy, "--sidecar-deadline-ms", "1000"]
-    command += [f"--instance=i{place}=http://{PLACE}:1,{PLACE}:{port}" for place, port in enumerate(sidecars)]
-    with started(command, stderr=subprocess.PIPE) as process:
-        for line in process.stderr or ():
-            said = json.loads(line)
-            if said["event"] == "serving":
-                yield Scheduler(process, said["port"])
-                return
-        raise RuntimeError("the scheduler did not start")
-
-
-@contextmanager
-def sidecars_running(num: int) -> Iterator[list[int]]:
-    """Run sidecars in one process; its first line is their ports."""
-    with started([sys.executable, __file__, "--sidecars", str(num)], stdout=subprocess.PIPE) as process:
-        yield [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
-
-
-@contextmanager
-def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a command until the block ends."""
-    root = str(Path(__file__).parents[1])
-    process = subprocess.Popen(  # type: ignore[call-overload]
-        command, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root}, **streams
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-# Sidecars.
-
-
-class Sidecar:
-    """Forecasts a time that grows with each promise; all else that it says stays as it is."""
-
-    def __init__(self, name: str) -> None:
-        """Have promised nothing."""
-        self._held: set[str] = set()
-        self._answer = predictor_pb2.PredictResponse(
-            instance_id=name,
-            epoch=7,
-            state=common_pb2.INSTANCE_STATE_READY,
-            predict_s=1e-4,
-            indicators=common_pb2.Indicators(
-                age_s=0.003, source=common_pb2.STATE_SOURCE_EXPORTED, num_running=24, num_waiting=2, num_reserved=0,
-                num_total_blocks=1056, num_free_blocks=345, num_reserved_blocks=12, num_waiting_blocks=34,
-                queued_prefill_tokens=1234, context_tokens=9876, remaining_tokens=5432, requests_per_minute=180.0,
-                kv_hit_ratio=0.25, pace=1.01, step_s=0.031, num_preemptions_total=3, num_finished_total=999,
-            ),
-            predictions=[predictor_pb2.Prediction(prefix_hit_tokens=0, new_prefill_tokens=100)],
-        )  # fmt: skip
-
-    def _forecast(self, request: common_pb2.Request) -> predictor_pb2.PredictResponse:
-        prediction = self._answer.predictions[0]
-        prediction.request_id = request.request_id
-        prediction.forecast.CopyFrom(
-            common_pb2.Forecast(
-                request_id=request.request_id, ttft_s=0.2 + 0.01 * len(self._held), e2e_s=7.0 + 0.1 * len(self._held),
-                tpot_s=0.03, queue_s=0.1, output_tokens=210,
-            )
-        )  # fmt: skip
-        self._answer.indicators.num_reserved = len(self._held)
-        return self._answer
-
-    async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
-        """Answer one question."""
-        return self._forecast(request.requests[0]) if request.requests else self._answer
-
-    async def predict_stream(self, requests: Any, context: Any) -> Any:
-        """Answer one question after the other."""
-        async for request in requests:
-            yield await self.predict(request, context)
-
-    async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
-        """Promise a place, unless others came first."""
-        response = predictor_pb2.ReserveResponse(
-            instance_id=self._answer.instance_id, epoch=7, expires_in_s=request.ttl_s
-        )
-        if request.HasField("if_version") and request.if_version != self._answer.version:
-            response.result = predictor_pb2.RESERVE_RESULT_CONFLICT
-            response.prediction.CopyFrom(self._forecast(request.request).predictions[0])
+    def decide() -> int:
+        nonlocal clock_s
+        clock_s += least_s
+        talk = talks[int(clock_s / least_s) % NUM_TALKS]
+        facts = Facts(prompt_tokens=BLOCK_TOKENS * len(talk) + 100)
+        if policy.needs_prefix:
+            hits = index.look_up(talk, ids)
+            facts = Facts(prompt_tokens=facts.prompt_tokens, prefix_class=hits.deepest)
+            known = table.candidates(facts, clock_s)
+            known.add({"prefix_hit_tokens": BLOCK_TOKENS * hits.num_blocks})
         else:
-            response.result = predictor_pb2.RESERVE_RESULT_RESERVED
-            self._held.add(request.request.request_id)
-            self._answer.version += 1
-        response.version = self._answer.version
-        response.indicators.CopyFrom(self._answer.indicators)
-        return response
+            known = table.candidates(facts, clock_s)
+        looked = policy.among(known)
+        if policy.needs_forecast:
+            made = foretold if looked.places is None else foretold[looked.places]
+            looked.add(forecast_columns(made.tolist(), policy.foretold))
+        chosen = looked.place(policy.choose(looked))
+        table.sent(ids[chosen], clock_s, prefill_tokens=100.0)
+        if policy.needs_prefix:
+            index.sent(ids[chosen], talk)
+        if table.known.told[2, chosen] > 20:  # as many are reserved: it tells of itself
+            table.tell(ids[chosen], told(rng), clock_s)
+        return chosen
 
-    async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
-        self._held.discard(request.request_id)
-        return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
-
-
-async def serve_sidecars(num: int) -> None:
-    """Serve on a port each, say which, and go on."""
-    ports, servers = [], []
-    for place in range(num):
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((handlers_of(Sidecar(f"i{place}")),))
-        ports.append(server.add_insecure_port(f"{PLACE}:0"))
-        await server.start()
-        servers.append(server)
-    print(*ports, flush=True)
-    await asyncio.gather(*(server.wait_for_termination() for server in servers))
+    return decide
 
 
-def handlers_of(one: Sidecar) -> grpc.GenericRpcHandler:
-    """Put a sidecar's methods where the wire has them."""
-    question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
-    handlers: dict[str, Any] = {
-        "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),
-        "PredictStream": grpc.stream_stream_rpc_method_handler(one.predict_stream, question, answer),
-        "Reserve": grpc.unary_unary_rpc_method_handler(
-            one.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
-        ),
-        "Release": grpc.unary_unary_rpc_method_handler(
-            one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
-        ),
+def told(rng: random.Random) -> dict[str, float]:
+    """What a busy instance tells of itself."""
+    return {
+        "num_running": float(rng.randint(20, 48)),
+        "num_waiting": float(rng.randint(0, 5)),
+        "num_reserved": 0.0,
+        "num_total_blocks": 1056.0,
+        "num_free_blocks": float(rng.randint(0, 500)),
+        "num_reserved_blocks": 0.0,
+        "num_waiting_blocks": float(rng.randint(0, 100)),
+        "queued_prefill_tokens": float(rng.randint(0, 2000)),
+        "context_tokens": float(rng.randint(3000, 12000)),
+        "requests_per_minute": float(rng.randint(100, 200)),
     }
-    return grpc.method_handlers_generic_handler("block.v1.Predictor", handlers)
+
+
+def forecast(rng: random.Random) -> Forecast:
+    """What a sidecar might answer."""
+    ttft_s = rng.uniform(0.05, 0.5)
+    return Forecast(
+        request_id="r", ttft_s=ttft_s, e2e_s=ttft_s + rng.uniform(5, 10), tpot_s=0.03, queue_s=0.01, output_tokens=210,
+        num_preemptions=0, prefix_hit_tokens=0, delay_sum_s=rng.uniform(0, 3), delay_worst_s=0.1, others_preempted=0,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

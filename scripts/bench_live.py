@@ -45,6 +45,7 @@ from services.load.asking import Manner
 from services.load.plan import Planned, Timing, by_arrival, planned
 from services.load.running import Limits, Result, run_plan
 from services.load.traces import trace_from
+from services.log_lines import configure
 
 PROFILE = "llama-2-7b-a30"
 MODEL = "bench"
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--sample", type=float, default=0.05, help="share of decisions that are looked into")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    configure("warning", "text")
     measured = uvloop.run(measure(arguments))
     if arguments.json:
         json.dump(

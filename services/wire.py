@@ -41,13 +41,10 @@ MAY_BE_INFINITE = frozenset({"drained_s"})
 # Requests.
 
 
-def request_from(
-    message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None, default_tokens: int | None = None
-) -> Request:
+def request_from(message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None) -> Request:
     """Read a request, as it stands on a clock that shows `now_s`.
 
-    Names of its prefix count only where they were made for blocks of `block_size`, if that is given. A prompt that
-    nobody has counted has `default_tokens`; without them it is refused.
+    Names of its prefix count only where they were made for blocks of `block_size`, if that is given.
     """
     require_name("request_id", message.request_id)
     if len(message.model) > LONGEST_NAME:
@@ -60,7 +57,7 @@ def request_from(
         output_tokens = max_tokens  # it ends there and nowhere else
     return Request(
         request_id=message.request_id,
-        prompt_tokens=message.prompt_tokens or default_tokens or 0,
+        prompt_tokens=message.prompt_tokens,
         output_tokens=output_tokens,
         tag=tag_from(message.tag) if message.HasField("tag") else None,
         arrival_s=max(0.0, now_s - message.waited_s),

@@ -328,7 +328,10 @@ def test_who_watches_hears_of_every_change_and_of_nothing_else(tmp_path: Path) -
             busy(writer)
             call = asked.stub.Watch(predictor_pb2.WatchRequest(with_snapshots=True))
             snapshot = snapshot_from(json.loads((await call.read()).snapshot_json))
-            assert [item.request.request_id for item in snapshot.running] == ["cmpl-r1-0-00000001", "cmpl-r0-0-00000000"]
+            assert [item.request.request_id for item in snapshot.running] == [
+                "cmpl-r1-0-00000001",
+                "cmpl-r0-0-00000000",
+            ]
             assert [request.request_id for request in snapshot.reserved] == ["a"]
             call.cancel()
 
