@@ -42,6 +42,8 @@ class LiveRequest:
             "full_blocks", "num_preemptions",
         ):  # fmt: skip
             require_count(name, getattr(self, name), at_least=0)
+        if self.prefill_tokens is not None:
+            require_count("prefill_tokens", self.prefill_tokens, at_least=0)
         known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
         if self.computed_tokens > known:
             raise ValueError(f"computed_tokens: {self.computed_tokens} is more than the {known} tokens there are")

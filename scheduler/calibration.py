@@ -41,7 +41,7 @@ class Stretch:
         """Learn from what became of one forecast, uncorrected; what is no pair of positive times is left out."""
         if not (0 < predicted_s < math.inf and 0 < actual_s < math.inf):
             return
-        ratio = max(-LARGEST, min(LARGEST, math.log(actual_s / predicted_s)))
+        ratio = max(-LARGEST, min(LARGEST, math.log(actual_s) - math.log(predicted_s)))
         self.overall.add(ratio)
         self.by_length.setdefault(_length_class(predicted_s), Average()).add(ratio)
 
