@@ -127,7 +127,7 @@ class ExportedEngine:
 
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that the engine shows."""
-        picture = self.look()
+        picture = self._picture or self.look()
         if request.request_id in self._promised:
             return
         mine = replace(request, request_id=PROMISED + request.request_id, arrival_s=picture.now_s)

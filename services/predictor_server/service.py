@@ -36,7 +36,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         """Answer for a sidecar."""
         self._sidecar = sidecar
         self._epoch = secrets.randbits(64)
-        self._summed_up: tuple[int, int, dict[str, float]] | None = None
+        self._summed_up: tuple[int, int, common_pb2.Indicators] | None = None
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Context) -> predictor_pb2.PredictResponse:
         """Forecast each request, and tell the indicators."""
@@ -69,7 +69,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         async with self._sidecar.lock:
             released = self._sidecar.release(request.request_id)
             try:
-                indicators = self._indicators(self._sidecar.look())
+                indicators = self._indicators(self._sidecar.picture())
             except DownError:
                 indicators = None
         return common_pb2.ReleaseResponse(released=released, indicators=indicators)
@@ -111,7 +111,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
                 instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
             )
             try:
-                picture = sidecar.look()
+                picture = sidecar.picture()
             except DownError as error:
                 response.state = error.state
                 return response
@@ -146,7 +146,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
             instance_id=sidecar.settings.instance_id, epoch=self._epoch, expires_in_s=request.ttl_s
         )
         try:
-            picture = sidecar.look()
+            picture = sidecar.picture()
         except DownError as error:
             raise ConnectionError(f"the engine is not there: {error}") from None
         again = request.request.request_id in sidecar.reservations
@@ -200,7 +200,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
             instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
         )
         try:
-            picture = sidecar.look()
+            picture = sidecar.picture()
         except DownError as error:
             response.state = error.state
             response.indicators.source = sidecar.source.kind
@@ -208,15 +208,18 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         response.state = sidecar.state_of()
         response.indicators.age_s, response.indicators.source = picture.age_s, sidecar.source.kind
         if with_snapshot:
-            response.snapshot_json = snapshot_json(sidecar.source.snapshot()).encode()
+            response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
         return response, sidecar.indicators(picture)
 
     def _indicators(self, picture: Picture) -> common_pb2.Indicators:
         """Sum a picture up, unless that has been done already."""
         key = (picture.serial, len(self._sidecar.reservations))
         if self._summed_up is None or self._summed_up[:2] != key:
-            self._summed_up = (*key, self._sidecar.indicators(picture))
-        return indicators_message(self._summed_up[2], age_s=picture.age_s, source=self._sidecar.source.kind)
+            told = indicators_message(self._sidecar.indicators(picture), age_s=0.0, source=self._sidecar.source.kind)
+            self._summed_up = (*key, told)
+        message = self._summed_up[2]
+        message.age_s = picture.age_s
+        return message
 
     def _require_meant(self, instance_id: str) -> None:
         mine = self._sidecar.settings.instance_id

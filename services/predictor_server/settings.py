@@ -19,6 +19,7 @@ class SidecarSettings:
     residual: str = DEFAULT_RESIDUAL
 
     poll_s: float = 0.1  # how often an engine that shows itself is looked at when nobody asks
+    fresh_s: float = 0.15  # a picture that old will do for a forecast, as the engine model runs on from it
     health_s: float = 1.0  # how often it is asked whether it is well, and how long an answer may take
     stall_s: float = 10.0  # a step that is so much later than it was to end is taken for the end of the engine
 
@@ -38,6 +39,8 @@ class SidecarSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
+        if not (math.isfinite(self.fresh_s) and self.fresh_s >= 0):
+            raise ValueError(f"fresh_s: must be a time from 0 on, not {self.fresh_s}")
         for name in ("most_reservations", "most_at_once"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from predictor.forecast import Forecast
 from predictor.request import Request
+from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 from scheduler.reservations import Promise, Reservations
 from services.export.identity import short_hash
@@ -54,11 +55,23 @@ class Sidecar:
         self._forecast_s = 0.0  # what the last one took
         self._silent_since: tuple[int, float] | None = None
         self._was_down = ""
+        self._seen: Picture | None = None
+        self._seen_s = self._seen_engine_s = self._seen_age_s = 0.0  # when, and what the picture said then
         measures.reserved.set_function(lambda: len(self.reservations))
+
+    def picture(self) -> Picture:
+        """Give a picture that is fresh enough: the engine model runs from it to now; DownError as in `look`."""
+        picture, since_s = self._seen, time.monotonic() - self._seen_s
+        if picture is None or since_s > self.settings.fresh_s:
+            return self.look()
+        picture.now_s = self._seen_engine_s + since_s * picture.clock_rate
+        picture.age_s = self._seen_age_s + since_s
+        return picture
 
     def look(self) -> Picture:
         """Bring everything up to date; DownError where the engine is not seen to run."""
         now_s = time.monotonic()
+        self._seen = None
         try:
             picture = self.source.look()
             self._require_alive(picture)
@@ -72,6 +85,8 @@ class Sidecar:
             self.errors.expect(promises)
             self.measures.ended.labels("shown").inc(len(promises))
         self._expire(now_s)
+        self._seen, self._seen_s = picture, now_s
+        self._seen_engine_s, self._seen_age_s = picture.now_s, picture.age_s
         return picture
 
     def catch_up(self) -> None:
@@ -84,6 +99,11 @@ class Sidecar:
         if ended := self.source.newly_ended():
             self.errors.compare(ended)
             self.source.forget(one.request_id for one in ended)
+
+    def snapshot(self) -> Snapshot:
+        """Write everything down; what is kept of the last look is not that any more."""
+        self._seen = None
+        return self.source.snapshot()
 
     def state_of(self, error: DownError | None = None) -> common_pb2.InstanceState.ValueType:
         """Tell how the instance stands."""
@@ -135,6 +155,8 @@ class Sidecar:
 
     def _as_candidate(self, request: Request, place: int) -> Request:
         """Name a request as nobody else is named, and its prefix as the engine's blocks are named."""
+        if not request.prefix_hashes:
+            return replace(request, request_id=f"candidate/{place}")
         hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
         return replace(request, request_id=f"candidate/{place}", prefix_hashes=hashes)
 

@@ -83,7 +83,7 @@ def request(
 @asynccontextmanager
 async def sidecar_of(state_file: object, **settings: Any) -> AsyncIterator[Asked]:
     """Stand beside whatever shows itself there."""
-    told = SidecarSettings(**{"instance_id": NAME, "state_file": str(state_file), **settings})
+    told = SidecarSettings(**{"instance_id": NAME, "state_file": str(state_file), "fresh_s": 0.0, **settings})
     registry = CollectorRegistry()
     async with standing_beside(told, A30, registry) as sidecar:
         register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecar))
