@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import uvloop
 
@@ -35,11 +34,12 @@ from predictor.profile import load_profile
 from predictor.request import Request
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from
-from protos.block.v1 import predictor_pb2, predictor_pb2_grpc
 from services.cluster import Cluster, ClusterSettings, running
-from services.codec import snapshot_from
 from services.data import data_folder
 from services.export.identity import client_id
+from services.export.reader import Reader
+from services.export.snapshot import snapshot_from_view
+from services.export.view import UnreadableError, View
 from services.http_client import origin_of
 from services.load.asking import Manner
 from services.load.plan import Planned, Timing, by_arrival, planned
@@ -51,7 +51,6 @@ PROFILE = "llama-2-7b-a30"
 MODEL = "bench"
 LENGTHS = "lengths/block_sharegpt_v3_58k_lens.csv"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-MOST_MESSAGE = [("grpc.max_receive_message_length", 64 << 20)]
 
 
 @dataclass(slots=True)
@@ -59,7 +58,8 @@ class Sample:
     """All engines as they stood when a request was sent."""
 
     request_id: str
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    after_s: float  # from the start, engine time
+    views: dict[str, View] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -123,32 +123,29 @@ def plan_of(arguments: argparse.Namespace) -> list[Planned]:
 
 
 async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.Namespace) -> list[Sample]:
-    """Take the engines' states when some of the requests are sent."""
+    """Read the engines' states when some of the requests are sent; what they mean is made out later."""
     generator = np.random.default_rng(arguments.seed + 1)
     start_s = time.monotonic()
+    paths = {path.stem: str(path) for path in cluster.folder.glob("engine-*.state")}
     samples = []
-    numbers = [name.removeprefix("predictor-") for name in cluster.children if name.startswith("predictor-")]
-    channels = {
-        f"engine-{number}": grpc.aio.insecure_channel(cluster.address_of(f"predictor-{number}"), options=MOST_MESSAGE)
-        for number in numbers
-    }
-    stubs = {name: predictor_pb2_grpc.PredictorStub(channel) for name, channel in channels.items()}
-
-    async def state_of(name: str) -> tuple[str, bytes]:
-        call: Any = stubs[name].Watch(predictor_pb2.WatchRequest(with_snapshots=True))
-        response = await call.read()
-        call.cancel()
-        return name, response.snapshot_json
-
     for one in plan:
         if generator.random() < arguments.sample:
             await asyncio.sleep(max(0.0, start_s + one.due_s / arguments.speed - time.monotonic()))
-            states = await asyncio.gather(*map(state_of, stubs))
-            read = {name: snapshot_from(json.loads(text)) for name, text in states if text}
-            samples.append(Sample(request_id=one.request_id, snapshots=read))
-    for channel in channels.values():
-        await channel.close()
+            after_s = (time.monotonic() - start_s) * arguments.speed
+            views = {name: view for name, path in paths.items() if (view := view_of(path)) is not None}
+            samples.append(Sample(request_id=one.request_id, after_s=after_s, views=views))
     return samples
+
+
+def view_of(path: str) -> View | None:
+    """Read one engine's state, each time into memory of its own; None while it is being written."""
+    reader = Reader(path)
+    try:
+        return reader.read(contents=False)
+    except UnreadableError:
+        return None
+    finally:
+        reader.close()
 
 
 def summed_up(
@@ -175,7 +172,7 @@ def summed_up(
         errors = [(predicted - actual) / actual for predicted, actual in pairs]
         add(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors))
         add(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors))
-    ranks = [rank for one in samples if (rank := rank_of(one, results)) is not None]
+    ranks = [rank for one in samples if (rank := rank_of(one, results, arguments.speed)) is not None]
     if ranks:
         add("best_instance_share", sum(rank == 0 for rank in ranks) / len(ranks), "ratio", len(ranks))
         add("chosen_instance_rank.mean", 1 + statistics.mean(ranks), "rank", len(ranks))
@@ -190,16 +187,17 @@ def summed_up(
     return rows
 
 
-def rank_of(sample: Sample, results: Sequence[Result]) -> int | None:
+def rank_of(sample: Sample, results: Sequence[Result], speed: float) -> int | None:
     """How many instances would have been better than the chosen one, all lengths being known."""
     lengths = {one.plan.request_id: one.plan for one in results}
     chosen = next(one for one in results if one.plan.request_id == sample.request_id)
-    if chosen.instance not in sample.snapshots:
+    if chosen.instance not in sample.views:
         return None
     profile = load_profile(PROFILE)
     ends = {}
-    for name, snapshot in sample.snapshots.items():
-        engine = engine_from(with_lengths(without(snapshot, sample.request_id), lengths), profile.step_time)
+    for name, view in sample.views.items():
+        snapshot = with_promises(snapshot_from_view(view), name, sample, results, speed)
+        engine = engine_from(with_lengths(snapshot, lengths), profile.step_time)
         candidate = Request(
             request_id="candidate", prompt_tokens=chosen.plan.prompt_tokens, output_tokens=chosen.plan.output_tokens
         )
@@ -208,9 +206,21 @@ def rank_of(sample: Sample, results: Sequence[Result]) -> int | None:
     return sum(end < ends[chosen.instance] for end in ends.values())
 
 
-def without(snapshot: Snapshot, request_id: str) -> Snapshot:
-    """Leave out the promise to the request itself, where it was quicker than the sample."""
-    return replace(snapshot, reserved=tuple(one for one in snapshot.reserved if plan_id(one.request_id) != request_id))
+def with_promises(snapshot: Snapshot, name: str, sample: Sample, results: Sequence[Result], speed: float) -> Snapshot:
+    """Add what had been sent to the engine, and was not to be seen there yet."""
+    shown = {plan_id(item.request.request_id) for item in (*snapshot.running, *snapshot.waiting)}
+    on_their_way = [
+        one.plan
+        for one in results
+        if one.instance == name and one.plan.request_id not in shown and one.plan.request_id != sample.request_id
+        and one.plan.due_s + one.sent_s + (one.decision_s or 0.0) * speed <= sample.after_s
+        and (one.ttft_s is None or sample.after_s < one.plan.due_s + one.ttft_s)
+    ]  # fmt: skip
+    reserved = (
+        Request(request_id=f"-{one.request_id}", prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
+        for one in on_their_way
+    )
+    return replace(snapshot, reserved=tuple(reserved))
 
 
 def plan_id(name: str) -> str:
