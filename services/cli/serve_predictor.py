@@ -42,6 +42,9 @@ STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine s
 @server_flag(
     "predictor", "--stall-s", type=float, default=10.0, help="A step so much too late is taken for the engine's end."
 )
+@server_flag(
+    "predictor", "--forget-s", type=float, default=30.0, help="After so long without a step, its pace is learnt anew."
+)
 def predictor(instance_id: str, profile: str, poll_ms: float, **flags: Any) -> None:
     """Tell what requests would experience on one engine: gRPC, block.v1.Predictor."""
     from services.predictor_server import SidecarSettings, serve

@@ -43,7 +43,7 @@ async def standing_beside(
     settings: SidecarSettings, profile: Profile | None, registry: CollectorRegistry
 ) -> AsyncIterator[Sidecar]:
     """Follow an engine while the block runs."""
-    source = ExportedEngine(settings.state_file, profile, settings.residual)
+    source = ExportedEngine(settings.state_file, profile, settings.residual, settings.forget_s)
     sidecar = Sidecar(settings, source, Measures(registry))
     tasks = [asyncio.create_task(sidecar.health.watch()), asyncio.create_task(_keep_up(sidecar))]
     try:

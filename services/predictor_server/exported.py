@@ -80,16 +80,18 @@ class ExportedEngine:
 
     kind = common_pb2.STATE_SOURCE_EXPORTED
 
-    def __init__(self, path: str, profile: Profile | None, residual: str) -> None:
+    def __init__(self, path: str, profile: Profile | None, residual: str, forget_s: float) -> None:
         """Follow the engine at a path; without a profile, forecast with the one that the engine names."""
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
+        self._forget_s = forget_s
         self._met: Met | None = None
         self._picture: Picture | None = None
         self._life = 0
         self._serial = 0
         self._correction = Correction()
+        self._corrected_s = 0.0
         self._counters = Counters()
         self._num_steps = self._num_outcomes = 0  # that have been looked at
         self._looked_closely_s = 0.0
@@ -252,6 +254,8 @@ class ExportedEngine:
         picture.now_s = max(picture.now_s, (monotonic_s - float(view.state["clock_origin_s"])) * view.clock_rate)
         picture.late_s = met.twin.late_s(picture.now_s) / view.clock_rate
         met.twin.let_time_pass(picture.now_s)
+        if self._correction.ratios and monotonic_s - self._corrected_s > self._forget_s:
+            self._forget_pace(met, picture)
         # an engine that does nothing publishes nothing, and stands as it did
         picture.age_s = max(0.0, monotonic_s - int(view.state["written_ns"]) / 1e9) if view.steps else 0.0
         return picture
@@ -283,12 +287,20 @@ class ExportedEngine:
         num_steps = int(met.view.state["num_steps"])
         if num_steps != self._num_steps:
             self._num_steps = num_steps
+            self._corrected_s = time.monotonic()
             records = self._reader.new_steps()
             for real_s, sums in zip(records["seconds"].tolist(), records[list(SUMS)].tolist(), strict=True):
                 predicted_s = met.twin.step_seconds(**dict(zip(SUMS, sums, strict=True)))
                 if predicted_s is not None:
                     self._correction = self._correction.observe(predicted_s=predicted_s, real_s=real_s)
         met.twin.engine.set_pace(self._correction.factor)
+
+    def _forget_pace(self, met: Met, picture: Picture) -> None:
+        """Trust the profile again: an engine that was slow gets nothing to do, and could not show that it is well."""
+        self._correction = Correction()
+        met.twin.engine.set_pace(self._correction.factor)
+        picture.counters["pace"] = self._correction.factor
+        self._changed()
 
 
 def _named_by(view: View) -> Profile:

@@ -23,6 +23,8 @@ class SidecarSettings:
     health_s: float = 1.0  # how often it is asked whether it is well, and how long an answer may take
     stall_s: float = 10.0  # a step that is so much later than it was to end is taken for the end of the engine
 
+    forget_s: float = 30.0  # after so long without a step, its pace is learnt anew: it may be well again
+
     most_reservations: int = 4096
     longest_reservation_s: float = 600.0
     most_at_once: int = 256  # requests in one question
@@ -35,7 +37,7 @@ class SidecarSettings:
         if not self.state_file:
             raise ValueError("state_file: is missing")
         require_known([self.residual], tuple(RESIDUALS), "residual")
-        for name in ("poll_s", "health_s", "stall_s", "longest_reservation_s"):
+        for name in ("poll_s", "health_s", "stall_s", "forget_s", "longest_reservation_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")

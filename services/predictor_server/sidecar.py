@@ -13,6 +13,7 @@ from predictor.forecast import Forecast, Forecaster
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
+from scheduler.circuit import Circuit
 from scheduler.reservations import Promise, Reservations
 from services.export.identity import short_hash
 from services.log_lines import say
@@ -24,6 +25,10 @@ from services.predictor_server.picture import DownError, EngineSource, Picture
 from services.predictor_server.settings import SidecarSettings
 
 log = logging.getLogger(__name__)
+
+# An engine that shows none of so many promised requests in a row may hang; then one at a time shows whether it does.
+UNSHOWN = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 DOWN, DRAINING, READY = (
     common_pb2.INSTANCE_STATE_DOWN,
@@ -53,6 +58,7 @@ class Sidecar:
         self.reservations = Reservations(most=settings.most_reservations)
         self.errors = ForecastErrors(measures)
         self.is_draining = False
+        self._shows = Circuit(failures_to_open=UNSHOWN, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._forecast_s = 0.0  # what the last one took
         self._silent_since: tuple[int, float] | None = None
         self._was_down = ""
@@ -75,20 +81,25 @@ class Sidecar:
         self._seen = None
         try:
             picture = self.source.look()
-            self._require_alive(picture)
+            self._take_shown()
+            self._require_alive(picture, now_s)
         except DownError as error:
             self._note_down(str(error))
             self._expire(now_s)
             raise
         self._note_down("")
-        if shown := self.source.newly_shown():
-            promises = self.reservations.shown(shown)
-            self.errors.expect(promises)
-            self.measures.ended.labels("shown").inc(len(promises))
         self._expire(now_s)
         self._seen, self._seen_s = picture, now_s
         self._seen_engine_s, self._seen_age_s = picture.now_s, picture.age_s
         return picture
+
+    def _take_shown(self) -> None:
+        """End promises that the engine has taken over."""
+        if shown := self.source.newly_shown():
+            self._shows.succeeded()
+            promises = self.reservations.shown(shown)
+            self.errors.expect(promises)
+            self.measures.ended.labels("shown").inc(len(promises))
 
     def catch_up(self) -> None:
         """Look, and learn from what has ended."""
@@ -170,6 +181,7 @@ class Sidecar:
             self.source.promise(replace(request, prefix_hashes=hashes))
             tag = request.tag if not isinstance(request.tag, float | int) else None
             self.source.expect(request.request_id, tokens=request.output_tokens, tag=tag)
+            self._shows.allows(time.monotonic())
         return self.reservations.reserve(promise)
 
     def release(self, request_id: str) -> bool:
@@ -185,15 +197,18 @@ class Sidecar:
         for promise in self.reservations.expire(now_s):
             self.source.withdraw(promise.request.request_id)
             self.measures.ended.labels("expired").inc()
+            self._shows.failed(now_s)
             say(log, logging.DEBUG, "reservation expired", request_id=promise.request.request_id, holder=promise.holder)
 
     # Signs of life.
 
-    def _require_alive(self, picture: Picture) -> None:
+    def _require_alive(self, picture: Picture, now_s: float) -> None:
         if not self.health.is_well:
             raise DownError(self.health.complaint, DOWN)
         if picture.late_s > self.settings.stall_s:
             raise DownError(f"a step is {picture.late_s:.1f} s late", DOWN)
+        if not self._shows.may_try(now_s):  # or nobody sent what was promised, so it is still good as a last resort
+            raise DownError("it shows none of the requests that it was promised", DRAINING)
 
     def _note_down(self, complaint: str) -> None:
         if bool(complaint) == bool(self._was_down):
