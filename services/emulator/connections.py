@@ -26,8 +26,8 @@ def connection_of(scope: Mapping[str, Any]) -> HttpToolsProtocol:
 
 
 def write_chunk(connection: HttpToolsProtocol, data: bytes) -> bool:
-    """Write a piece of an answer that has begun without a length, unless the client is behind with reading."""
-    if connection.flow.write_paused:
+    """Write a piece of an answer that has begun without a length, unless the client is behind with reading, or gone."""
+    if connection.flow.write_paused or connection.transport.is_closing():
         return False
     connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True

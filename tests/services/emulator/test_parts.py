@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
@@ -16,6 +18,7 @@ from predictor.request import Request
 from services.emulator import answers
 from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
 from services.emulator.clock import EngineClock
+from services.emulator.connections import write_chunk
 from services.emulator.contents import Names, forget_contents
 from services.emulator.metrics import Histogram, one_two_five
 from services.emulator.pace import Pace
@@ -178,3 +181,13 @@ def test_names_follow_contents_that_are_numbered_anew() -> None:
         names.learn([next(fresh) for _ in range(1000)])
     assert len(engine.contents) < 80_000
     assert held() == [7, 8]
+
+
+def test_nothing_is_written_to_a_client_that_has_gone_or_is_behind() -> None:
+    """Such a connection would raise, and what drives the engine must not fail for one client."""
+    for paused, closing, written in ((False, False, [b"2\r\nhi\r\n"]), (True, False, []), (False, True, [])):
+        connection = create_autospec(HttpToolsProtocol, instance=True)
+        connection.flow, connection.transport = Mock(write_paused=paused), Mock()
+        connection.transport.is_closing.return_value = closing
+        assert write_chunk(connection, b"hi") == bool(written)
+        assert [call.args[0] for call in connection.transport.write.mock_calls] == written
