@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# of a settings file: one for each kind of process, and that of a whole cluster; each reads its own and leaves the rest
+TABLES = ("cluster", "gateway", "scheduler", "predictor", "tagger", "engine", "provisioner", "bench")
+
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Refuse the first given name that is not known."""

@@ -10,14 +10,13 @@ import click
 
 from services.codec import read_text
 from services.log_lines import FORMATS, LEVELS, configure
-from services.names import require_known
+from services.names import TABLES, require_known
 
 if TYPE_CHECKING:
     from services.grpc_server import ServerSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TABLES = ("gateway", "scheduler", "predictor", "tagger", "engine", "provisioner", "bench")  # of a file
 NOT_IN_FILES = ("--config", "--help")
 SETTINGS = ("host", "port", "metrics_port", "max_concurrency", "max_message_mib", "drain_s")
 

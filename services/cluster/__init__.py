@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.settings import ClusterSettings
+from services.grpc_server import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "running"]
 
@@ -28,6 +29,11 @@ class Cluster:
     settings: ClusterSettings
     folder: Path
     children: dict[str, Child] = field(default_factory=dict)
+
+    @property
+    def instances_file(self) -> Path:
+        """Where schedulers find the instances; they see what is changed there."""
+        return self.folder / "instances.json"
 
     @property
     def gateway_urls(self) -> Mapping[str, str]:
@@ -46,6 +52,7 @@ class Cluster:
 @asynccontextmanager
 async def running(settings: ClusterSettings, started: Callable[[str], None] | None = None) -> AsyncIterator[Cluster]:
     """Run a cluster while the block runs; `started` hears of each part that serves. StartError where one does not."""
+    refuse_taken(settings.host, settings.port, "port")  # the gateway, which takes it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder())
     try:
         for layer in (_engines_and_tagger, _sidecars, _schedulers, _gateways):
@@ -84,7 +91,7 @@ def _schedulers(cluster: Cluster) -> list[Child]:
     return [
         Child(
             f"scheduler-{policy}-{number}", "scheduler", *_common(settings), "--policy", policy,
-            "--instances-file", str(_instances_file(cluster)), "--tagger", cluster.address_of("tagger"),
+            "--instances-file", str(cluster.instances_file), "--tagger", cluster.address_of("tagger"),
             "--scheduler-id", f"{policy}-{number}", *settings.scheduler_flags,
         )
         for policy in settings.policies
@@ -119,10 +126,6 @@ def _state_file(cluster: Cluster, number: int) -> str:
     return str(cluster.folder / f"engine-{number}.state")
 
 
-def _instances_file(cluster: Cluster) -> Path:
-    return cluster.folder / "instances.json"
-
-
 def _write_instances(cluster: Cluster) -> None:
     """Tell schedulers of the instances; the file appears whole."""
     instances = [
@@ -133,10 +136,9 @@ def _write_instances(cluster: Cluster) -> None:
         }
         for number in range(cluster.settings.instances)
     ]
-    path = _instances_file(cluster)
-    whole = path.with_suffix(".new")
+    whole = cluster.instances_file.with_suffix(".new")
     whole.write_text(json.dumps({"instances": instances}), encoding="utf-8")
-    whole.rename(path)
+    whole.rename(cluster.instances_file)
 
 
 async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[[str], None] | None) -> None:

@@ -23,6 +23,7 @@ STOP_S = 40.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 WELL_S = 30.0  # a process that lived so long is started again at once when it dies
 LONGEST_LINE = 1 << 20
+REFUSAL = "block: "  # begins the one line of a command that cannot do what it was told
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,6 +38,7 @@ class Child:
         """Start nothing yet."""
         self.name = name
         self.port = port
+        self.metrics_port: int | None = None  # where it has one of its own
         self.num_restarts = 0
         self._arguments = arguments
         self._process: asyncio.subprocess.Process | None = None
@@ -65,14 +67,12 @@ class Child:
         self._stopping = True
         process = self._process
         if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.terminate()
+            _signal(process, signal.SIGTERM)
             try:
                 await asyncio.wait_for(process.wait(), STOP_S)
             except TimeoutError:
                 say(log, logging.WARNING, "killed, as it did not end", part=self.name)
-                with suppress(ProcessLookupError):
-                    process.kill()
+                _signal(process, signal.SIGKILL)
                 await process.wait()
         for task in self._tasks:
             task.cancel()
@@ -93,10 +93,9 @@ class Child:
         finally:
             serving.cancel()
         if not self._serving.is_set():
-            with suppress(ProcessLookupError):
-                process.kill()
+            _signal(process, signal.SIGKILL)
             await process.wait()
-            said = self._last_words[-1] if self._last_words else "nothing"
+            said = self._last_words[-1].removeprefix(REFUSAL) if self._last_words else "nothing"
             raise StartError(f"{self.name} did not start; it said: {said}")
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(listening)
@@ -128,16 +127,25 @@ class Child:
             said = _event_from(text)
             if said is None:
                 self._last_words.append(text)
-                say(log, logging.WARNING, text, part=self.name)
+                if self.serves or not text.startswith(REFUSAL):  # else it is told when the start has failed
+                    say(log, logging.WARNING, text, part=self.name)
                 continue
             event, level = str(said.pop("event")), str(said.pop("level", "info"))
             if event == "serving":
                 self.port = int(said.get("port", self.port))
+                self.metrics_port = said.get("metrics_port")
                 self._serving.set()
             for name in ("time", "logger"):
                 said.pop(name, None)
             self._last_words.append(event)
             say(log, logging.getLevelNamesMapping().get(level.upper(), logging.INFO), event, part=self.name, **said)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Signal a process; asyncio's own way may take the status of one that has just ended, which it then misses."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 async def _line_from(stream: asyncio.StreamReader) -> bytes:

@@ -9,10 +9,8 @@ from typing import Any
 
 from scheduler.policy import policy_from
 from services.codec import read_text
-from services.names import require_known
+from services.names import TABLES, require_known
 
-# tables of a cluster's TOML file: its own, and those that the processes read themselves
-TABLES = ("cluster", "engine", "predictor", "tagger", "scheduler", "gateway")
 MOST_INSTANCES = 256
 
 
