@@ -12,8 +12,10 @@ from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.gateway.asking import Ask, read_body
-from services.gateway.client import Client, Send
+from services.front.asking import Ask, read_body
+from services.front.client import Client, Send
+from services.front.receiving import ClientLeftError, Receive, received, while_client_stays
+from services.front.refusals import RefusedError
 from services.gateway.exchange import Exchange
 from services.gateway.incoming import (
     AUTHORIZATION,
@@ -25,8 +27,6 @@ from services.gateway.incoming import (
 )
 from services.gateway.keys import ApiKeys
 from services.gateway.placing import Placing
-from services.gateway.receiving import ClientLeftError, Receive, received, while_client_stays
-from services.gateway.refusals import RefusedError
 from services.gateway.shared import Shared
 from services.gateway.wishes import Wishes, read_headers, request_id_of
 from services.http_client import Headers

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from services.front.client import Client
+from services.front.refusals import RefusedError
 from services.gateway.attempt import CANCELLED, FAILED, Attempt
-from services.gateway.client import Client
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.refusals import RefusedError
 from services.gateway.shared import Shared
 from services.http_client import ConnectError, Headers
 from services.log_lines import say

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.gateway.asking import Ask
-from services.gateway.wishes import REQUEST_ID, Wishes
+from services.front.asking import Ask
+from services.front.headers import REQUEST_ID, without_hops
+from services.gateway.wishes import Wishes
 from services.http_client import Headers
 
 AUTHORIZATION = b"authorization"
-CONNECTION = b"connection"
-
-# What is said to us, and not to the engine.
-HOP_BY_HOP = frozenset(
-    (b"host", CONNECTION, b"content-length", b"transfer-encoding", b"keep-alive", b"te", b"trailer", b"upgrade",
-     b"expect", b"proxy-connection", b"proxy-authorization", b"accept-encoding", REQUEST_ID)
-)  # fmt: skip
-KEPT_CONNECTIONS = (b"keep-alive", b"close")
+OURS = frozenset((b"accept-encoding", REQUEST_ID))  # answers are read, and named by us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +71,7 @@ def target_of(scope: Mapping[str, Any]) -> bytes:
 
 def headers_to_pass(headers: Headers, request_id: str, *, with_authorization: bool) -> Headers:
     """Leave out what is between the client and us."""
-    passed = [pair for pair in headers if pair[0] not in HOP_BY_HOP]
-    for name, value in headers:
-        if name == CONNECTION and value.lower() not in KEPT_CONNECTIONS:
-            named = {word.strip().lower() for word in value.split(b",")}
-            passed = [pair for pair in passed if pair[0] not in named]
+    passed = without_hops(headers, OURS)
     if not with_authorization:
         passed = [pair for pair in passed if pair[0] != AUTHORIZATION]
     passed.append((REQUEST_ID, request_id.encode()))

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.front.refusals import RefusedError
 from services.gateway.places import LastResort
-from services.gateway.refusals import RefusedError
 from services.gateway.schedulers import NobodyError, Schedulers
 from services.http_client import HttpClient, origin_of
 from services.log_lines import say

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.front.refusals import RefusedError
 from services.gateway.incoming import Incoming
 from services.gateway.places import NEXT_BEST, Place, place_of, places_without_promise
-from services.gateway.refusals import RefusedError
 from services.gateway.schedulers import NobodyError
 from services.gateway.shared import Shared
 from services.log_lines import say

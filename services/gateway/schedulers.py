@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.circuit import Circuit
-from services.gateway.refusals import RefusedError
+from services.front.refusals import RefusedError
 from services.log_lines import say
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from services.front.prompt_sizes import PromptSizes
 from services.gateway.metrics import Metrics
 from services.gateway.models import Models
 from services.gateway.places import FailedLately, LastResort
-from services.gateway.prompt_sizes import PromptSizes
 from services.gateway.releases import Releases
 from services.gateway.retries import RetryBudget
 from services.gateway.schedulers import Schedulers

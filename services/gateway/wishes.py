@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
-from services.gateway.asking import LONGEST_NAME, bounded
+from services.front.asking import LONGEST_NAME, bounded
+from services.front.headers import REQUEST_ID
 from services.http_client import Headers
 
 CLASSES = {"real-time": common_pb2.REQUEST_CLASS_REAL_TIME, "best-effort": common_pb2.REQUEST_CLASS_BEST_EFFORT}
@@ -19,7 +20,6 @@ SESSION = (b"x-session-id", b"x-block-session-id")
 FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 PRIORITY = b"x-block-priority"
 CLASS = b"x-block-class"
-REQUEST_ID = b"x-request-id"
 READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS))
 
 

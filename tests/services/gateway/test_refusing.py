@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.asking import read_body
+from services.front.asking import read_body
+from services.front.refusals import RefusedError
 from services.gateway.keys import ApiKeys
-from services.gateway.refusals import RefusedError
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, run, scene
 from tests.services.gateway.test_failing import error_of

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.refusals import RefusedError
-from services.gateway.wishes import REQUEST_ID
+from services.front.headers import REQUEST_ID
+from services.front.refusals import RefusedError
 from services.http_client import Headers
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.asking import MESSAGE_TOKENS, Ask
+from services.front.asking import MESSAGE_TOKENS, Ask
 
 PRIOR_BYTES = 4096.0  # of prompts seen, as much as the ratio from the settings weighs
 FORGETTING = 0.99  # per prompt

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, cast
 
-from services.gateway.refusals import RefusedError
+from services.front.refusals import RefusedError
 from services.http_client import Headers
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
