@@ -188,7 +188,10 @@ class StateFile:
         # of a preempted request, those that it left and that may still hold its tokens
         held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
         serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
-        held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, strict=True))
+        # only what runs keeps its blocks
+        sequence, num_running, num_waiting = int(core.state["sequence"][0]), len(core.running), len(core.waiting)
+        since = [0] * num_running + [sequence] * num_waiting
+        held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
         named = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
         return Contents(
             blocks=np.frombuffer(self._pread(place.offset, place.size), layout.BLOCK),
@@ -210,8 +213,8 @@ class StateFile:
         for slot, key in zip(slots.tolist(), keys, strict=True):
             row = known.get(slot)
             if row is None or row[0] != key:
-                data = self._pread(offset + slot * row_size, min(key[0], most) * dtype.itemsize)
-                row = (key, np.frombuffer(data, dtype))
+                size = min(key[0], most) * dtype.itemsize
+                row = (key, np.frombuffer(self._pread(offset + slot * row_size, size) if size else b"", dtype))
             rows[slot] = row
         self._known_rows[name] = rows
         return tuple(row for _, row in rows.values())

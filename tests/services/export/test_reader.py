@@ -137,6 +137,28 @@ def test_each_record_is_given_once(writer: Writer) -> None:
     assert float(reader.read().state["last_step_s"]) == 0.125
 
 
+def test_a_request_that_runs_again_has_the_blocks_that_it_was_given_anew(path: Path, writer: Writer) -> None:
+    """As many as it left behind when it was preempted, but others."""
+    reader = Reader(str(path))
+    writer.state["num_running"], writer.state["num_waiting"] = 1, 2
+    writer.waiting[:2] = (0, 5)
+    writer.live["num_blocks"][0] = 0
+    writer.live["num_preemptions"][0] = 1
+    writer.publish()
+    left = reader.read(contents=True)
+    assert left.contents is not None
+    assert left.contents.tables[1].tolist() == [0, 1]
+    writer.state["num_running"], writer.state["num_waiting"] = 2, 1
+    writer.running[:2], writer.waiting[:1] = (1, 0), 5
+    writer.live["num_blocks"][0] = 2
+    writer.put_blocks(0, np.array([7, 8]))
+    writer.publish()
+    again = reader.read(contents=True)
+    assert again.contents is not None
+    assert again.contents.tables[1].tolist() == [7, 8]
+    reader.close()
+
+
 def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
     """Growth loses nothing: requests, tables, hashes and records go along, and records are not given twice."""
     reader = Reader(str(writer.path))
