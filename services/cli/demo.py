@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from services.cli.engine_options import profile_named
 from services.cli.warm import warmed
 from services.log_lines import configure
 
@@ -35,9 +36,10 @@ def demo(*, as_json: bool, policies: tuple[str, ...], **flags: Any) -> int:
     from services.cluster.demo import POLICIES, DemoSettings, compare, plan_of, table
 
     settings = DemoSettings(policies=policies or POLICIES, **flags)
+    profile_named(settings.profile)
     configure("error", "text")
-    warmed()
     num = len(plan_of(settings))
+    warmed()
     print(
         f"starting {settings.instances} emulated engines ({settings.profile}, at {settings.speed:g} times its speed), "
         f"a sidecar beside each, a tagger, {len(settings.policies)} schedulers and gateways",

@@ -44,6 +44,7 @@ class DemoSettings:
         for name, most in (("rate", 1000.0), ("seconds", 3600.0), ("speed", 100.0)):
             if not 0 < getattr(self, name) <= most:
                 raise ValueError(f"{name}: must be above 0 and at most {most:g}, not {getattr(self, name)}")
+        cluster_of(self)
 
 
 def plan_of(settings: DemoSettings) -> list[Planned]:
@@ -61,11 +62,9 @@ def _shortened(one: Planned) -> Planned:
     )
 
 
-async def compare(
-    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, Result], None]
-) -> dict[str, dict[str, Any]]:
-    """Start a cluster, send the traffic by each policy in turn, and sum each up."""
-    cluster_settings = ClusterSettings(
+def cluster_of(settings: DemoSettings) -> ClusterSettings:
+    """Say what cluster it takes."""
+    return ClusterSettings(
         instances=settings.instances,
         policies=settings.policies,
         port=0,
@@ -75,10 +74,16 @@ async def compare(
         ),
         scheduler_flags=("--forecast-always", "--seed", str(settings.seed), "--sidecar-deadline-ms", "500"),
     )  # fmt: skip
+
+
+async def compare(
+    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, Result], None]
+) -> dict[str, dict[str, Any]]:
+    """Start a cluster, send the traffic by each policy in turn, and sum each up."""
     plan = plan_of(settings)
     manner = Manner(model=MODEL, time_scale=settings.speed)
     totals = {}
-    async with running(cluster_settings, told) as cluster:
+    async with running(cluster_of(settings), told) as cluster:
         for url in cluster.gateway_urls.values():  # what is done for the first time takes longer
             await run_plan(plan[:WARM_UP], origin_of(url), manner, Limits(timeout_s=TIMEOUT_S), lambda _: None)
         for policy, url in cluster.gateway_urls.items():

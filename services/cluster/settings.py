@@ -39,6 +39,8 @@ class ClusterSettings:
                 raise ValueError(f"{name}: must be a whole number from 1 to {most}, not {value!r}")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
+        if not isinstance(self.host, str):
+            raise ValueError(f"host: must be a text, not {self.host!r}")
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
@@ -64,9 +66,16 @@ def settings_from_file(path: str) -> dict[str, Any]:
         if not isinstance(table, Mapping):
             raise ValueError("cluster: must be a table")
         require_known(table, KEYS, "setting of [cluster]")
+        given = dict(table)
+        if "policies" in given:
+            given["policies"] = _texts("policies", given["policies"])
+        ClusterSettings(**given)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    given = dict(table)
-    if isinstance(policies := given.get("policies"), list):
-        given["policies"] = tuple(str(policy) for policy in policies)
     return given
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise ValueError(f"{name}: must be a list of texts, not {value!r}")
+    return tuple(value)

@@ -1,0 +1,181 @@
+"""A running cluster that several tests share, and how they look at it and harm it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.cluster import Cluster, ClusterSettings, running
+
+MODEL = "tiny"
+PATIENCE_S = 60.0
+LIMIT_S = 240.0  # of one test
+NUM_ENGINES = 3
+ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
+SIDECARS = [f"predictor-{number}" for number in range(NUM_ENGINES)]
+SCHEDULERS = ["scheduler-block-0", "scheduler-block-1"]
+
+RESERVATION_S = 90.0
+
+# Deadlines that a slow machine keeps, but for those that the tests wait for: of engines that stand still. Promises
+# outlast the tests' patience, so that those which nobody takes back are noticed. An engine's cache holds 768 tokens.
+TABLES = """
+[cluster]
+instances = 3
+schedulers = 2
+port = 0
+[engine]
+profile = "llama-2-7b-a30"
+served-model-name = "tiny"
+speed = 4.0
+max-num-seqs = 8
+max-model-len = 512
+num-gpu-blocks = 49
+[predictor]
+metrics-port = 0
+stall-s = 2.0
+forget-s = 2.0
+[tagger]
+metrics-port = 0
+[scheduler]
+metrics-port = 0
+poll-s = 0.1
+sidecar-deadline-ms = 2000
+tagger-deadline-ms = 1000
+reservation-s = 90
+[gateway]
+schedule-s = 10.0
+connect-s = 10.0
+first-byte-s = 20.0
+idle-s = 5.0
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Living:
+    """The cluster, the loop that watches over it, and a client of whatever speaks HTTP."""
+
+    cluster: Cluster
+    runner: asyncio.Runner
+    client: httpx.AsyncClient
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        """Run a test on the cluster's own loop; one that hangs fails."""
+
+        async def limited() -> None:
+            async with asyncio.timeout(LIMIT_S):
+                await test
+
+        self.runner.run(limited())
+
+    @property
+    def gateway(self) -> str:
+        """Where clients send their requests."""
+        return self.cluster.gateway_urls["block"]
+
+    async def kill(self, name: str) -> Callable[[], bool]:
+        """Kill a part with no chance to say goodbye; what is given tells whether it has come back since."""
+        child = self.cluster.children[name]
+        num_restarts = child.num_restarts
+        os.kill(child.pid, signal.SIGKILL)
+        await until(lambda: not child.serves)
+        return lambda: child.num_restarts > num_restarts and child.serves
+
+    async def order(self, engine: str, **faults: Any) -> None:
+        """Order an engine's faults; none of them is the engine well again."""
+        answer = await self.client.post(f"{self.cluster.url_of(engine)}/admin/fault", json=faults)
+        assert answer.status_code == 200, answer.text
+
+    async def metric(self, part: str, name: str, **labels: str) -> float:
+        """Sum up what a part says of itself, by these labels."""
+        child = self.cluster.children[part]
+        text = (await self.client.get(f"http://127.0.0.1:{child.metrics_port or child.port}/metrics")).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    async def until_metric(self, part: str, name: str, holds: Callable[[float], bool], **labels: str) -> None:
+        """Wait until a part says so of itself."""
+
+        async def is_so() -> bool:
+            return holds(await self.metric(part, name, **labels))
+
+        await until(is_so)
+
+    async def is_at_rest(self) -> bool:
+        """Tell whether nothing is under way or promised anywhere."""
+        parts = [(name, "block_reservations") for name in SIDECARS]
+        parts += [(name, f"vllm:num_requests_{state}") for name in ENGINES for state in ("running", "waiting")]
+        parts += [("gateway-block", f"block_gateway_{what}") for what in ("requests_under_way", "releases_waiting")]
+        return not any([await self.metric(part, name) for part, name in parts])
+
+    @contextmanager
+    def also_listed(self, sidecars: Mapping[str, int]) -> Iterator[None]:
+        """Tell schedulers of more instances, with these sidecars and the first real engine; and then no more."""
+        file = self.cluster.instances_file
+        before = json.loads(file.read_text(encoding="utf-8"))
+        more = [
+            {
+                "instance_id": name,
+                "engine_url": self.cluster.url_of(ENGINES[0]),
+                "sidecar_address": f"127.0.0.1:{port}",
+            }
+            for name, port in sidecars.items()
+        ]
+        replace_text(file, json.dumps({"instances": before["instances"] + more}))
+        try:
+            yield
+        finally:
+            replace_text(file, json.dumps(before))
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file that others read, whole."""
+    new = file.with_suffix(".test")
+    new.write_text(text, encoding="utf-8")
+    new.rename(file)
+
+
+@contextmanager
+def living(folder: Path) -> Iterator[Living]:
+    """Run a cluster while the block runs: three engines and their sidecars, a tagger, two schedulers, a gateway."""
+    file = folder / "cluster.toml"
+    file.write_text(TABLES, encoding="utf-8")
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+
+        async def start() -> Living:
+            settings = ClusterSettings(instances=NUM_ENGINES, schedulers=2, port=0, tables_file=str(file))
+            cluster = await stack.enter_async_context(running(settings))
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S))
+            return Living(cluster=cluster, runner=runner, client=client)
+
+        try:
+            yield runner.run(start())
+        finally:
+            runner.run(stack.aclose())
+
+
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within_s: float = PATIENCE_S) -> None:
+    """Look again and again until something is so."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        holds = condition()
+        if holds if isinstance(holds, bool) else await holds:
+            return
+        assert time.monotonic() < deadline_s, "waited in vain"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,57 @@
+"""`block demo`: the same traffic by several policies, in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cluster.demo import LONGEST_TOKENS, DemoSettings, plan_of
+from tests.services.cli.running import refusal
+from tests.services.cluster.living import PATIENCE_S
+
+BLOCK = str(Path(sys.executable).with_name("block"))
+TINY = ("-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block", "--policy", "round_robin")
+
+
+def test_a_tiny_demo() -> None:
+    """Every request is answered by either policy, on both instances, as long as was planned, with a prediction."""
+    done = subprocess.run(
+        [BLOCK, "demo", "--json", *TINY], capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["settings"]["policies"] == ["block", "round_robin"]
+    planned = plan_of(DemoSettings(instances=2, rate=4, seconds=3, speed=20))
+    assert len(planned) == 12
+    for total in answer["policies"].values():
+        assert (total["num_ok"], total["num_failed"]) == (12, 0)
+        assert total["forecast_error"]["e2e_s"]["median"] >= 0
+        assert sum(total["instances"].values()) == 12
+        assert 0 < total["ttft_s"]["p50"] <= total["e2e_s"]["p50"]
+    assert sorted(answer["policies"]["round_robin"]["instances"].values()) == [6, 6]
+
+
+def test_the_traffic_is_the_same_for_the_same_seed() -> None:
+    """Policies are compared by the same requests, none of them longer than anybody wants to wait for."""
+    assert plan_of(DemoSettings(seed=3)) == plan_of(DemoSettings(seed=3)) != plan_of(DemoSettings(seed=4))
+    assert max(one.output_tokens for one in plan_of(DemoSettings())) <= LONGEST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rate", "0"), "rate: must be above 0"),
+        (("--seconds", "nan"), "seconds: must be above 0"),
+        (("--speed", "1000"), "speed: must be above 0 and at most 100"),
+        (("-n", "0"), "instances: must be a whole number"),
+        (("--policy", "blok"), "did you mean block?"),
+        (("--profile", "nobody"), "nobody"),
+    ],
+)
+def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
+    """What makes no sense is one line that names it, and nothing is started."""
+    assert message in refusal("demo", *flags)

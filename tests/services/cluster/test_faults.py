@@ -1,0 +1,258 @@
+"""What becomes of requests when parts of a running cluster die, hang or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import operator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from protos.block.v1 import predictor_pb2
+from tests.services.cluster.living import (
+    ENGINES,
+    MODEL,
+    PATIENCE_S,
+    RESERVATION_S,
+    SCHEDULERS,
+    SIDECARS,
+    Living,
+    living,
+    until,
+)
+from tests.services.cluster.loading import is_error_event, loaded, was_flowing_and_ended_clean
+from tests.services.stub_sidecars import sidecars
+
+SOME = 20  # requests
+LEAVERS = 10
+NEARLY_ALL = 0.9
+PREEMPTIONS = "vllm:num_preemptions_total"
+LONG = {"model": MODEL, "prompt": "tell me a story", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
+    """A cluster that all tests here share; each leaves it whole and at rest."""
+    with living(tmp_path_factory.mktemp("cluster")) as here:
+        yield here
+
+
+@asynccontextmanager
+async def flowing(live: Living) -> AsyncIterator[tuple[str, AsyncIterator[str]]]:
+    """A stream that has begun, and will take long as its engine is slow now; who serves it, and the rest of it."""
+    async with live.client.stream("POST", f"{live.gateway}/v1/completions", json=LONG) as response:
+        assert response.status_code == 200
+        events = aiter(response.aiter_lines())
+        assert json.loads((await anext(events)).removeprefix("data: "))["choices"]
+        engine = response.headers["x-block-instance"]
+        await live.order(engine, slow=100.0)
+        yield engine, events
+
+
+def is_some(number: float) -> bool:
+    """Above 0."""
+    return number > 0
+
+
+def is_none(number: float) -> bool:
+    """0."""
+    return number == 0
+
+
+async def rest_of(events: AsyncIterator[str]) -> list[str]:
+    """All events that are still to come."""
+    return [line async for line in events if line]
+
+
+def test_an_engine_is_killed(live: Living) -> None:
+    """Streams that it was sending end in an error event, all others complete, and it serves again when it is back."""
+
+    async def test() -> None:
+        async with flowing(live) as (victim, events), loaded(live.gateway) as load:
+            await until(lambda: load.served_since(0) >= SOME)
+            back = await live.kill(victim)
+            *tokens, last = await rest_of(events)
+            assert is_error_event(last), last
+            assert all("error" not in token for token in tokens)
+            await until(back)
+            start = len(load.results)
+            await until(lambda: load.served_since(start, victim) > 0)
+        assert all(was_flowing_and_ended_clean(one) for one in load.failures()), load.failures()
+        assert {one.instance for one in load.failures()} <= {victim}
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def test_a_sidecar_is_killed(live: Living) -> None:
+    """No request notices; the engine beside it gets new ones once forecasts are there again."""
+
+    async def test() -> None:
+        sidecar, engine = SIDECARS[1], ENGINES[1]
+        async with loaded(live.gateway) as load:
+            await until(lambda: load.served_since(0, engine) > 0)
+            back = await live.kill(sidecar)
+            start = len(load.results)
+            await until(lambda: load.served_since(start) >= SOME)
+            await until(back)
+            start = len(load.results)
+            await until(lambda: load.served_since(start, engine) > 0)
+        assert not load.failures()
+        assert await live.metric(sidecar, "block_forecasts_total", result="made") > 0
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def test_one_of_two_schedulers_is_killed_and_then_the_other(live: Living) -> None:
+    """No request notices: the other decides, and the first again when it is the other's turn to die."""
+
+    async def test() -> None:
+        decisions = "block_decisions_total"
+        async with loaded(live.gateway) as load:
+            for victim, other in (SCHEDULERS, SCHEDULERS[::-1]):
+                await live.until_metric(victim, decisions, is_some)
+                back = await live.kill(victim)
+                before = await live.metric(other, decisions)
+                await live.until_metric(other, decisions, partial(operator.lt, before + SOME))
+                await until(back)
+                await live.until_metric(victim, decisions, is_some)
+        assert not load.failures()
+        # what a scheduler had promised when it died, before it could say so, must expire
+        await until(live.is_at_rest, within_s=RESERVATION_S + PATIENCE_S)
+
+    live.run(test())
+
+
+def test_the_tagger_is_killed(live: Living) -> None:
+    """Requests are placed by rougher lengths; when it is back it is asked again, and hears what became of them."""
+
+    async def test() -> None:
+        async with loaded(live.gateway) as load:
+            await live.until_metric("tagger", "block_tagger_tags_total", is_some)
+            back = await live.kill("tagger")
+            start = len(load.results)
+            await until(lambda: load.served_since(start) >= SOME)
+            await until(back)
+            await live.until_metric("tagger", "block_tagger_tags_total", is_some)
+            await live.until_metric("tagger", "block_tagger_outcomes_total", is_some)
+        assert not load.failures()
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def test_an_engine_hangs(live: Living) -> None:
+    """Its streams end in an error event after a while, its sidecar says that it is down, and it serves when it is well.
+
+    It neither refuses connections nor says on /health that anything is wrong with it.
+    """
+
+    async def test() -> None:
+        async with flowing(live) as (victim, events), loaded(live.gateway) as load:
+            sidecar = victim.replace("engine", "predictor")
+            await until(lambda: load.served_since(0) >= SOME)
+            await live.order(victim, hang=True)
+            await live.until_metric(sidecar, "block_engine_up", is_none)
+            start = len(load.results)
+            assert is_error_event((await rest_of(events))[-1])
+            await until(lambda: load.served_since(start) >= SOME)
+            await live.order(victim)
+            start = len(load.results)
+            await until(lambda: load.served_since(start, victim) > 0)
+        assert all(was_flowing_and_ended_clean(one) for one in load.failures()), load.failures()
+        assert {one.instance for one in load.failures()} <= {victim}
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def nonsense(_: predictor_pb2.PredictResponse) -> bytes:
+    """No message at all."""
+    return b"\xff\xfe<html>garbage</html>"
+
+
+def impossible(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
+    """Times that cannot be."""
+    for prediction in response.predictions:
+        prediction.forecast.e2e_s = prediction.forecast.ttft_s = float("nan")
+    return response
+
+
+def of_another(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
+    """A name that is not its own."""
+    response.instance_id = "somebody-else"
+    return response
+
+
+async def chatter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Say what no gRPC server says."""
+    writer.write(b"220 mail ESMTP\r\n" * 100)
+    await reader.read(1)
+    writer.close()
+
+
+def test_sidecars_answer_garbage(live: Living) -> None:
+    """Nothing is sent where only nonsense is heard, and nothing fails for it; then they are taken off the list."""
+
+    async def test() -> None:
+        chatting = await asyncio.start_server(chatter, "127.0.0.1", 0)
+        async with sidecars("nonsense", "impossible", "another", e2e_s=0.001) as liars, chatting:
+            for liar, twist in zip(liars, (nonsense, impossible, of_another), strict=True):
+                liar.twist = twist
+            ports = {liar.name: liar.port for liar in liars} | {"no-grpc": chatting.sockets[0].getsockname()[1]}
+            with live.also_listed(ports):
+                async with loaded(live.gateway) as load:
+                    for scheduler, name in itertools.product(SCHEDULERS, ports):
+                        await live.until_metric(scheduler, "block_sidecar_failures_total", is_some, instance=name)
+                    start = len(load.results)
+                    await until(lambda: load.served_since(start) >= SOME)
+            assert not load.failures()
+            assert {one.instance for one in load.results} <= set(ENGINES)
+            for scheduler in SCHEDULERS:
+                await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def test_clients_leave(live: Living) -> None:
+    """Whoever leaves in the middle of an answer leaves nothing behind, and harms nobody else."""
+
+    async def test() -> None:
+        async with loaded(live.gateway) as load:
+            for _ in range(LEAVERS):
+                async with live.client.stream("POST", f"{live.gateway}/v1/completions", json=LONG) as response:
+                    await anext(aiter(response.aiter_raw()))
+            await until(lambda: load.served_since(0) >= SOME)
+        assert not load.failures()
+        await until(live.is_at_rest)
+
+    live.run(test())
+
+
+def test_all_caches_are_full(live: Living) -> None:
+    """Requests wait, or lose their places and start anew, but all complete: long ones, and short ones among them."""
+
+    async def test() -> None:
+        before = [await live.metric(engine, PREEMPTIONS) for engine in ENGINES]
+
+        async def are_full() -> bool:
+            return all([await live.metric(engine, "vllm:kv_cache_usage_perc") > NEARLY_ALL for engine in ENGINES])
+
+        long = loaded(live.gateway, clients=12, prompt_tokens=80, output_tokens=220, most=12)
+        async with long as load, loaded(live.gateway, clients=2) as shorts:
+            await until(are_full)
+            start = len(shorts.results)
+            await until(lambda: shorts.served_since(start) > 0)
+            shorts.stopping = True
+        assert not load.failures() + shorts.failures()
+        after = [await live.metric(engine, PREEMPTIONS) for engine in ENGINES]
+        assert sum(after) > sum(before)
+        await until(live.is_at_rest)
+
+    live.run(test())

@@ -1,0 +1,162 @@
+"""`block up` as a process: from a settings file to Ctrl-C, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.services.cli.running import refusal
+from tests.services.cluster.living import PATIENCE_S
+
+BLOCK = str(Path(sys.executable).with_name("block"))
+SMALL = """
+[cluster]
+instances = 1
+port = 0
+[engine]
+profile = "llama-2-7b-a30"
+served_model_name = "from-the-file"
+speed = 4.0
+[predictor]
+stall_s = 20.0
+[tagger]
+constant_tokens = 99.0
+[scheduler]
+sidecar_deadline_ms = 2000
+[gateway]
+schedule_s = 10.0
+[bench]
+[provisioner]
+"""
+ASKING = {"model": "from-the-file", "prompt": "tell me a story", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command while the block runs; what it says is on its standard error."""
+    with subprocess.Popen([BLOCK, "up", *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def line_with(process: subprocess.Popen[str], text: str) -> str:
+    """Read what a command says up to a line that has this in it."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if text in line:
+            return line
+    raise AssertionError("".join(said))
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a command has started."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def is_there(pid: int) -> bool:
+    """Tell whether a process runs."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def expect_gone(pids: list[int]) -> None:
+    """Wait until none of these processes runs any more."""
+    assert pids
+    deadline_s = time.monotonic() + PATIENCE_S
+    while any(is_there(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "still there"
+        time.sleep(0.02)
+
+
+def test_a_cluster_from_a_file_serves_until_ctrl_c(tmp_path: Path) -> None:
+    """Each process takes its own table; Ctrl-C lets what is under way finish, and leaves nothing behind."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(SMALL)
+    with up("-c", str(file)) as process:
+        url = line_with(process, "block: http://").split()[1]
+        children = children_of(process)
+        assert len(children) == 5
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            assert [model["id"] for model in client.get("/models").json()["data"]] == ["from-the-file"]
+            with client.stream("POST", "/completions", json=ASKING) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: {")
+                os.kill(process.pid, signal.SIGINT)
+                line_with(process, "draining")
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert response.headers["x-block-instance"] == "engine-0"
+        line_with(process, "stopped part=engine-0")
+        assert process.wait(PATIENCE_S) == 0
+        expect_gone(children)
+
+
+def test_parts_end_with_the_command_however_it_ends() -> None:
+    """Where it is killed and can tell nobody, its processes end nevertheless."""
+    with up("-n", "2", "--port", "0") as process:
+        line_with(process, "serving part=engine")
+        children = children_of(process)
+        assert len(children) >= 2
+        process.kill()
+        expect_gone(children)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    """A taken port is noticed before anything has been started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert refusal("up", "--port", port) == f"block: port: {port} on 127.0.0.1 is in use\n"
+
+
+BAD_FILES = (
+    ("[cluster]\ninstancs = 2\n", "instancs: is no known setting of [cluster]; did you mean instances?"),
+    ("[clustr]\n", "clustr: is no known table; did you mean cluster?"),
+    ("cluster = 2\n", "cluster: must be a table"),
+    ("[cluster]\ninstances = 0\n", "instances: must be a whole number from 1 to 256, not 0"),
+    ("[cluster]\ninstances = true\n", "instances: must be a whole number"),
+    ("[cluster]\nport = 'x'\n", "port: must lie between 0 and 65535, not 'x'"),
+    ("[cluster]\nhost = 7\n", "host: must be a text, not 7"),
+    ("[cluster]\npolicies = []\n", "policies: name at least one"),
+    ("[cluster]\npolicies = ['blok']\n", "did you mean block?"),
+    ("[cluster]\npolicies = 3\n", "policies: must be a list of texts, not 3"),
+    ("[cluster\n", "is not TOML"),
+)
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES)
+def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> None:
+    """What is wrong is named in one line, and nothing is started."""
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    said = refusal("up", "--config", str(file))
+    assert message in said
+    assert str(file) in said
+
+
+def test_a_table_of_a_part_that_makes_no_sense(tmp_path: Path) -> None:
+    """The part that reads it says what is wrong; that is the one line, and the others end."""
+    file = tmp_path / "bad.toml"
+    file.write_text("[engine]\nspeeed = 2\n")
+    done = subprocess.run(
+        [BLOCK, "up", "-n", "1", "--port", "0", "--log-level", "warning", "-c", str(file)],
+        capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"block: engine-0 did not start; it said: {file}: engine.speeed: is no known setting; did you mean speed?\n"
+    )
