@@ -1,0 +1,90 @@
+"""Under what conditions a simulated cluster runs: what takes time, what is known late, what goes wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from predictor.config import require_count
+from predictor.lengths import RESIDUALS
+
+ENGINE_CACHE, SENT_INDEX = "engine", "sent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """An instance is not there from `from_s` on, and with what it had in mind gone, again at `until_s`.
+
+    One that begins at time 0 is an instance that is provisioned later: `until_s` is then when its start is over.
+    """
+
+    instance: int
+    from_s: float
+    until_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse what is no span of time."""
+        require_count("outage.instance", self.instance, at_least=0)
+        if not 0 <= self.from_s < self.until_s:
+            raise ValueError(f"outage.until_s: must be after from_s {self.from_s}, not {self.until_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a decision costs and knows.
+
+    A scheduler looks at `decision_s` before its request is promised to an instance, and that gets it `network_s` later.
+    Indicators are told every `indicator_period_s`, and known `indicator_delay_s` after; both 0 is always true ones.
+    Forecasts are asked for with every decision. Without `reservations`, instances and forecasts do not know of requests
+    that are on their way. `prefix_view` says where hits are known from: the engines' caches, or what was sent there.
+    """
+
+    num_schedulers: int = 1
+    decision_s: float = 0.0
+    network_s: float = 0.0
+    indicator_period_s: float = 0.0
+    indicator_delay_s: float = 0.0
+    reservations: bool = True
+    step_noise: float = 0.0  # standard deviation of the logarithm of each step's time
+    residual: str = "conditional_median"
+    residual_quantile: float = 0.5
+    prefix_view: str = ENGINE_CACHE
+    sample_s: float = 1.0  # of what is watched over time; 0 for nothing
+    outages: tuple[Outage, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        require_count("num_schedulers", self.num_schedulers)
+        for name in (
+            "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}: must be a number from 0 on, not {value!r}")
+        if self.residual not in RESIDUALS:
+            raise ValueError(f"residual: {self.residual!r} is none of {', '.join(RESIDUALS)}")
+        if not 0 < self.residual_quantile < 1:
+            raise ValueError(f"residual_quantile: must lie between 0 and 1, not {self.residual_quantile}")
+        if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
+            raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
+
+    @property
+    def has_fresh_indicators(self) -> bool:
+        """Tell whether policies always see instances as they are."""
+        return self.indicator_period_s == 0 and self.indicator_delay_s == 0
+
+
+CONDITION_NAMES = tuple(spec.name for spec in fields(Conditions))
+
+
+def require_outages(outages: Sequence[Outage], num_instances: int) -> None:
+    """Refuse outages of instances that are not there, and those that overlap."""
+    for outage in outages:
+        if outage.instance >= num_instances:
+            raise ValueError(f"outage.instance: {outage.instance} is none of {num_instances}")
+    by_instance = sorted(outages, key=lambda outage: (outage.instance, outage.from_s))
+    for one, other in pairwise(by_instance):
+        if one.instance == other.instance and other.from_s < one.until_s:
+            raise ValueError(f"outage.from_s: instance {one.instance} is out already at {other.from_s:g} s")

@@ -1,0 +1,415 @@
+"""One run of a simulated cluster: requests come, schedulers decide by their policies, engines serve."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.state import NOBODY
+from scheduler.candidates import Candidates, Facts
+from scheduler.indicators import ROW_OF, Column
+from scheduler.policy import Policy
+from scheduler.prefix import PrefixIndex
+from scheduler.table import Table
+from services.simulator import kernels
+from services.simulator.conditions import Conditions
+from services.simulator.fleet import Unit, restart, widened, workspace_for
+from services.simulator.workload import Workload
+
+FOREVER = math.inf
+ROWS = np.array([ROW_OF[name] for name in kernels.TELLS], np.int64)
+PER_MINUTE, DRAINED = ROW_OF["requests_per_minute"], ROW_OF["drained_s"]
+FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS = (
+    ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total")
+)
+ON_ITS_WAY = [ROW_OF[name] for name in ("num_reserved", "num_reserved_blocks", "queued_prefill_tokens")]
+
+# What became of a request.
+FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
+FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
+
+# What happens besides arrivals, in the order in which it happens at one moment.
+BACK, OUT, TICK, HEARD, SAMPLE = range(5)
+
+FORETOLD = {
+    "predicted_ttft_s": "first_token_s",
+    "predicted_e2e_s": "finished_s",
+    "predicted_queue_s": "scheduled_s",
+    "predicted_preemptions": "num_preemptions",
+    "others_preempted": "others_preempted",
+    "delay_sum_s": "delay_sum_s",
+    "delay_worst_s": "delay_worst_s",
+}
+
+DECISION = np.dtype(
+    [
+        ("instance", "i4"),
+        ("scheduler", "i4"),
+        ("fate", "i4"),
+        ("num_sends", "i4"),
+        ("predicted_ttft_s", "f8"),
+        ("predicted_e2e_s", "f8"),
+    ],
+    align=True,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduler:
+    """One scheduler: its policy, what it knows of the instances, and what it sent lately."""
+
+    policy: Policy
+    table: Table
+    prefixes: PrefixIndex | None
+    sent: deque[tuple[float, int, tuple[float, float, float]]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """All instances at a moment, a value for each."""
+
+    time_s: float
+    free_blocks: npt.NDArray[np.float64]
+    num_running: npt.NDArray[np.float64]
+    num_waiting: npt.NDArray[np.float64]
+    num_preemptions: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of every request, in the order of arrival; times are the simulation's."""
+
+    work: Workload
+    units: tuple[Unit, ...]
+    policy: str
+    outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
+    decisions: np.recarray[Any, Any]  # DECISION
+    samples: list[Sample]
+    end_s: float
+    up_s: float  # seconds that instances were there, in sum
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A cluster in motion."""
+
+    units: tuple[Unit, ...]
+    work: Workload
+    schedulers: list[Scheduler]
+    conditions: Conditions
+    fleet: kernels.Fleet
+    requests: kernels.Requests
+    turns: npt.NDArray[np.int64]  # which scheduler a request comes to
+    workspace: Any = None
+    results: Any = None
+    told: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    decisions: Any = None
+    samples: list[Sample] = field(default_factory=list)
+    events: list[tuple[float, int, int, Any]] = field(default_factory=list)
+    num_events: int = 0
+    unsent: tuple[int, int, float, float] = (NOBODY, 0, 0.0, 0.0)
+    possible: npt.NDArray[np.bool_] | None = None  # per request and instance; None where all can serve all
+    places: npt.NDArray[np.intp] | None = None  # of the instances that are up; None where all are
+    up_since: dict[int, float] = field(default_factory=dict)
+    up_s: float = 0.0
+    now_s: float = 0.0
+    homeless: list[int] = field(default_factory=list)  # requests that came while no instance was there
+    minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
+    watches_minute: bool = False
+    watches_drain: bool = False
+    prompt_tokens: list[int] = field(default_factory=list)
+    tag_tokens: list[float] = field(default_factory=list)
+    columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
+
+    def __post_init__(self) -> None:
+        """Take out of records what each decision needs: it is found faster."""
+        lengths, median = self.work.lengths, self.work.tag_median
+        self.prompt_tokens = lengths.prompt_tokens.tolist()
+        self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
+        names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
+        self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
+
+    def run(self, progress: Callable[[int], None] | None = None) -> Result:
+        """Serve everything to its end."""
+        arrival_s = self.work.arrival_s.tolist()
+        for number, now_s in enumerate(arrival_s):
+            while self.events and self.events[0][0] <= now_s:
+                self._happen()
+            self.now_s = now_s
+            self._decide(number, now_s)
+            if progress is not None and number & 255 == 0:
+                progress(number)
+        while self.events and self.events[0][1] in (BACK, OUT, TICK, HEARD):
+            if self._is_over():
+                break
+            self._happen()
+        return self._end()
+
+    def _is_over(self) -> bool:
+        """Tell whether nothing that still happens can matter to a request."""
+        self.look(self.now_s)
+        busy = self.homeless or self.unsent[0] != NOBODY
+        return not busy and all(
+            engine.num_running + engine.num_waiting + engine.num_pending == 0
+            for engine in self.fleet.stack.engine[:, 0]
+        )
+
+    # What happens besides arrivals.
+
+    def schedule(self, time_s: float, kind: int, what: Any = None) -> None:
+        """Let something happen at a time."""
+        self.num_events += 1
+        heapq.heappush(self.events, (time_s, kind, self.num_events, what))
+
+    def _happen(self) -> None:
+        time_s, kind, _, what = heapq.heappop(self.events)
+        self.now_s = max(self.now_s, time_s)
+        if kind == SAMPLE:
+            self.look(time_s)
+            self._sample(time_s)
+            if time_s < self.work.arrival_s[-1]:
+                self.schedule(time_s + self.conditions.sample_s, SAMPLE)
+        elif kind == TICK:
+            self._tick(time_s, what)
+        elif kind == HEARD:
+            self._heard(*what)
+        elif kind == OUT:
+            self._out(time_s, what)
+        else:
+            self._back(time_s, what)
+
+    def _sample(self, time_s: float) -> None:
+        told = self.told.copy()
+        self.samples.append(
+            Sample(
+                time_s=time_s,
+                free_blocks=told[FREE_BLOCKS],
+                num_running=told[RUNNING],
+                num_waiting=told[WAITING],
+                num_preemptions=float(told[PREEMPTIONS].sum()),
+            )
+        )
+
+    def _tick(self, time_s: float, which: int) -> None:
+        """Have all instances tell a scheduler of themselves; it hears it later."""
+        self.look(time_s)
+        told = self.told.copy()
+        delay_s, period_s = self.conditions.indicator_delay_s, self.conditions.indicator_period_s
+        if delay_s > 0:
+            self.schedule(time_s + delay_s, HEARD, (which, time_s, told))
+        else:
+            self._heard(which, time_s, told)
+        if time_s < self.work.arrival_s[-1]:
+            self.schedule(time_s + max(period_s, 1e-3), TICK, which)
+
+    def _heard(self, which: int, told_at_s: float, told: npt.NDArray[np.float64]) -> None:
+        """Let a scheduler know what instances told; what it sent them since counts on top."""
+        scheduler = self.schedulers[which]
+        known, sent = scheduler.table.known, scheduler.sent
+        known.told[:] = told
+        known.told_s[:] = told_at_s
+        while sent and sent[0][0] <= told_at_s:
+            sent.popleft()
+        for _, place, share in sent:
+            known.told[ON_ITS_WAY, place] += share
+
+    def _out(self, time_s: float, index: int) -> None:
+        self.look(time_s)
+        if not self.fleet.units[index].up:
+            return
+        kernels.harvest(self.fleet, self.requests, index)
+        self.fleet.units[index].up = 0
+        self.up_s += time_s - self.up_since.pop(index)
+        self._find_places()
+        rows = self.fleet.stack.requests[index]
+        begun = {int(row.serial): row.first_token_s >= 0 for row in rows}
+        produced = {int(row.serial): row.copy() for row in rows}
+        for number in sorted(restart(self.fleet, index, self.units[index], time_s)):
+            row = produced[number]
+            outcome = self.requests.outcomes[number]
+            if begun[number]:  # its client has seen a part of the answer, and that it broke off
+                self.decisions[number].fate = FATES.index(LOST)
+                outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
+                outcome.num_preemptions += row.num_preemptions
+                outcome.produced_tokens = row.output_tokens
+            else:
+                outcome.num_preemptions += row.num_preemptions
+                self._decide(number, time_s)
+
+    def _back(self, time_s: float, index: int) -> None:
+        self.look(time_s)
+        self.fleet.units[index].up = self.fleet.units[index].changed = 1
+        self.fleet.stack.engine[index, 0].now_s = time_s
+        self.up_since[index] = time_s
+        self._find_places()
+        self.look(time_s)
+        waiting, self.homeless = self.homeless, []
+        for number in waiting:
+            self._decide(number, time_s)
+
+    def _find_places(self) -> None:
+        up = self.fleet.units.up.astype(bool)
+        self.places = None if up.all() else np.flatnonzero(up)
+
+    # Decisions.
+
+    def look(self, now_s: float) -> None:
+        """Send what was decided last, advance all engines, and have them tell of themselves."""
+        number, index, arrives_s, shown_s = self.unsent
+        while kernels.look_directly(
+            self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.told
+        ):
+            self.fleet = widened(self.fleet)
+            self.workspace = None
+        if number >= 0:
+            self.unsent = (NOBODY, 0, 0.0, 0.0)
+        if self.watches_minute:
+            self._count_minute(now_s)
+        if self.watches_drain:
+            kernels.drain(self.fleet, self._room(), now_s, self.told[DRAINED])
+
+    def _decide(self, number: int, now_s: float) -> None:
+        which = int(self.turns[number])
+        scheduler = self.schedulers[which]
+        policy, table = scheduler.policy, scheduler.table
+        conditions = self.conditions
+        fresh = conditions.has_fresh_indicators
+        places = self._able(number)
+        if places is not None and len(places) == 0:
+            self._nowhere(number)
+            return
+        if fresh or policy.needs_forecast or self.unsent[0] != NOBODY:
+            self.look(now_s)
+        if fresh:
+            table.known.told_s[:] = now_s
+        prompt_tokens = self.prompt_tokens[number]
+        columns: dict[str, Column] = {}
+        prefix_class = None
+        if policy.needs_prefix:
+            columns["prefix_hit_tokens"], prefix_class = self._hits(scheduler, number)
+        facts = Facts(prompt_tokens=prompt_tokens, tag_tokens=self._tag(number), prefix_class=prefix_class)
+        candidates = table.candidates(facts, now_s)
+        if columns:
+            candidates.add(columns)
+        if places is not None:
+            candidates = candidates.only(places)
+        among = policy.among(candidates)
+        if policy.needs_forecast:
+            self._foretell(policy, among, number, now_s)
+        best = policy.choose(among)
+        index = among.place(best)
+        instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
+        instances[number], schedulers[number] = index, which
+        num_sends[number] += 1
+        if policy.needs_forecast:
+            predicted_ttft_s[number] = self.results["first_token_s"][best]
+            predicted_e2e_s[number] = self.results["finished_s"][best]
+        promised_s = now_s + conditions.decision_s
+        arrives_s = promised_s + conditions.network_s
+        self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)
+        self._note_sent(scheduler, number, index, prompt_tokens, self.unsent[3])
+
+    def _able(self, number: int) -> npt.NDArray[np.intp] | None:
+        """Where a request could be served: instances that are up and large enough; None for all."""
+        if self.possible is None:
+            return self.places
+        able = self.possible[number]
+        if self.places is None:
+            return None if able.all() else np.flatnonzero(able)
+        some: npt.NDArray[np.intp] = self.places[able[self.places]]
+        return some
+
+    def _nowhere(self, number: int) -> None:
+        if self.possible is not None and not self.possible[number].any():
+            self.decisions[number].fate = FATES.index(REFUSED)
+        else:
+            self.homeless.append(number)
+
+    def _tag(self, number: int) -> float:
+        return self.tag_tokens[number]
+
+    def _hits(self, scheduler: Scheduler, number: int) -> tuple[Column, int | None]:
+        if scheduler.prefixes is not None:
+            found = scheduler.prefixes.look_up(self._contents(number), scheduler.table.known.instance_ids)
+            return found.num_blocks * self.units[0].config.block_size, found.deepest  # type: ignore[return-value]
+        hits = np.zeros(len(self.units))
+        deepest = kernels.hits_directly(self.fleet, self.requests, number, hits)
+        return hits, None if deepest < 0 else int(deepest)
+
+    def _contents(self, number: int) -> list[int]:
+        asked = self.requests.asked[number]
+        first = int(asked.first_content)
+        return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
+
+    def _foretell(self, policy: Policy, among: Candidates, number: int, now_s: float) -> None:
+        places = np.arange(len(among)) if among.places is None else among.places
+        results = self.results[: len(places)]
+        kernels.foretell_directly(
+            self.fleet, self.requests, self._room(), number, places, now_s, policy.needs_delays, results
+        )
+        columns = {name: _column(results, FORETOLD[name]) for name in policy.foretold if name in FORETOLD}
+        if "predicted_tpot_s" in policy.foretold:
+            columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
+                1, results.output_tokens - 1
+            )
+        among.add(columns)
+
+    def _room(self) -> Any:
+        if self.workspace is None:
+            self.workspace = workspace_for(self.fleet)
+        return self.workspace
+
+    def _note_sent(self, scheduler: Scheduler, number: int, index: int, prompt_tokens: int, shown_s: float) -> None:
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.sent(scheduler.table.known.instance_ids[index], self._contents(number))
+        if self.watches_minute:
+            self.minute[index].append(self.now_s)
+        if self.conditions.has_fresh_indicators:
+            return
+        blocks = -(-prompt_tokens // self.units[index].config.block_size)
+        share = (1.0, float(blocks), float(prompt_tokens))
+        scheduler.sent.append((shown_s, index, share))
+        scheduler.table.known.told[ON_ITS_WAY, index] += share
+
+    def _count_minute(self, now_s: float) -> None:
+        for index, times in enumerate(self.minute):
+            while times and times[0] <= now_s - 60.0:
+                times.popleft()
+            self.told[PER_MINUTE, index] = len(times)
+
+    # The end.
+
+    def _end(self) -> Result:
+        self.look(self.now_s)
+        kernels.advance(self.fleet, FOREVER)
+        for index in range(len(self.units)):
+            kernels.harvest(self.fleet, self.requests, index)
+            for number in self.fleet.slots.number[index]:
+                if number != NOBODY:  # it can never be served: the engine waits for room that nobody will free
+                    self.requests.outcomes[number].finished_s = NOBODY
+        finished = self.requests.outcomes.finished_s >= 0
+        self.decisions.fate[finished & (self.decisions.fate == 0)] = FATES.index(FINISHED)
+        ends = self.requests.outcomes.finished_s[finished]
+        end_s = max(float(ends.max(initial=0.0)), float(self.work.arrival_s[-1]))
+        up_s = self.up_s + sum(end_s - since_s for since_s in self.up_since.values())
+        return Result(
+            work=self.work,
+            units=self.units,
+            policy=self.schedulers[0].policy.text,
+            outcomes=self.requests.outcomes,
+            decisions=self.decisions,
+            samples=self.samples,
+            end_s=end_s,
+            up_s=up_s,
+        )
+
+
+def _column(results: Any, name: str) -> Column:
+    return np.asarray(results[name], np.float64)
