@@ -33,7 +33,7 @@ class DemoSettings:
 
     instances: int = 4
     rate: float = 12.0
-    seconds: float = 45.0
+    seconds: float = 36.0
     speed: float = 3.0
     profile: str = "llama-2-7b-a30"
     policies: tuple[str, ...] = POLICIES
