@@ -20,8 +20,8 @@ from services.cluster import Cluster, ClusterSettings, running
 
 MODEL = "tiny"
 PATIENCE_S = 60.0
-LIMIT_S = 240.0  # of one test
-NUM_ENGINES = 3
+LIMIT_S = 480.0  # of one test
+NUM_ENGINES, NUM_SEATS = 3, 8
 ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
 SIDECARS = [f"predictor-{number}" for number in range(NUM_ENGINES)]
 SCHEDULERS = ["scheduler-block-0", "scheduler-block-1"]
@@ -57,7 +57,7 @@ reservation-s = 90
 [gateway]
 schedule-s = 10.0
 connect-s = 10.0
-first-byte-s = 20.0
+first-byte-s = 40.0
 idle-s = 5.0
 """
 

@@ -42,7 +42,7 @@ async def loaded(
 ) -> AsyncIterator[Load]:
     """Keep a gateway busy while the block runs; at its end all that was sent has ended."""
     load = Load()
-    sender = Sender(origin_of(url), MANNER, Limits(timeout_s=PATIENCE_S))
+    sender = Sender(origin_of(url), MANNER, Limits(timeout_s=2 * PATIENCE_S))
 
     async def one_after_the_other() -> None:
         while not load.stopping and load.num_sent < most:
