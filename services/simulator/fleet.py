@@ -86,7 +86,7 @@ def make_fleet(
 def workspace_for(fleet: Fleet) -> State:
     """Make room for three simulations of any one engine."""
     arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
-    return stack_like(State(*arrays, Costs(*(array[0] for array in fleet.stack.costs))), 3)
+    return stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), 3)
 
 
 def widened(fleet: Fleet) -> Fleet:

@@ -1,0 +1,107 @@
+"""How many requests a processor second simulates: 12 instances at the paper's load, and 64 with 300,000 requests.
+
+Engines are Block's testbed, Llama-2-7B on A30 (1056 blocks, 48 seats, chunks of 512); prompts and answers are
+ShareGPT's from `BLOCK_DATA`, or log-normal ones much like them where that is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.profile import load_profile
+from services.data import data_folder
+from services.load.traces import trace_from
+from services.simulator.assembly import simulate
+from services.simulator.fleet import Unit
+from services.simulator.run import FATES
+from services.simulator.workload import Lengths, Workload, at_rate, drawn, fitting, lengths_of, poisson_gaps, workload
+
+PROFILE = "llama-2-7b-a30"
+SHAREGPT = "lengths/block_sharegpt_v3_58k_lens.csv"
+LONGEST = 2048
+HEURISTICS = ("llumnix", "jsq", "lmetric", "round_robin")
+FORECASTING = ("block", "block: k = 3")
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rate", type=float, default=32.0, help="requests per second, for 12 instances")
+    parser.add_argument("--requests", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-large", action="store_true", help="leave 64 instances out")
+    arguments = parser.parse_args()
+    results = list(measure(arguments))
+    if arguments.json:
+        machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
+        json.dump({"bench": "simulator", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for result in results:
+        print(f"{result['name']:44} {result['value']:>12.1f} {result['unit']:12} n={result['n']}")
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Time every policy on the same requests."""
+    lengths = sharegpt()
+    work = requests(lengths, arguments.requests, arguments.rate)
+    for policy in (*HEURISTICS, *FORECASTING):
+        simulate(cluster(12), requests(lengths, 50, arguments.rate), policy)  # loads what is compiled
+        rates = [len(work) / processor_seconds(12, work, policy) for _ in range(arguments.rounds)]
+        name = f"requests_per_cpu_s.{policy.replace(': k = ', '_k')}"
+        yield {"name": name, "value": statistics.median(rates), "unit": "requests/s", "n": len(work)}
+    if not arguments.no_large:
+        large = requests(lengths, 300_000, arguments.rate * 64 / 12)
+        seconds = processor_seconds(64, large, "llumnix")
+        yield {"name": "cpu_s.llumnix.64x300000", "value": seconds, "unit": "s", "n": len(large)}
+
+
+def processor_seconds(num_instances: int, work: Workload, policy: str) -> float:
+    """Time one run, and see that it served everything."""
+    start_s = time.process_time()
+    result = simulate(cluster(num_instances), work, policy)
+    seconds = time.process_time() - start_s
+    if not (result.decisions.fate == FATES.index("finished")).all():
+        raise RuntimeError(f"{policy}: not every request finished")
+    return seconds
+
+
+def cluster(num_instances: int) -> list[Unit]:
+    """Equal instances."""
+    config = EngineConfig(
+        max_num_seqs=48, max_num_batched_tokens=512, num_gpu_blocks=1057, max_model_len=LONGEST,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    return [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * num_instances
+
+
+def sharegpt() -> Lengths:
+    """Prompts and answers that go into the model's context together."""
+    path = data_folder() / SHAREGPT
+    if path.exists():
+        return fitting(lengths_of(trace_from(str(path)).requests), LONGEST)
+    print(f"{path} is not there (BLOCK_DATA): log-normal lengths instead", file=sys.stderr)
+    generator = np.random.default_rng(0)
+    prompts = np.minimum(1000, 1 + generator.lognormal(3.6, 1.5, 50_000)).astype(np.int64)
+    answers = np.minimum(1000, 1 + generator.lognormal(5.5, 0.9, 50_000)).astype(np.int64)
+    return Lengths(prompt_tokens=prompts, output_tokens=answers)
+
+
+def requests(lengths: Lengths, num: int, rate: float) -> Workload:
+    """Draw requests that come as a Poisson process."""
+    generator = np.random.default_rng(1)
+    return workload(drawn(lengths, num, generator), at_rate(poisson_gaps(num, generator), rate))
+
+
+if __name__ == "__main__":
+    main()
