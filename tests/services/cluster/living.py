@@ -26,10 +26,8 @@ ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
 SIDECARS = [f"predictor-{number}" for number in range(NUM_ENGINES)]
 SCHEDULERS = ["scheduler-block-0", "scheduler-block-1"]
 
-RESERVATION_S = 90.0
-
-# Deadlines that a slow machine keeps, but for those that the tests wait for: of engines that stand still. Promises
-# outlast the tests' patience, so that those which nobody takes back are noticed. An engine's cache holds 768 tokens.
+# Deadlines that a slow machine keeps, but for those that the tests wait for: of engines that stand still. An engine's
+# cache holds 768 tokens.
 TABLES = """
 [cluster]
 instances = 3
@@ -53,7 +51,7 @@ metrics-port = 0
 poll-s = 0.1
 sidecar-deadline-ms = 2000
 tagger-deadline-ms = 1000
-reservation-s = 90
+reservation-s = 20
 [gateway]
 schedule-s = 10.0
 connect-s = 10.0
@@ -70,12 +68,18 @@ class Living:
     runner: asyncio.Runner
     client: httpx.AsyncClient
 
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test on the cluster's own loop; one that hangs fails."""
+    def run(self, test: Coroutine[Any, Any, None], *, may_expire: bool = False) -> None:
+        """Run a test on the cluster's own loop; one that hangs fails, and one that leaves anything behind.
+
+        Promises are to be kept or taken back, unless they `may_expire`.
+        """
 
         async def limited() -> None:
             async with asyncio.timeout(LIMIT_S):
+                before = await self.num_expired()
                 await test
+                await until(self.is_at_rest)
+                assert may_expire or await self.num_expired() <= before
 
         self.runner.run(limited())
 
@@ -115,6 +119,10 @@ class Living:
             return holds(await self.metric(part, name, **labels))
 
         await until(is_so)
+
+    async def num_expired(self) -> float:
+        """How many promises have been neither kept nor taken back."""
+        return sum([await self.metric(name, "block_reservations_ended_total", how="expired") for name in SIDECARS])
 
     async def is_at_rest(self) -> bool:
         """Tell whether nothing is under way or promised anywhere."""
