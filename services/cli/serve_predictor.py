@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
-from services.cli.engine_options import profile_named
+from services.cli.engine_options import CHOICES, HELP, profile_named
 from services.cli.server_options import server_flag, server_options, server_settings
 
 PORT = 50052
-STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
+PROXY_PORT = 8001
+MEBIBYTE = 2**20
+
+
+def engine_flags(command: Any) -> Any:
+    """Give the command every engine setting, for an engine that cannot be asked."""
+    for spec in reversed(fields(EngineConfig)):
+        flag, kind = spec.name.replace("_", "-"), str(spec.type)
+        is_flag = "bool" in kind
+        value: Any = click.Choice(CHOICES[spec.name]) if spec.name in CHOICES else int if "int" in kind else float
+        command = server_flag(
+            "predictor",
+            f"--{flag}/--no-{flag}" if is_flag else f"--{flag}",
+            type=None if is_flag else value,
+            default=None,
+            help=f"Of a mirrored engine. {HELP.get(spec.name, 'As in vLLM.')}",
+        )(command)
+    return command
 
 
 @click.command()
@@ -21,11 +40,29 @@ STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine s
 @server_flag(
     "predictor",
     "--state-file",
-    default=f"{STATE_FOLDER}/engine.state",
-    help="Where the engine shows its state, or will.",
+    default="",
+    help="Where the engine shows its state, or will. Without it the engine is mirrored from its traffic.",
 )
 @server_flag(
-    "predictor", "--engine-url", default="", help="The engine's HTTP server, to ask whether it is well; optional."
+    "predictor",
+    "--engine-url",
+    default="",
+    help="The engine's HTTP server, to ask whether it is well; to mirror an engine it must be told.",
+)
+@server_flag(
+    "predictor", "--proxy-host", default="", help="Address for the clients of a mirrored engine; --host if not given."
+)
+@server_flag(
+    "predictor", "--proxy-port", type=int, default=PROXY_PORT, help="Port for the clients of a mirrored engine."
+)
+@server_flag(
+    "predictor", "--engine-speed", type=float, default=1.0, help="Engine seconds per second of a mirrored emulator."
+)
+@server_flag(
+    "predictor",
+    "--count-prompts/--no-count-prompts",
+    default=True,
+    help="Have a mirrored engine count prompts (its /tokenize); else they are estimated.",
 )
 @server_flag(
     "predictor", "--profile", default="", help="Latency profile, by name or JSON file: the one that the engine names."
@@ -45,13 +82,49 @@ STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine s
 @server_flag(
     "predictor", "--forget-s", type=float, default=30.0, help="After so long without a step, its pace is learnt anew."
 )
-def predictor(instance_id: str, profile: str, poll_ms: float, **flags: Any) -> None:
-    """Tell what requests would experience on one engine: gRPC, block.v1.Predictor."""
-    from services.predictor_server import SidecarSettings, serve
+@engine_flags
+def predictor(
+    instance_id: str,
+    profile: str,
+    poll_ms: float,
+    *,
+    proxy_host: str,
+    proxy_port: int,
+    engine_speed: float,
+    count_prompts: bool,
+    **flags: Any,
+) -> None:
+    """Tell what requests would experience on one engine: gRPC, block.v1.Predictor.
+
+    An engine that exports its state is read (--state-file). Any other is mirrored: with --engine-url alone the sidecar
+    stands as a proxy before the engine, and needs a --profile; clients, and so the schedulers' list of instances, are
+    to use the proxy's address.
+    """
+    from services.predictor_server import MirrorSettings, SidecarSettings, serve
     from services.warmup import warm_up
 
     server = server_settings(flags)
-    settings = SidecarSettings(instance_id=instance_id or socket.gethostname(), poll_s=poll_ms / 1e3, **flags)
+    told = {name: flags.pop(name) for name in FIELD_NAMES}
+    if not flags["state_file"] and not flags["engine_url"]:
+        raise ValueError("state_file: is missing, and so is engine_url: an engine is read, or mirrored, or neither")
+    mirror = None
+    if not flags["state_file"]:
+        if not profile:
+            raise ValueError("profile: is missing, and an engine that exports nothing names none")
+        mirror = MirrorSettings(
+            engine_url=flags["engine_url"],
+            host=proxy_host or server.host,
+            port=proxy_port,
+            engine={name: value for name, value in told.items() if value is not None},
+            speed=engine_speed,
+            counts_prompts=count_prompts,
+            max_concurrency=server.max_concurrency,
+            max_body_bytes=server.max_message_mib * MEBIBYTE,
+            drain_s=server.drain_s,
+        )
+    settings = SidecarSettings(
+        instance_id=instance_id or socket.gethostname(), poll_s=poll_ms / 1e3, mirror=mirror, **flags
+    )
     known = profile_named(profile) if profile else None
     warm_up()
     serve(settings, server, known)

@@ -23,7 +23,7 @@ SETTINGS = ("host", "port", "metrics_port", "max_concurrency", "max_message_mib"
 
 def server_flag(server: str, flag: str, **attributes: Any) -> Callable[[F], F]:
     """Make a flag that is also BLOCK_{SERVER}_{FLAG}, or else BLOCK_{FLAG}, in the environment."""
-    name = flag.removeprefix("--").replace("-", "_").upper()
+    name = flag.partition("/")[0].removeprefix("--").replace("-", "_").upper()
     return click.option(
         flag, envvar=[f"BLOCK_{server.upper()}_{name}", f"BLOCK_{name}"], show_default=True, **attributes
     )

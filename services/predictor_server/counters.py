@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,13 +17,13 @@ class Counters:
         """Know of nothing yet."""
         self._arrivals: deque[float] = deque(maxlen=1 << 16)
         self._looked_up: deque[tuple[float, int, int]] = deque(maxlen=1 << 12)  # when, tokens looked up, of them found
-        self._state: np.void | None = None
+        self._state: Mapping[str, float] | np.void | None = None
 
     def arrived(self, num_requests: int, now_s: float) -> None:
         """Note requests that came just now."""
         self._arrivals.extend([now_s] * num_requests)
 
-    def take(self, state: np.void, now_s: float) -> None:
+    def take(self, state: Mapping[str, float] | np.void, now_s: float) -> None:
         """Note what the engine's counters show (`services.export.layout.STATE`)."""
         self._state = state
         queries, hits = int(state["prefix_queries"]), int(state["prefix_hits"])

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
+from services.http_client import origin_of
 from services.names import require_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorSettings:
+    """How to stand between an engine and its clients; `engine` are settings of it that it need not tell."""
+
+    engine_url: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    speed: float = 1.0  # engine seconds per second; of an emulated one
+    counts_prompts: bool = True  # by the engine's /tokenize
+    metrics_s: float = 0.5
+    max_concurrency: int = 1024
+    max_body_bytes: int = 16 * 2**20
+    max_answer_bytes: int = 64 * 2**20
+    idle_s: float = 600.0  # the longest silence of the engine that is borne
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no proxy could do, by its name."""
+        try:
+            origin_of(self.engine_url)
+        except ValueError as error:
+            raise ValueError(f"engine_url: {error}") from None
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"proxy_port: must lie between 0 and 65535, not {self.port}")
+        for name, told in (("speed", "engine_speed"), ("metrics_s", "metrics_s"), ("idle_s", "idle_s")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{told}: must be above 0, not {value}")
+        EngineConfig(**self.engine)
+        if self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarSettings:
-    """Which engine to stand beside, and how closely to follow it."""
+    """Which engine to stand beside, and how closely to follow it: by its state file, or by mirroring its traffic."""
 
     instance_id: str
-    state_file: str
+    state_file: str = ""
+    mirror: MirrorSettings | None = None
     engine_url: str = ""  # to ask whether it is well; nobody is asked where it is not told
     residual: str = DEFAULT_RESIDUAL
 
@@ -34,8 +73,13 @@ class SidecarSettings:
         """Refuse what no sidecar could do, by its name."""
         if not self.instance_id:
             raise ValueError("instance_id: is missing")
-        if not self.state_file:
-            raise ValueError("state_file: is missing")
+        if bool(self.state_file) == (self.mirror is not None):
+            wrong = (
+                "an engine that shows its state is not mirrored"
+                if self.state_file
+                else ("is missing, and so is engine_url: an engine shows its state or has its traffic mirrored")
+            )
+            raise ValueError(f"state_file: {wrong}")
         require_known([self.residual], tuple(RESIDUALS), "residual")
         for name in ("poll_s", "health_s", "stall_s", "forget_s", "longest_reservation_s"):
             value = getattr(self, name)
