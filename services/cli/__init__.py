@@ -9,11 +9,13 @@ from typing import NoReturn
 import click
 
 from services.cli.bench import bench
+from services.cli.capacity import capacity
 from services.cli.demo import demo
 from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
 from services.cli.serve import serve
+from services.cli.simulate import simulate
 from services.cli.up import up
 from services.cli.warm import warm
 
@@ -26,7 +28,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (bench, demo, forecast, replay, profile, serve, up, warm):
+for command in (bench, capacity, demo, forecast, profile, replay, serve, simulate, up, warm):
     block.add_command(command)
 
 

@@ -71,7 +71,7 @@ def simulation(
         schedulers=schedulers,
         conditions=conditions,
         fleet=fleet,
-        requests=_requests(work, lengths),
+        requests=_requests(work, lengths, conditions.order_s_per_token),
         turns=_turns(len(work), conditions.num_schedulers, draws),
         results=np.zeros(len(units), RESULT).view(np.recarray),
         told=np.zeros_like(schedulers[0].table.known.told),
@@ -140,12 +140,15 @@ def _in_blocks(lengths: Lengths, block_size: int) -> Lengths:
     )
 
 
-def _requests(work: Workload, lengths: Lengths) -> kernels.Requests:
+def _requests(work: Workload, lengths: Lengths, order_s_per_token: float) -> kernels.Requests:
     asked = np.zeros(len(work), kernels.REQUEST).view(np.recarray)
     asked.prompt_tokens, asked.output_tokens = lengths.prompt_tokens, lengths.output_tokens
     asked.max_tokens = LONGEST
     asked.arrival_s = work.arrival_s
     asked.log_median, asked.spread = np.log(work.tag_median), work.tag_spread
+    if order_s_per_token > 0:
+        tokens = np.where(np.isnan(work.tag_median), lengths.output_tokens, work.tag_median) + lengths.prompt_tokens
+        asked.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
     if lengths.num_contents:
         asked.first_content = lengths.first_content[:-1]
         asked.num_contents = np.diff(lengths.first_content)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from services.simulator.assembly import simulate
+from services.simulator.assembly import simulation
+from services.simulator.kernels import count_late
 from services.simulator.measures import latencies, percentile_of_all
 from services.simulator.scenario import Scenario
 from services.simulator.spreading import Runner, one_by_one
@@ -119,16 +120,29 @@ class Capacity:
 Told = Callable[[Trial, float], None]
 
 
+class HopelessError(Exception):
+    """A trial cannot meet its objective any more."""
+
+
 def trial_s(trial: Trial) -> float:
-    """Run a trial; return the measured percentile."""
-    scenario = trial.scenario
-    result = simulate(
-        scenario.units(), scenario.workload(trial.rate, trial.seed), trial.policy, scenario.conditions, seed=trial.seed
-    )
-    values = getattr(latencies(result), trial.objective.metric)
-    if trial.objective.metric == "tpot_s":  # an answer of one token has none
+    """Run a trial; return the measured percentile, infinity where it is given up as hopeless."""
+    scenario, objective = trial.scenario, trial.objective
+    work = scenario.workload(trial.rate, trial.seed)
+    running = simulation(scenario.units(), work, trial.policy, scenario.conditions, seed=trial.seed)
+    most_late = (1 - objective.percentile / 100) * len(work) + 1
+
+    def watch(_: int) -> None:
+        if count_late(running.fleet, running.requests, running.now_s, objective.limit_s) > most_late:
+            raise HopelessError
+
+    try:
+        result = running.run(watch if objective.metric == "ttft_s" else None)
+    except HopelessError:
+        return math.inf
+    values = getattr(latencies(result), objective.metric)
+    if objective.metric == "tpot_s":  # an answer of one token has none
         values = np.where((result.outcomes.produced_tokens <= 1) & ~np.isnan(latencies(result).e2e_s), 0.0, values)
-    return percentile_of_all(values, trial.objective.percentile)
+    return percentile_of_all(values, objective.percentile)
 
 
 def capacities(

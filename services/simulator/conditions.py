@@ -50,6 +50,7 @@ class Conditions:
     step_noise: float = 0.0  # standard deviation of the logarithm of each step's time
     residual: str = "conditional_median"
     residual_quantile: float = 0.5
+    order_s_per_token: float = 0.0
     prefix_view: str = ENGINE_CACHE
     sample_s: float = 1.0  # of what is watched over time; 0 for nothing
     outages: tuple[Outage, ...] = ()
@@ -59,6 +60,7 @@ class Conditions:
         require_count("num_schedulers", self.num_schedulers)
         for name in (
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
+            "order_s_per_token",
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

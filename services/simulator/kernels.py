@@ -344,6 +344,22 @@ def count_hits(fleet: Fleet, requests: Requests, number: int, hit_tokens: np.nda
     return deepest
 
 
+@kernel
+def count_late(fleet: Fleet, requests: Requests, now_s: float, limit_s: float) -> int:
+    """Count the requests that had, or will have, their first token later than the limit, as far as is certain."""
+    num_late = 0
+    for number in range(len(requests.outcomes)):
+        late_s = requests.outcomes[number].first_token_s - requests.asked[number].arrival_s
+        num_late += late_s > limit_s
+    for index in range(len(fleet.units)):
+        for slot in range(1, fleet.slots.shape[1]):
+            number = fleet.slots[index, slot].number
+            if number >= 0:
+                first_s = fleet.stack.requests[index, slot].first_token_s
+                num_late += (first_s if first_s >= 0 else now_s) - requests.asked[number].arrival_s > limit_s
+    return num_late
+
+
 # Forecasts.
 
 

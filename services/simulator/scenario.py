@@ -14,7 +14,7 @@ import numpy as np
 
 from predictor.batching import settled
 from predictor.config import FIELD_NAMES, EngineConfig, require_count
-from predictor.profile import load_profile
+from predictor.profile import Profile, load_profile, profile_from_json
 from services.data import data_folder
 from services.load.plan import lengths_of as distribution
 from services.load.plan import whole
@@ -54,10 +54,10 @@ class Instances:
 
     def unit(self) -> Unit:
         """Make one of them."""
-        profile = load_profile(self.profile)
+        profile = _profile(self.profile)
         suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
         config = settled(EngineConfig(**{**suggested, **dict(self.engine)}))
-        foreseen = load_profile(self.foreseen).step_time if self.foreseen else None
+        foreseen = _profile(self.foreseen).step_time if self.foreseen else None
         return Unit(
             config=config,
             step_time=profile.step_time,
@@ -154,6 +154,17 @@ class Scenario:
     def changed(self, **changes: Any) -> Scenario:
         """Be another one in some respects, as a nested table says."""
         return scenario_from(_merged(as_table(self), changes))
+
+
+@functools.lru_cache(maxsize=32)
+def _profile(name: str) -> Profile:
+    """Load a shipped profile, or one from a JSON file."""
+    if not name.endswith(".json"):
+        return load_profile(name)
+    try:
+        return profile_from_json(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,0 +1,117 @@
+"""`block simulate`: a cluster on a virtual clock, by one policy after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.simulator.assembly import simulate as simulate_once
+from services.simulator.measures import Slo, summary, write_rows
+from services.simulator.run import Result
+from services.simulator.scenario import TRACE, Scenario
+from services.simulator.workload import Workload
+
+COLUMNS = (
+    ("ttft mean", ("ttft_s", "mean")),
+    ("p99", ("ttft_s", "p99")),
+    ("tpot mean", ("tpot_s", "mean")),
+    ("p99", ("tpot_s", "p99")),
+    ("e2e mean", ("e2e_s", "mean")),
+    ("p99", ("e2e_s", "p99")),
+)
+
+
+@click.command()
+@click.argument("trace", required=False)
+@policy_option
+@scenario_options
+@click.option("--rate", type=float, default=None, help="Requests per second; without, a trace comes as recorded.")
+@click.option("--replay", "decisions", metavar="FILE", help="Take the requests of a scheduler's recorded decisions.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--slo-ttft-s", type=float, default=None, help="Report how many requests are in time.")
+@click.option("--slo-tpot-s", type=float, default=None)
+@click.option("--csv", "rows_file", metavar="FILE", help="One row a request, .csv or .parquet; {policy} is replaced.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def simulate(
+    *,
+    trace: str | None,
+    policies: tuple[str, ...],
+    rate: float | None,
+    decisions: str | None,
+    seed: int,
+    slo_ttft_s: float | None,
+    slo_tpot_s: float | None,
+    rows_file: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Serve TRACE, or synthetic requests, on a simulated cluster by each policy, and compare what they experience.
+
+    TRACE is JSON lines or CSV: our own format or a public one (Azure, Mooncake, BurstGPT, ShareGPT lengths).
+    """
+    chosen = policies_in(policies)
+    scenario = scenario_of(trace, flags)
+    work = _work(scenario, decisions, rate, seed, given_arrivals=flags["arrivals"])
+    if rows_file and len(chosen) > 1 and "{policy}" not in rows_file:
+        raise ValueError("--csv: name a file with {policy} in it where there are several policies")
+    slo = replace(scenario.slo, **{name: value for name, value in
+                                   (("ttft_s", slo_ttft_s), ("tpot_s", slo_tpot_s)) if value is not None})  # fmt: skip
+    summaries = []
+    with bar(len(chosen) * len(work), "requests") as at:
+        for place, policy in enumerate(chosen):
+            result = _run(scenario, work, policy, seed, partial(_told, at, place * len(work)))
+            if rows_file:
+                write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
+            summaries.append(summary(result, slo if slo != Slo() else None))
+    if as_json:
+        print(json.dumps({"num_instances": len(scenario.units()), "seed": seed, "policies": summaries}))
+    else:
+        _print_table(summaries)
+
+
+def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> Result:
+    return simulate_once(scenario.units(), work, policy, scenario.conditions, seed=seed, progress=progress)
+
+
+def _told(at: Callable[[int], None], before: int, done: int) -> None:
+    at(before + done)
+
+
+def _work(
+    scenario: Scenario, decisions: str | None, rate: float | None, seed: int, given_arrivals: str | None
+) -> Workload:
+    if decisions is not None:
+        from services.cli.simulate_replay import recorded
+
+        if scenario.traffic.trace:
+            raise ValueError("--replay: names the requests, and so does TRACE: leave one out")
+        return recorded(decisions, scenario, rate)
+    traffic = scenario.traffic
+    if traffic.trace and rate is None and given_arrivals is None and not traffic.schedule:
+        scenario = replace(scenario, traffic=replace(traffic, arrivals=TRACE))
+    return scenario.workload(rate, seed)
+
+
+def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
+    width = max(10, *(len(one["policy"]) for one in summaries))
+    print(f"{'policy':{width}}" + "".join(f"{title:>11}" for title, _ in COLUMNS) + f"{'req/s':>9}{'preempted':>11}")
+    for one in summaries:
+        cells = [one[metric][part] for _, (metric, part) in COLUMNS]
+        row = "".join(f"{'never' if value is None else f'{value:.3f}':>11}" for value in cells)
+        print(f"{one['policy']:{width}}{row}{one['requests_per_s']:9.2f}{one['num_preemptions']:11}")
+    for one in summaries:
+        told = [f"{one[name]} {name.removeprefix('num_')}" for name in ("num_refused", "num_lost", "num_unfinished")
+                if one[name]]  # fmt: skip
+        if "slo_attainment" in one:
+            told.append(f"{one['slo_attainment']:.1%} in time")
+        if one["hit_ratio"]:
+            told.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
+        if told:
+            print(f"{one['policy']}: {', '.join(told)}")
