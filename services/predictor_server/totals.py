@@ -25,7 +25,11 @@ NAMES = {
     "prefix_hits": ("prefix_cache_hits_total",),
     "created_s": ("prompt_tokens_created",),
 }
-SETTINGS: dict[str, Callable[[str], int | bool]] = {"num_gpu_blocks": int, "block_size": int, "enable_prefix_caching": lambda text: text == "True"}
+SETTINGS: dict[str, Callable[[str], int | bool]] = {
+    "num_gpu_blocks": int,
+    "block_size": int,
+    "enable_prefix_caching": lambda text: text == "True",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
