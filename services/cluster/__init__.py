@@ -44,6 +44,13 @@ class Cluster:
         """The address of a part that speaks HTTP."""
         return f"http://{self.settings.host}:{self.children[name].port}"
 
+    def engine_url_of(self, number: int) -> str:
+        """Where clients reach an engine: by the proxy of its sidecar, where that mirrors it."""
+        proxy_port = self.children[f"predictor-{number}"].proxy_port
+        if proxy_port is None:
+            return self.url_of(f"engine-{number}")
+        return f"http://{self.settings.host}:{proxy_port}"
+
     def address_of(self, name: str) -> str:
         """The address of a part that speaks gRPC."""
         return f"{self.settings.host}:{self.children[name].port}"
@@ -67,7 +74,8 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     engines = [
         Child(
-            f"engine-{number}", "engine", *_common(settings), "--state-file", _state_file(cluster, number),
+            f"engine-{number}", "engine", *_common(settings), "--state-file",
+            "none" if settings.mirror else _state_file(cluster, number),
             "--seed", str(number), *settings.engine_flags,
         )
         for number in range(settings.instances)
@@ -76,10 +84,13 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
+    mirror = cluster.settings.mirror
     return [
         Child(
             f"predictor-{number}", "predictor", *_common(cluster.settings), "--instance-id", f"engine-{number}",
-            "--state-file", _state_file(cluster, number), "--engine-url", cluster.url_of(f"engine-{number}"),
+            *(() if mirror else ("--state-file", _state_file(cluster, number))),
+            "--engine-url", cluster.url_of(f"engine-{number}"),
+            proxy_port=0 if mirror else None,
         )
         for number in range(cluster.settings.instances)
     ]  # fmt: skip
@@ -131,7 +142,7 @@ def _write_instances(cluster: Cluster) -> None:
     instances = [
         {
             "instance_id": f"engine-{number}",
-            "engine_url": cluster.url_of(f"engine-{number}"),
+            "engine_url": cluster.engine_url_of(number),
             "sidecar_address": cluster.address_of(f"predictor-{number}"),
         }
         for number in range(cluster.settings.instances)

@@ -34,10 +34,11 @@ class StartError(Exception):
 class Child:
     """`block serve …` with a name; it keeps the port that it got when it was first started."""
 
-    def __init__(self, name: str, *arguments: str, port: int = 0) -> None:
+    def __init__(self, name: str, *arguments: str, port: int = 0, proxy_port: int | None = None) -> None:
         """Start nothing yet."""
         self.name = name
         self.port = port
+        self.proxy_port = proxy_port  # where it stands before an engine
         self.metrics_port: int | None = None  # where it has one of its own
         self.num_restarts = 0
         self._arguments = arguments
@@ -80,9 +81,10 @@ class Child:
 
     async def _spawn(self) -> None:
         self._serving.clear()
+        proxy = () if self.proxy_port is None else ("--proxy-port", str(self.proxy_port))
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.cli", "serve", *self._arguments,
-            "--port", str(self.port), "--log-format", "json",
+            "--port", str(self.port), *proxy, "--log-format", "json",
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             limit=LONGEST_LINE, start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
@@ -131,6 +133,8 @@ class Child:
                     say(log, logging.WARNING, text, part=self.name)
                 continue
             event, level = str(said.pop("event")), str(said.pop("level", "info"))
+            if event == "proxying":
+                self.proxy_port = int(said.get("port", 0))
             if event == "serving":
                 self.port = int(said.get("port", self.port))
                 self.metrics_port = said.get("metrics_port")

@@ -25,6 +25,7 @@ class ClusterSettings:
     schedulers: int = 1
     policies: tuple[str, ...] = ("block",)
     host: str = "127.0.0.1"
+    mirror: bool = False  # engines tell nothing, and sidecars mirror their traffic; [predictor] must name the profile
     port: int = 8000  # of the first gateway; the others take any free one
     tables_file: str | None = None
     engine_flags: tuple[str, ...] = ()  # for every engine, beyond what its table says
@@ -41,6 +42,8 @@ class ClusterSettings:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
         if not isinstance(self.host, str):
             raise ValueError(f"host: must be a text, not {self.host!r}")
+        if not isinstance(self.mirror, bool):
+            raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:

@@ -1,0 +1,82 @@
+"""A cluster whose engines export nothing: everything goes through the sidecars' proxies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.cluster import Cluster, ClusterSettings, running
+from services.cluster.settings import settings_from_file
+
+PATIENCE_S = 60.0
+TABLES = """
+[cluster]
+instances = 2
+port = 0
+mirror = true
+[engine]
+profile = "llama-2-7b-a30"
+served-model-name = "tiny"
+speed = 20.0
+[predictor]
+profile = "llama-2-7b-a30"
+engine-speed = 20.0
+max-num-seqs = 8
+[scheduler]
+poll-s = 0.1
+sidecar-deadline-ms = 2000
+"""
+ASK = {"model": "tiny", "prompt": "Tell me a story", "max_tokens": 20, "ignore_eos": True, "stream": True}
+
+
+async def completed(client: httpx.AsyncClient, url: str) -> httpx.Headers:
+    """Have a stream completed by the gateway, by whichever instance."""
+    answer = await client.post(f"{url}/v1/completions", json=ASK)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert answer.text.count("data: ") == ASK["max_tokens"] + 1
+    return answer.headers
+
+
+def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) -> None:
+    """Schedulers are told the proxies' addresses; a killed sidecar comes back with its proxy where it was."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(TABLES)
+
+    async def test() -> None:
+        settings = ClusterSettings(**settings_from_file(str(path)), tables_file=str(path))
+        async with running(settings) as cluster, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            (url,) = cluster.gateway_urls.values()
+            told = json.loads(cluster.instances_file.read_text())["instances"]
+            proxies = [f"http://127.0.0.1:{cluster.children[f'predictor-{number}'].proxy_port}" for number in range(2)]
+            assert [one["engine_url"] for one in told] == proxies
+            headers = [await completed(client, url) for _ in range(6)]
+            assert all(float(one["x-block-predicted-e2e-ms"]) > 0 for one in headers)
+            await killed_and_back(cluster, client)
+            await asyncio.gather(*(completed(client, url) for _ in range(6)))
+
+    async def killed_and_back(cluster: Cluster, client: httpx.AsyncClient) -> None:
+        child = cluster.children["predictor-0"]
+        before = child.proxy_port
+        os.kill(child.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (child.num_restarts and child.serves):
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+        assert child.proxy_port == before
+        assert (await client.get(f"http://127.0.0.1:{before}/version")).status_code == 200
+
+    asyncio.run(test())
+
+
+def test_what_is_no_choice_is_refused() -> None:
+    """Engines are mirrored or not."""
+    with pytest.raises(ValueError, match="^mirror: "):
+        ClusterSettings(mirror="yes")  # type: ignore[arg-type]
