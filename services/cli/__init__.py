@@ -11,6 +11,7 @@ import click
 from services.cli.bench import bench
 from services.cli.capacity import capacity
 from services.cli.demo import demo
+from services.cli.experiment import experiment
 from services.cli.forecast import forecast
 from services.cli.profile import profile
 from services.cli.replay import replay
@@ -28,7 +29,7 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (bench, capacity, demo, forecast, profile, replay, serve, simulate, up, warm):
+for command in (bench, capacity, demo, experiment, forecast, profile, replay, serve, simulate, up, warm):
     block.add_command(command)
 
 

@@ -23,11 +23,16 @@ Row = tuple[int, Mapping[str, Any]]  # its number, as an editor counts lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests, and whether the file says when they came; `block_tokens` of a prompt go with each prefix hash."""
+    """Requests, and whether the file says when they came; `block_tokens` of a prompt go with each prefix hash.
+
+    Of a published format, `rows` are where in the file requests stand, and `arrival_column` tells when they came.
+    """
 
     requests: list[Request]
     has_arrivals: bool = True
     block_tokens: int = OWN_BLOCK_TOKENS
+    rows: tuple[int, ...] = ()
+    arrival_column: str | None = None
 
 
 def seconds(cell: Any) -> float:
@@ -106,7 +111,13 @@ def trace_from(path: str) -> Trace:
     for form in FORMATS:
         if form.fits(first):
             requests = [_request(path, row, form) for row in rows]
-            return Trace(requests=requests, has_arrivals=form.arrival is not None, block_tokens=form.block_tokens)
+            return Trace(
+                requests=requests,
+                has_arrivals=form.arrival is not None,
+                block_tokens=form.block_tokens,
+                rows=tuple(number for number, _ in rows),
+                arrival_column=form.arrival,
+            )
     columns = ", ".join(list(first)[:8]) or "nothing"
     raise ValueError(f"{path}: row {rows[0][0]}: neither prompt_tokens nor the columns of a known trace, but {columns}")
 

@@ -132,7 +132,9 @@ def trial_s(trial: Trial) -> float:
     most_late = (1 - objective.percentile / 100) * len(work) + 1
 
     def watch(_: int) -> None:
-        if count_late(running.fleet, running.requests, running.now_s, objective.limit_s) > most_late:
+        now_s, limit_s = running.now_s, objective.limit_s
+        waiting = sum(now_s - work.arrival_s[number] > limit_s for held in running.held for number in held)
+        if waiting + count_late(running.fleet, running.requests, now_s, limit_s) > most_late:
             raise HopelessError
 
     try:

@@ -51,6 +51,9 @@ class Conditions:
     residual: str = "conditional_median"
     residual_quantile: float = 0.5
     order_s_per_token: float = 0.0
+    admit: str = ""
+    late_s: float = math.inf
+    retry_s: float = 0.05
     prefix_view: str = ENGINE_CACHE
     sample_s: float = 1.0  # of what is watched over time; 0 for nothing
     outages: tuple[Outage, ...] = ()
@@ -67,6 +70,10 @@ class Conditions:
                 raise ValueError(f"{name}: must be a number from 0 on, not {value!r}")
         if self.residual not in RESIDUALS:
             raise ValueError(f"residual: {self.residual!r} is none of {', '.join(RESIDUALS)}")
+        if not self.late_s > 0:
+            raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
+        if not 0 < self.retry_s < math.inf:
+            raise ValueError(f"retry_s: must be a number above 0, not {self.retry_s!r}")
         if not 0 < self.residual_quantile < 1:
             raise ValueError(f"residual_quantile: must lie between 0 and 1, not {self.residual_quantile}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from predictor.state import NOBODY
 from scheduler.candidates import Candidates, Facts
-from scheduler.indicators import ROW_OF, Column
-from scheduler.policy import Policy
+from scheduler.expressions import Expression, condition
+from scheduler.indicators import ROW_OF, Column, Source, roots_of
+from scheduler.policy import DELAYS, Policy
 from scheduler.prefix import PrefixIndex
 from scheduler.table import Table
 from services.simulator import kernels
@@ -36,7 +37,7 @@ FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished
 FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
 
 # What happens besides arrivals, in the order in which it happens at one moment.
-BACK, OUT, TICK, HEARD, SAMPLE = range(5)
+BACK, OUT, TICK, HEARD, RETRY, SAMPLE = range(6)
 
 FORETOLD = {
     "predicted_ttft_s": "first_token_s",
@@ -124,12 +125,26 @@ class Simulation:
     minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
     watches_minute: bool = False
     watches_drain: bool = False
+    admits: Expression | None = None
+    held: list[list[int]] = field(default_factory=list)  # by scheduler
+    foretold: tuple[str, ...] = ()
+    admits_by_forecast: bool = False
+    needs_delays: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
 
     def __post_init__(self) -> None:
         """Take out of records what each decision needs: it is found faster."""
+        policy = self.schedulers[0].policy
+        if self.conditions.admit:
+            self.admits = condition(self.conditions.admit, "admit")
+        asked = () if self.admits is None else self.admits.needs
+        foretold = {root.name for root in roots_of(asked) if root.source is Source.FORECAST}
+        self.admits_by_forecast = bool(foretold)
+        self.foretold = tuple({*foretold, *policy.foretold})
+        self.needs_delays = any(name in DELAYS for name in self.foretold)
+        self.held = [[] for _ in self.schedulers]
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
@@ -146,7 +161,7 @@ class Simulation:
             self._decide(number, now_s)
             if progress is not None and number & 255 == 0:
                 progress(number)
-        while self.events and self.events[0][1] in (BACK, OUT, TICK, HEARD):
+        while any(held for held in self.held) or (self.events and self.events[0][1] != SAMPLE):
             if self._is_over():
                 break
             self._happen()
@@ -155,7 +170,7 @@ class Simulation:
     def _is_over(self) -> bool:
         """Tell whether nothing that still happens can matter to a request."""
         self.look(self.now_s)
-        busy = self.homeless or self.unsent[0] != NOBODY
+        busy = self.homeless or self.unsent[0] != NOBODY or any(self.held)
         return not busy and all(
             engine.num_running + engine.num_waiting + engine.num_pending == 0
             for engine in self.fleet.stack.engine[:, 0]
@@ -180,6 +195,8 @@ class Simulation:
             self._tick(time_s, what)
         elif kind == HEARD:
             self._heard(*what)
+        elif kind == RETRY:
+            self._retry(what, time_s)
         elif kind == OUT:
             self._out(time_s, what)
         else:
@@ -277,6 +294,28 @@ class Simulation:
 
     def _decide(self, number: int, now_s: float) -> None:
         which = int(self.turns[number])
+        if self.admits is None:
+            self._place(number, which, now_s)
+            return
+        was_waiting = bool(self.held[which])
+        self.held[which].append(number)
+        if was_waiting:  # it looks again soon
+            return
+        self._retry(which, now_s)
+
+    def _retry(self, which: int, now_s: float) -> None:
+        """Place what waits at a scheduler, until one finds nobody who would admit it; look again later."""
+        late_s, arrival_s = self.conditions.late_s, self.work.arrival_s
+        queue = sorted(self.held[which], key=lambda number: (now_s - arrival_s[number] > late_s, number))
+        for place, number in enumerate(queue):
+            if not self._place(number, which, now_s):
+                self.held[which] = queue[place:]
+                self.schedule(now_s + self.conditions.retry_s, RETRY, which)
+                return
+        self.held[which] = []
+
+    def _place(self, number: int, which: int, now_s: float) -> bool:
+        """Send a request to an instance; False where nobody admits it now."""
         scheduler = self.schedulers[which]
         policy, table = scheduler.policy, scheduler.table
         conditions = self.conditions
@@ -284,8 +323,8 @@ class Simulation:
         places = self._able(number)
         if places is not None and len(places) == 0:
             self._nowhere(number)
-            return
-        if fresh or policy.needs_forecast or self.unsent[0] != NOBODY:
+            return True
+        if fresh or policy.needs_forecast or self.admits_by_forecast or self.unsent[0] != NOBODY:
             self.look(now_s)
         if fresh:
             table.known.told_s[:] = now_s
@@ -301,20 +340,28 @@ class Simulation:
         if places is not None:
             candidates = candidates.only(places)
         among = policy.among(candidates)
-        if policy.needs_forecast:
-            self._foretell(policy, among, number, now_s)
-        best = policy.choose(among)
+        foretells = policy.needs_forecast or self.admits_by_forecast
+        if foretells:
+            self._foretell(among, number, now_s)
+        if self.admits is not None:
+            admitting = np.flatnonzero(self.admits(among) == 1.0)
+            if len(admitting) == 0:
+                return False
+            best = int(admitting[policy.choose(among.only(admitting))])
+        else:
+            best = policy.choose(among)
         index = among.place(best)
         instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
         instances[number], schedulers[number] = index, which
         num_sends[number] += 1
-        if policy.needs_forecast:
+        if foretells:
             predicted_ttft_s[number] = self.results["first_token_s"][best]
             predicted_e2e_s[number] = self.results["finished_s"][best]
         promised_s = now_s + conditions.decision_s
         arrives_s = promised_s + conditions.network_s
         self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)
         self._note_sent(scheduler, number, index, prompt_tokens, self.unsent[3])
+        return True
 
     def _able(self, number: int) -> npt.NDArray[np.intp] | None:
         """Where a request could be served: instances that are up and large enough; None for all."""
@@ -348,14 +395,14 @@ class Simulation:
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _foretell(self, policy: Policy, among: Candidates, number: int, now_s: float) -> None:
+    def _foretell(self, among: Candidates, number: int, now_s: float) -> None:
         places = np.arange(len(among)) if among.places is None else among.places
         results = self.results[: len(places)]
         kernels.foretell_directly(
-            self.fleet, self.requests, self._room(), number, places, now_s, policy.needs_delays, results
+            self.fleet, self.requests, self._room(), number, places, now_s, self.needs_delays, results
         )
-        columns = {name: _column(results, FORETOLD[name]) for name in policy.foretold if name in FORETOLD}
-        if "predicted_tpot_s" in policy.foretold:
+        columns = {name: _column(results, FORETOLD[name]) for name in self.foretold if name in FORETOLD}
+        if "predicted_tpot_s" in self.foretold:
             columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
                 1, results.output_tokens - 1
             )

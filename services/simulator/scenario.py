@@ -18,7 +18,7 @@ from predictor.profile import Profile, load_profile, profile_from_json
 from services.data import data_folder
 from services.load.plan import lengths_of as distribution
 from services.load.plan import whole
-from services.load.traces import trace_from
+from services.load.traces import Trace, trace_from
 from services.simulator import workload as work
 from services.simulator.conditions import CONDITION_NAMES, Conditions, Outage
 from services.simulator.fleet import Unit
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 TRACE, POISSON, GAMMA, UNIFORM = "trace", "poisson", "gamma", "uniform"
 ARRIVALS = (TRACE, POISSON, GAMMA, UNIFORM)
+LONGEST_ROW = 1 << 20
 SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -168,16 +169,21 @@ def _profile(name: str) -> Profile:
 
 
 @functools.lru_cache(maxsize=8)
-def _lengths(path: str, most_tokens: int) -> tuple[Lengths, np.ndarray, bool]:
+def _lengths(path: str, most_tokens: int) -> tuple[Lengths, np.ndarray, Trace]:
+    require_text(found(path))
     trace = trace_from(str(found(path)))
+    if not trace.requests:
+        raise ValueError(f"{path}: is empty: there is no request in it")
     lengths = work.lengths_of(trace.requests, trace.block_tokens)
     arrival_s = np.array([request.arrival_s for request in trace.requests])
+    if trace.has_arrivals:
+        require_order(path, trace, arrival_s)
     fit = lengths.prompt_tokens + lengths.output_tokens <= most_tokens
     if not fit.any():
         raise ValueError(f"{path}: not one request fits {most_tokens} tokens")
     if not fit.all():
         lengths = picked(lengths, np.flatnonzero(fit))
-    return lengths, arrival_s[fit], trace.has_arrivals
+    return lengths, arrival_s[fit], replace(trace, requests=[])
 
 
 def _workload(traffic: Traffic, tags: Tags, longest: int, rate: float | None, seed: int) -> Workload:
@@ -191,9 +197,9 @@ def _workload(traffic: Traffic, tags: Tags, longest: int, rate: float | None, se
         lengths = work.clipped(lengths, most)
         arrival_s = _drawn_times(traffic, num, rate, times)
     else:
-        known, recorded_s, has_arrivals = _lengths(traffic.trace, most)
+        known, recorded_s, trace = _lengths(traffic.trace, most)
         if traffic.arrivals == TRACE:
-            if not has_arrivals:
+            if not trace.has_arrivals:
                 raise ValueError(f"{traffic.trace}: has no times at which requests came")
             lengths, arrival_s = _as_recorded(traffic, known, recorded_s, rate, times)
         else:
@@ -207,7 +213,6 @@ def _workload(traffic: Traffic, tags: Tags, longest: int, rate: float | None, se
 def _as_recorded(
     traffic: Traffic, known: Lengths, recorded_s: np.ndarray, rate: float | None, times: np.random.Generator
 ) -> tuple[Lengths, np.ndarray]:
-    work.require_ordered(recorded_s, f"{traffic.trace}: time of arrival")
     rows = np.flatnonzero(recorded_s - recorded_s[0] >= traffic.from_s)[: traffic.num_requests or None]
     if len(rows) == 0:
         raise ValueError(f"traffic.from_s: the trace ends before {traffic.from_s:g} s")
@@ -248,6 +253,33 @@ def picked(lengths: Lengths, rows: np.ndarray) -> Lengths:
         first_content=first,
         contents=lengths.contents[places],
     )
+
+
+def require_order(path: str, trace: Trace, arrival_s: np.ndarray) -> None:
+    """Refuse a trace whose times run backwards, by row and column."""
+    (bad,) = np.nonzero(np.diff(arrival_s) < 0)
+    if len(bad):
+        place = int(bad[0])
+        row = trace.rows[place + 1] if trace.rows else place + 2
+        raise ValueError(
+            f"{path}: row {row}: {trace.arrival_column or 'arrival_s'}: {arrival_s[place + 1]:.3f} s is before "
+            f"{arrival_s[place]:.3f} s of the row before: rows must be in the order of arrival"
+        )
+
+
+def require_text(path: Path) -> None:
+    """Refuse what cannot be a trace by its beginning, however much of it there is."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(LONGEST_ROW)
+            more = bool(file.read(1))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    line = start.partition(b"\n")[0]
+    if b"\0" in line:
+        raise ValueError(f"{path}: row 1: is not text")
+    if more and b"\n" not in start and not start.lstrip().startswith(b"["):
+        raise ValueError(f"{path}: row 1: is longer than {LONGEST_ROW >> 20} MiB")
 
 
 def found(path: str) -> Path:

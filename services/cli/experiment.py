@@ -1,0 +1,69 @@
+"""`block experiment`: what the papers measured, and more, measured anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from services.cli.simulate_options import bar, runner_for
+from services.simulator.experiment import experiment_named, experiment_names, measure
+from services.simulator.ledger import Ledger
+from services.simulator.report import as_json as findings_json
+from services.simulator.report import as_markdown, write
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--out", "folder", metavar="DIR", default=None, help="Where to write.  [default: experiments/NAME]")
+@click.option("--seeds", type=int, default=None, help="How many, instead of what the experiment says.")
+@click.option("--only", "settings", multiple=True, metavar="SETTING", help="Leave the other settings out.")
+@click.option("--workers", type=int, default=None, help="Processes.  [default: one per core]")
+@click.option(
+    "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def experiment(
+    *,
+    name: str | None,
+    folder: str | None,
+    seeds: int | None,
+    settings: tuple[str, ...],
+    workers: int | None,
+    ray: str | None,
+    as_json: bool,
+) -> None:
+    """Run an experiment, NAME or a TOML file, and write a report; without a name, list what there is.
+
+    What was measured is kept beside the report: an interrupted run goes on where it was, unless the code has changed.
+    """
+    if name is None:
+        for known in experiment_names():
+            print(f"{known:24} {experiment_named(known).title}")
+        return
+    wanted = experiment_named(name)
+    if seeds is not None:
+        if seeds < 1:
+            raise ValueError(f"seeds: must be at least 1, not {seeds}")
+        wanted = replace(wanted, seeds=seeds)
+    if settings:
+        unknown = set(settings) - {setting.name for setting in wanted.settings}
+        if unknown:
+            raise ValueError(f"--only: {', '.join(sorted(unknown))}: no such setting")
+        wanted = replace(wanted, settings=tuple(one for one in wanted.settings if one.name in settings))
+    target = Path(folder or f"experiments/{wanted.name}")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {target} cannot be made: {error.strerror}") from None
+    ledger = Ledger(target / "measured.jsonl")
+    with runner_for(workers, ray) as runner, bar(1000, wanted.name) as at:
+        findings = measure(wanted, ledger.over(runner), lambda done, of: at(1000 * done // of))
+    write(wanted, findings, target)
+    if as_json:
+        print(json.dumps(findings_json(wanted, findings)))
+    else:
+        print(as_markdown(wanted, findings))
+        click.echo(f"written to {target}/report.html, report.md, results.json", err=True)

@@ -1,0 +1,329 @@
+"""Experiments as files declare them: a scenario, its settings, the policies compared, and what the paper has."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from predictor.config import require_count
+from scheduler.policy import policy_from
+from services.simulator.assembly import simulate
+from services.simulator.capacity import Capacity, Objective, Search, capacities, gain, half_width
+from services.simulator.measures import cdf, latencies, summary
+from services.simulator.scenario import Scenario, scenario_from
+from services.simulator.spreading import Runner
+
+CAPACITY, SWEEP = "capacity", "sweep"
+KINDS = (CAPACITY, SWEEP)
+KEYS = (
+    "title", "about", "kind", "seeds", "policies", "baseline", "rates", "first_rate", "resolution", "objective",
+    "scenario", "settings", "variants", "paper", "differences", "plots",
+)  # fmt: skip
+
+METRICS = {
+    "ttft_mean_s": lambda s: s["ttft_s"]["mean"],
+    "ttft_p99_s": lambda s: s["ttft_s"]["p99"],
+    "tpot_mean_s": lambda s: s["tpot_s"]["mean"],
+    "tpot_p99_s": lambda s: s["tpot_s"]["p99"],
+    "e2e_mean_s": lambda s: s["e2e_s"]["mean"],
+    "e2e_p99_s": lambda s: s["e2e_s"]["p99"],
+    "requests_per_s": lambda s: s["requests_per_s"],
+    "preemptions": lambda s: s["num_preemptions"],
+    "free_blocks_mean": lambda s: s["free_blocks"]["mean"] if "free_blocks" in s else None,
+    "free_blocks_variance": lambda s: s["free_blocks"]["variance"] if "free_blocks" in s else None,
+    "hit_ratio": lambda s: s["hit_ratio"],
+    "prefill_imbalance": lambda s: s["prefill_imbalance"],
+    "e2e_error_mean": lambda s: s["e2e_error"]["mean"] if "e2e_error" in s else None,
+    "e2e_error_p50": lambda s: s["e2e_error"]["p50"] if "e2e_error" in s else None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A curve: a policy, and what is different for it."""
+
+    name: str
+    policy: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A cluster and traffic in which all variants are compared, at some rates or between those a search begins with."""
+
+    name: str
+    scenario: Scenario
+    rates: tuple[float, ...] = ()
+    first_rate: float = 10.0
+    variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What to measure."""
+
+    name: str
+    title: str
+    about: str
+    kind: str
+    seeds: int
+    baseline: str
+    objective: Objective
+    resolution: float
+    settings: tuple[Setting, ...]
+    variants: tuple[Variant, ...]
+    paper: Mapping[str, Mapping[str, float]]
+    differences: tuple[str, ...]
+    plots: tuple[str, ...]
+
+    def cases(self, setting: Setting) -> list[tuple[Variant, Scenario]]:
+        """All variants of a setting, each with its scenario."""
+        wanted = [one for one in self.variants if not setting.variants or one.name in setting.variants]
+        return [(one, setting.scenario.changed(**one.changes)) for one in wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run of a sweep."""
+
+    scenario: Scenario
+    policy: str
+    rate: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured number, with half its 95 % confidence interval."""
+
+    name: str
+    value: float
+    unit: str
+    n: int
+    ci95: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What an experiment came to: numbers by name; and curves by plot, setting and variant, as (x, y, ci95)."""
+
+    rows: list[Row]
+    curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
+
+
+def experiment_names() -> list[str]:
+    """Name the experiments that come with the product."""
+    folder = resources.files("services.simulator") / "experiments"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def experiment_named(name: str) -> Experiment:
+    """Load an experiment that comes with the product, or one from a TOML file."""
+    if name.endswith(".toml"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
+        return experiment_from(Path(name).stem, text)
+    if name not in experiment_names():
+        near = difflib.get_close_matches(name, experiment_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"experiment: {name!r} is none of {', '.join(experiment_names())}{hint}")
+    file = resources.files("services.simulator") / "experiments" / f"{name}.toml"
+    return experiment_from(name, file.read_text(encoding="utf-8"))
+
+
+def experiment_from(name: str, text: str) -> Experiment:
+    """Read an experiment; what is unknown or makes no sense is refused by its name."""
+    try:
+        table = tomllib.loads(text)
+        return _experiment(name, table)
+    except (ValueError, TypeError) as error:  # TOML's errors are ValueErrors too
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
+    for key in table:
+        if key not in KEYS:
+            raise ValueError(f"{key!r} is unknown; there are {', '.join(KEYS)}")
+    kind = table.get("kind", SWEEP)
+    if kind not in KINDS:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
+    base = scenario_from(table.get("scenario", {}))
+    variants = tuple(_variant(one) for one in [*table.get("policies", []), *table.get("variants", [])])
+    if not variants:
+        raise ValueError("policies: there is none")
+    baseline = table.get("baseline", variants[0].name)
+    if baseline not in [one.name for one in variants]:
+        raise ValueError(f"baseline: {baseline!r} is none of the variants")
+    settings = tuple(
+        _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
+    )
+    require_count("seeds", table.get("seeds", 5))
+    plots = tuple(table.get("plots", ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")))
+    for plot in plots:
+        if plot not in METRICS:
+            raise ValueError(f"plots: {plot!r} is none of {', '.join(METRICS)}")
+    return Experiment(
+        name=name,
+        title=table.get("title", name),
+        about=table.get("about", ""),
+        kind=kind,
+        seeds=table.get("seeds", 5),
+        baseline=baseline,
+        objective=Objective(**table.get("objective", {})),
+        resolution=table.get("resolution", 0.005),
+        settings=settings,
+        variants=variants,
+        paper=table.get("paper", {}),
+        differences=tuple(table.get("differences", ())),
+        plots=plots,
+    )
+
+
+def _variant(given: str | Mapping[str, Any]) -> Variant:
+    table = {"policy": given} if isinstance(given, str) else dict(given)
+    variant = Variant(
+        name=table.get("name", table.get("policy", "")),
+        policy=table.get("policy", ""),
+        changes={key: value for key, value in table.items() if key not in ("name", "policy")},
+    )
+    policy_from(variant.policy)  # a bad one is refused before anything is measured
+    return variant
+
+
+def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> Setting:
+    rates = changes.pop("rates", table.get("rates", []))
+    first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
+    variants = changes.pop("only", [])
+    return Setting(
+        name=name,
+        scenario=base.changed(**changes),
+        rates=tuple(float(rate) for rate in rates),
+        first_rate=float(first_rate),
+        variants=tuple(variants),
+    )
+
+
+# Measuring.
+
+
+def measure(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    """Measure everything; `told` hears how much is done, and of how much."""
+    return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, told)
+
+
+def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    rows: list[Row] = []
+    bars: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    num_cases = sum(len(experiment.cases(setting)) for setting in experiment.settings)
+    about = num_cases * experiment.seeds * 10  # trials of a bisection
+    num_trials = 0
+
+    def heard(*_: object) -> None:
+        nonlocal num_trials
+        num_trials += 1
+        told(min(num_trials, about - 1), about)
+
+    for setting in experiment.settings:
+        cases = experiment.cases(setting)
+        search = Search(
+            resolution=experiment.resolution,
+            seeds=experiment.seeds,
+            most_seeds=experiment.seeds,
+            first_rate=setting.first_rate,
+            paired=True,
+        )
+        found = capacities(
+            [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, heard
+        )
+        by_name = {variant.name: one for (variant, _), one in zip(cases, found, strict=True)}
+        rows += _capacity_rows(by_name, setting.name, experiment.baseline)
+        bars[setting.name] = {name: [(0.0, one.mean, one.ci95)] for name, one in by_name.items()}
+    told(about, about)
+    return Findings(rows=rows, curves={"capacity": bars})
+
+
+def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -> list[Row]:
+    rows = []
+    for name, one in found.items():
+        key = f"{slug(name)}.{setting}"
+        n = len(one.per_seed)
+        rows.append(Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=one.ci95))
+        if baseline in found and name != baseline:
+            share, half = gain(one, found[baseline])
+            rows.append(Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n, ci95=half))
+    return rows
+
+
+def run_point(point: Point) -> dict[str, Any]:
+    """Run once; give the summary and the distributions."""
+    work = point.scenario.workload(point.rate, point.seed)
+    result = simulate(point.scenario.units(), work, point.policy, point.scenario.conditions, seed=point.seed)
+    took = latencies(result)
+    summed = summary(result, point.scenario.slo)
+    summed["cdf"] = {"ttft_s": cdf(took.ttft_s), "e2e_s": cdf(took.e2e_s)}
+    return summed
+
+
+def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    places: list[tuple[str, str, float]] = []
+    points: list[Point] = []
+    for setting in experiment.settings:
+        for variant, scenario in experiment.cases(setting):
+            for rate in setting.rates or (math.nan,):
+                for seed in range(experiment.seeds):
+                    points.append(
+                        Point(
+                            scenario=scenario,
+                            policy=variant.policy,
+                            rate=None if math.isnan(rate) else rate,
+                            seed=seed,
+                        )
+                    )
+                    places.append((setting.name, variant.name, rate))
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    by_place: list[dict[str, Any] | None] = [None] * len(points)
+    for done, (place, summed) in enumerate(runner(run_point, points), 1):
+        by_place[place] = summed
+        told(done, len(points))
+    for place, summed in zip(places, by_place, strict=True):
+        assert summed is not None
+        found.setdefault(place, []).append(summed)
+    return _sweep_findings(experiment, found)
+
+
+def _sweep_findings(
+    experiment: Experiment, found: Mapping[tuple[str, str, float], Sequence[dict[str, Any]]]
+) -> Findings:
+    rows: list[Row] = []
+    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    for (setting, variant, rate), summaries in found.items():
+        at = "" if math.isnan(rate) else f".{rate:g}"
+        for metric, read in METRICS.items():
+            values = [value for one in summaries if (value := read(one)) is not None]  # type: ignore[no-untyped-call]
+            if not values:
+                continue
+            mean = float(np.mean(values))
+            half = half_width(values) if len(values) > 1 else 0.0
+            unit = metric.rpartition("_")[2] if metric.endswith("_s") else ""
+            rows.append(
+                Row(name=f"{metric}.{slug(variant)}.{setting}{at}", value=mean, unit=unit, n=len(values), ci95=half)
+            )
+            if metric in experiment.plots:
+                x = 0.0 if math.isnan(rate) else rate
+                curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append((x, mean, half))
+    return Findings(rows=rows, curves=curves)
+
+
+def slug(name: str) -> str:
+    """Make a name that goes between dots."""
+    return name.replace("*", "_star").replace(": ", "_").replace(" = ", "").replace(", ", "_").replace(" ", "_")

@@ -1,0 +1,72 @@
+"""What has been measured already, so that what was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.simulator.spreading import Runner
+
+T = TypeVar("T")
+
+SOURCES = ("predictor", "scheduler", "services/simulator")
+
+
+def source_digest() -> str:
+    """Name the code that results depend on: after an edit they are measured anew."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Ledger:
+    """A file of JSON lines, a result each, found by what was measured with which code."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what there is; a line that was cut off counts for nothing."""
+        self._path = path
+        self._code = source_digest()
+        self._known: dict[str, Any] = {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                    self._known[entry["key"]] = entry["value"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+
+    def __len__(self) -> int:
+        """How many results there are."""
+        return len(self._known)
+
+    def over(self, runner: Runner) -> Runner:
+        """Have a runner do only what is not known, and remember what it finds; results must be JSON."""
+
+        def remembering(measure: Callable[[T], Any], tasks: Sequence[T], /) -> Iterator[tuple[int, Any]]:
+            keys = [self._key(measure, task) for task in tasks]
+            known = [place for place, key in enumerate(keys) if key in self._known]
+            for place in known:
+                yield place, self._known[keys[place]]
+            missing = [place for place, key in enumerate(keys) if key not in self._known]
+            if not missing:
+                return
+            with self._path.open("a", encoding="utf-8") as out:
+                for place, value in runner(measure, [tasks[place] for place in missing]):
+                    key = keys[missing[place]]
+                    self._known[key] = value
+                    out.write(json.dumps({"key": key, "value": value}) + "\n")
+                    out.flush()
+                    yield missing[place], value
+
+        return remembering
+
+    def _key(self, measure: Callable[[Any], Any], task: object) -> str:
+        text = f"{self._code} {measure.__qualname__} {task!r}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,150 @@
+"""What an experiment came to, as JSON, Markdown, and one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import json
+import platform
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from services.simulator.charts import bar_chart, line_chart
+from services.simulator.experiment import CAPACITY, Experiment, Findings, Row, slug
+from services.simulator.scenario import as_table
+
+STYLE = (
+    "body{font-family:sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}figure{display:inline-block;margin:.4rem}pre{background:#f6f6f6;"
+    "padding:.6rem;overflow:auto}"
+)
+LOGARITHMIC = ("ttft", "e2e_p99", "preemptions")
+
+
+def as_json(experiment: Experiment, findings: Findings) -> dict[str, Any]:
+    """Give every number by its name."""
+    machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
+    return {
+        "bench": experiment.name,
+        "machine": machine,
+        "results": [
+            {"name": row.name, "value": row.value, "unit": row.unit, "n": row.n, **({} if row.ci95 is None else
+                                                                                     {"ci95": row.ci95})}
+            for row in findings.rows
+        ],
+    }  # fmt: skip
+
+
+def as_markdown(experiment: Experiment, findings: Findings) -> str:
+    """Write tables beside the paper's, and what differs."""
+    parts = [f"# {experiment.title}", experiment.about.strip()]
+    parts += _tables(experiment, findings)
+    if experiment.differences:
+        parts.append("## Where conditions differ from the paper's")
+        parts.append("\n".join(f"- {line}" for line in experiment.differences))
+    parts.append(f"{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t).")
+    parts.append(f"`block experiment {experiment.name}`")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_html(experiment: Experiment, findings: Findings) -> str:
+    """Write a page with plots, tables and the settings."""
+    body = [f"<h1>{escape(experiment.title)}</h1>", f"<p>{escape(experiment.about.strip())}</p>"]
+    body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
+    body += [_html_table(table) for table in _tables(experiment, findings)]
+    if experiment.differences:
+        items = "".join(f"<li>{escape(line)}</li>" for line in experiment.differences)
+        body.append(f"<h2>Where conditions differ from the paper's</h2><ul>{items}</ul>")
+    body.append(
+        f"<p>{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t). Dashed marks are "
+        "the paper's.</p>"
+    )
+    settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
+    body.append(f"<details><summary>Settings</summary><pre>{escape(json.dumps(settings, indent=1))}</pre></details>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(experiment.title)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def write(experiment: Experiment, findings: Findings, folder: Path) -> None:
+    """Write all three into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(as_json(experiment, findings), indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(as_markdown(experiment, findings), encoding="utf-8")
+    (folder / "report.html").write_text(as_html(experiment, findings), encoding="utf-8")
+
+
+def _charts(experiment: Experiment, findings: Findings) -> list[str]:
+    charts = []
+    for metric, settings in findings.curves.items():
+        for setting, curves in settings.items():
+            title = f"{metric.replace('_', ' ')} · {setting}"
+            if experiment.kind == CAPACITY:
+                values = {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}
+                charts.append(bar_chart(title, values, experiment.paper.get(setting)))
+            elif all(len(curve) == 1 for curve in curves.values()):
+                charts.append(bar_chart(title, {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}))
+            else:
+                charts.append(
+                    line_chart(title, "requests per second", curves, log=metric.startswith(LOGARITHMIC))
+                )  # fmt: skip
+    return charts
+
+
+def _tables(experiment: Experiment, findings: Findings) -> list[str]:
+    return (_capacity_tables if experiment.kind == CAPACITY else _sweep_tables)(experiment, findings)
+
+
+def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
+    by_name = {row.name: row for row in findings.rows}
+    base = slug(experiment.baseline)
+    tables = []
+    for setting in experiment.settings:
+        paper = experiment.paper.get(setting.name, {})
+        lines = [
+            f"| {setting.name} | requests/s | over {experiment.baseline} | paper | paper, over {experiment.baseline} |",
+            "|---|---|---|---|---|",
+        ]
+        for variant, _ in experiment.cases(setting):
+            key = f"{slug(variant.name)}.{setting.name}"
+            share = by_name.get(f"gain_over_{base}.{key}")
+            theirs, their_base = paper.get(variant.name), paper.get(experiment.baseline)
+            their_gain = f"{theirs / their_base - 1:+.1%}" if theirs and their_base and theirs != their_base else ""
+            lines.append(
+                f"| {variant.name} | {_number(by_name[f'capacity_qps.{key}'])} | {_share(share)} | {theirs or ''} "
+                f"| {their_gain} |"
+            )
+        tables.append("\n".join(lines))
+    return tables
+
+
+def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
+    tables = []
+    for metric, settings in findings.curves.items():
+        for setting, curves in settings.items():
+            xs = sorted({x for curve in curves.values() for x, _, _ in curve})
+            named = [f"{x:g}" if len(xs) > 1 or x else "" for x in xs]
+            lines = [f"| {metric} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
+            for name, curve in curves.items():
+                at = {x: (y, half) for x, y, half in curve}
+                cells = [f"{at[x][0]:.4g} ± {at[x][1]:.2g}" if x in at else "" for x in xs]
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+            tables.append("\n".join(lines))
+    return tables
+
+
+def _number(row: Row) -> str:
+    return f"{row.value:.2f} ± {row.ci95:.2f}"
+
+
+def _share(row: Row | None) -> str:
+    return "" if row is None else f"{row.value:+.1%} ± {row.ci95:.1%}"
+
+
+def _html_table(markdown: str) -> str:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+    head, _, *rest = rows
+    text = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rest)
+    return f"<table><tr>{text}</tr>{lines}</table>"
