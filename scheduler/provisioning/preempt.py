@@ -1,0 +1,23 @@
+"""One more as soon as a forecast for an arriving request crosses the threshold (Block §6.5)."""
+
+from __future__ import annotations
+
+from scheduler.provisioning.limits import Aims
+from scheduler.provisioning.situation import Rule, Situation, Wish
+
+
+def preempt(aims: Aims) -> Rule:
+    """Act on what is foreseen."""
+
+    def rule(now: Situation) -> Wish:
+        over = now.worst_forecast_s >= aims.threshold_s
+        calm = now.worst_lately_s < aims.threshold_s * aims.low_share
+        return Wish(
+            num_wanted=now.num_present + over,
+            num_enough=now.num_present - calm,
+            why=f"a forecast of {now.worst_forecast_s:.1f} s {'crosses' if over else 'stays below'} "
+            f"{aims.threshold_s:g} s",
+            numbers={"worst_forecast_s": now.worst_forecast_s, "threshold_s": aims.threshold_s},
+        )
+
+    return rule

@@ -1,0 +1,23 @@
+"""One more as soon as a request that ended took longer than the threshold (the baseline of Block §6.5)."""
+
+from __future__ import annotations
+
+from scheduler.provisioning.limits import Aims
+from scheduler.provisioning.situation import Rule, Situation, Wish
+
+
+def relief(aims: Aims) -> Rule:
+    """Act on what has happened."""
+
+    def rule(now: Situation) -> Wish:
+        over = now.worst_outcome_s >= aims.threshold_s
+        calm = now.worst_lately_s < aims.threshold_s * aims.low_share
+        return Wish(
+            num_wanted=now.num_present + over,
+            num_enough=now.num_present - calm,
+            why=f"a request that took {now.worst_outcome_s:.1f} s {'crosses' if over else 'stays below'} "
+            f"{aims.threshold_s:g} s",
+            numbers={"worst_outcome_s": now.worst_outcome_s, "threshold_s": aims.threshold_s},
+        )
+
+    return rule
