@@ -137,7 +137,8 @@ def test_who_leaves_leaves_engine_and_mirror(tmp_path: Path) -> None:
             await mirrored.asked.until(lambda answer: answer.state == READY)
             body = {"prompt": "Hello", "ignore_eos": True, **LONG}
             async with mirrored.client.stream("POST", "/v1/completions", json=body) as stream:
-                await anext(stream.aiter_raw())
+                pieces = stream.aiter_raw()  # kept, as its end would be the answer's
+                await anext(pieces)
                 await mirrored.asked.until(lambda answer: answer.indicators.num_running == 1)
             await mirrored.asked.until(lambda answer: answer.indicators.num_running == 0)
             await mirrored.until(engine.is_idle)

@@ -117,7 +117,8 @@ def test_a_client_that_leaves_cancels_upstream() -> None:
         ):
             engine.pause = asyncio.Event()
             async with mirrored.client.stream("POST", "/v1/completions", json=ASK) as answer:
-                await anext(answer.aiter_raw())
+                pieces = answer.aiter_raw()  # kept, as its end would be the answer's
+                await anext(pieces)
                 await mirrored.until(lambda: len(mirrored.mirroring.proxy) == 1)
             await asyncio.wait_for(engine.gone.wait(), 30)
             await mirrored.until(lambda: len(mirrored.mirroring.proxy) == 0)
