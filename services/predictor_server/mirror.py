@@ -20,6 +20,7 @@ from predictor.snapshot import Snapshot
 from predictor.twin import Twin
 from protos.block.v1 import common_pb2
 from services.log_lines import say
+from services.predictor_server.arrivals import Arrival, Guest
 from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
 from services.predictor_server.settings import MirrorSettings
@@ -36,28 +37,6 @@ MOST_NOTES = 1 << 20
 STARTING = common_pb2.INSTANCE_STATE_STARTING
 SILENT_S = 1.0  # after which a request that should have shown a token is thought to wait
 LOST_READINGS = 4  # in a row that count fewer requests than are known: the most silent ones are not there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A request on its way to the engine, as far as it can be read."""
-
-    request_id: str  # as its client calls it
-    prompt_tokens: int
-    max_tokens: int | None = None
-    known_tokens: int | None = None
-    tag: Tag | None = None
-    priority: int = 0
-    streamed: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Guest:
-    """A request that is being proxied."""
-
-    arrival: Arrival
-    arrived_s: float  # monotonic
-    first_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
