@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 
 from services.warmup import warm_up
@@ -10,7 +12,12 @@ from services.warmup import warm_up
 @click.command()
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
-    click.echo(f"kernels ready in {warmed():.1f} s")
+    from services.simulator.warming import warm_simulator
+
+    start_s = time.monotonic()
+    warmed()
+    warm_simulator()
+    click.echo(f"kernels ready in {time.monotonic() - start_s:.1f} s")
 
 
 def warmed() -> float:

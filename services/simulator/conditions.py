@@ -11,6 +11,7 @@ from predictor.config import require_count
 from predictor.lengths import RESIDUALS
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
+FIRST_COME, FEWEST_LATE = "first_come", "fewest_late"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class Conditions:
     order_s_per_token: float = 0.0
     admit: str = ""
     late_s: float = math.inf
+    turn: str = FIRST_COME
     retry_s: float = 0.05
     prefix_view: str = ENGINE_CACHE
     sample_s: float = 1.0  # of what is watched over time; 0 for nothing
@@ -76,6 +78,8 @@ class Conditions:
             raise ValueError(f"retry_s: must be a number above 0, not {self.retry_s!r}")
         if not 0 < self.residual_quantile < 1:
             raise ValueError(f"residual_quantile: must lie between 0 and 1, not {self.residual_quantile}")
+        if self.turn not in (FIRST_COME, FEWEST_LATE):
+            raise ValueError(f"turn: {self.turn!r} is neither {FIRST_COME} nor {FEWEST_LATE}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
             raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
 

@@ -192,8 +192,8 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
 def _variant(given: str | Mapping[str, Any]) -> Variant:
     table = {"policy": given} if isinstance(given, str) else dict(given)
     variant = Variant(
-        name=table.get("name", table.get("policy", "")),
-        policy=table.get("policy", ""),
+        name=str(table.get("name", table.get("policy", ""))),
+        policy=str(table.get("policy", "")),
         changes={key: value for key, value in table.items() if key not in ("name", "policy")},
     )
     policy_from(variant.policy)  # a bad one is refused before anything is measured
@@ -295,9 +295,9 @@ def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], No
     for done, (place, summed) in enumerate(runner(run_point, points), 1):
         by_place[place] = summed
         told(done, len(points))
-    for place, summed in zip(places, by_place, strict=True):
-        assert summed is not None
-        found.setdefault(place, []).append(summed)
+    for key, one in zip(places, by_place, strict=True):
+        assert one is not None
+        found.setdefault(key, []).append(one)
     return _sweep_findings(experiment, found)
 
 

@@ -20,15 +20,16 @@ from scheduler.policy import DELAYS, Policy
 from scheduler.prefix import PrefixIndex
 from scheduler.table import Table
 from services.simulator import kernels
-from services.simulator.conditions import Conditions
+from services.simulator.conditions import FIRST_COME, Conditions
 from services.simulator.fleet import Unit, restart, widened, workspace_for
+from services.simulator.holding import fewest_late, first_come
 from services.simulator.workload import Workload
 
 FOREVER = math.inf
 ROWS = np.array([ROW_OF[name] for name in kernels.TELLS], np.int64)
 PER_MINUTE, DRAINED = ROW_OF["requests_per_minute"], ROW_OF["drained_s"]
-FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS = (
-    ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total")
+FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
+    ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
 )
 ON_ITS_WAY = [ROW_OF[name] for name in ("num_reserved", "num_reserved_blocks", "queued_prefill_tokens")]
 
@@ -37,7 +38,7 @@ FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished
 FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
 
 # What happens besides arrivals, in the order in which it happens at one moment.
-BACK, OUT, TICK, HEARD, RETRY, SAMPLE = range(6)
+BACK, OUT, TICK, HEARD, RETRY, SAMPLE, CALL = range(7)
 
 FORETOLD = {
     "predicted_ttft_s": "first_token_s",
@@ -121,6 +122,8 @@ class Simulation:
     up_since: dict[int, float] = field(default_factory=dict)
     up_s: float = 0.0
     now_s: float = 0.0
+    leaving: set[int] = field(default_factory=set)  # instances that finish what they have, and get nothing new
+    decided: Callable[[int, int, float, npt.NDArray[np.float64]], None] | None = None  # hears every decision
     homeless: list[int] = field(default_factory=list)  # requests that came while no instance was there
     minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
     watches_minute: bool = False
@@ -132,6 +135,7 @@ class Simulation:
     needs_delays: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
+    takes_steps: list[float] = field(default_factory=list)  # of the whole cluster, for an answer as long as is thought
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
 
     def __post_init__(self) -> None:
@@ -148,6 +152,10 @@ class Simulation:
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
+        tags = np.array(self.tag_tokens)
+        seats = sum(unit.config.max_num_seqs for unit in self.units)
+        room = sum(unit.config.num_gpu_blocks * unit.config.block_size for unit in self.units)
+        self.takes_steps = (tags * np.maximum(1 / seats, (lengths.prompt_tokens + tags / 2) / room)).tolist()
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
@@ -199,6 +207,8 @@ class Simulation:
             self._retry(what, time_s)
         elif kind == OUT:
             self._out(time_s, what)
+        elif kind == CALL:
+            what(time_s)
         else:
             self._back(time_s, what)
 
@@ -244,7 +254,7 @@ class Simulation:
         kernels.harvest(self.fleet, self.requests, index)
         self.fleet.units[index].up = 0
         self.up_s += time_s - self.up_since.pop(index)
-        self._find_places()
+        self.find_places()
         rows = self.fleet.stack.requests[index]
         begun = {int(row.serial): row.first_token_s >= 0 for row in rows}
         produced = {int(row.serial): row.copy() for row in rows}
@@ -265,14 +275,16 @@ class Simulation:
         self.fleet.units[index].up = self.fleet.units[index].changed = 1
         self.fleet.stack.engine[index, 0].now_s = time_s
         self.up_since[index] = time_s
-        self._find_places()
+        self.find_places()
         self.look(time_s)
         waiting, self.homeless = self.homeless, []
         for number in waiting:
             self._decide(number, time_s)
 
-    def _find_places(self) -> None:
+    def find_places(self) -> None:
+        """Note who may get requests."""
         up = self.fleet.units.up.astype(bool)
+        up[list(self.leaving)] = False
         self.places = None if up.all() else np.flatnonzero(up)
 
     # Decisions.
@@ -305,14 +317,26 @@ class Simulation:
 
     def _retry(self, which: int, now_s: float) -> None:
         """Place what waits at a scheduler, until one finds nobody who would admit it; look again later."""
-        late_s, arrival_s = self.conditions.late_s, self.work.arrival_s
-        queue = sorted(self.held[which], key=lambda number: (now_s - arrival_s[number] > late_s, number))
+        queue = self._in_turn(self.held[which], now_s)
         for place, number in enumerate(queue):
             if not self._place(number, which, now_s):
                 self.held[which] = queue[place:]
                 self.schedule(now_s + self.conditions.retry_s, RETRY, which)
                 return
         self.held[which] = []
+
+    def _in_turn(self, waiting: list[int], now_s: float) -> list[int]:
+        if len(waiting) < 2:
+            return waiting
+        late_s, arrival_s = self.conditions.late_s, self.work.arrival_s
+
+        def due_s(number: int) -> float:
+            return float(arrival_s[number]) + late_s
+
+        if self.conditions.turn == FIRST_COME:
+            return first_come(waiting, due_s, now_s)
+        step_s = float(self.told[STEP_S].mean()) * len(self.schedulers)
+        return fewest_late(waiting, due_s, lambda number: self.takes_steps[number] * step_s, now_s)
 
     def _place(self, number: int, which: int, now_s: float) -> bool:
         """Send a request to an instance; False where nobody admits it now."""
@@ -357,6 +381,8 @@ class Simulation:
         if foretells:
             predicted_ttft_s[number] = self.results["first_token_s"][best]
             predicted_e2e_s[number] = self.results["finished_s"][best]
+            if self.decided is not None:
+                self.decided(number, index, now_s, self.results["finished_s"][: len(among)])
         promised_s = now_s + conditions.decision_s
         arrives_s = promised_s + conditions.network_s
         self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)

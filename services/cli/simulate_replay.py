@@ -1,0 +1,43 @@
+"""Requests that a live scheduler decided about, for `block simulate --replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from predictor.lengths import Tag
+from predictor.request import Request
+from services.codec import requests_from_file
+from services.simulator.scenario import Scenario
+from services.simulator.workload import Workload, lengths_of, scaled_up, workload
+
+
+def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
+    """Read requests in the order in which they came, with the tags that the scheduler had, at their pace or another."""
+    block_size = scenario.units()[0].config.block_size
+    requests = requests_from_file(path, block_size=block_size)
+    if not requests:
+        raise ValueError(f"{path}: is empty: there is no request in it")
+    return workload_of(path, sorted(requests, key=lambda one: one.arrival_s), block_size, rate)
+
+
+def workload_of(path: str, requests: Sequence[Request], block_size: int, rate: float | None) -> Workload:
+    """Put requests into arrays; one whose true length nobody has seen is as long as its tag says."""
+    known = []
+    for place, request in enumerate(requests):
+        tag = request.tag if isinstance(request.tag, Tag) else None
+        if request.output_tokens is None and tag is None:
+            raise ValueError(f"{path}: requests[{place}].output_tokens: is missing, and so is a tag")
+        known.append(replace(request, output_tokens=request.output_tokens or max(1, round(tag.median_tokens)))
+                     if tag is not None else request)  # fmt: skip
+    arrival_s = np.array([request.arrival_s for request in known])
+    arrival_s = scaled_up(arrival_s, rate) if rate is not None else arrival_s - arrival_s[0]
+    work = workload(lengths_of(known, block_size), arrival_s)
+    tags = [request.tag if isinstance(request.tag, Tag) else None for request in known]
+    return replace(
+        work,
+        tag_median=np.array([np.nan if tag is None else tag.median_tokens for tag in tags]),
+        tag_spread=np.array([0.0 if tag is None else tag.spread for tag in tags]),
+    )

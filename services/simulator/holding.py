@@ -1,0 +1,38 @@
+"""In which order requests that wait at a scheduler get their turn."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+
+def first_come(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:
+    """Go by arrival; those that are late already come after all others, whom they would make late too."""
+    return sorted(waiting, key=lambda number: (due_s(number) < now_s, number))
+
+
+def fewest_late(
+    waiting: Sequence[int], due_s: Callable[[int], float], takes_s: Callable[[int], float], now_s: float
+) -> list[int]:
+    """Have as few requests late as can be (Moore and Hodgson 1968), though these may be very late.
+
+    In the order of arrival, whenever one would be late, the one that takes longest of those before it, or itself, goes
+    to the end. `takes_s` is how long the whole cluster would be busy with a request.
+    """
+    in_time: list[int] = []
+    longest: list[tuple[float, int]] = []  # a heap
+    last: set[int] = set()
+    busy_until_s = now_s
+    for number in sorted(waiting):
+        if due_s(number) < now_s:
+            last.add(number)
+            continue
+        in_time.append(number)
+        took_s = takes_s(number)
+        busy_until_s += took_s
+        heapq.heappush(longest, (-took_s, number))
+        if busy_until_s > due_s(number):
+            minus_s, put_off = heapq.heappop(longest)
+            busy_until_s += minus_s
+            last.add(put_off)
+    return [number for number in in_time if number not in last] + sorted(last)

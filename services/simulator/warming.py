@@ -1,0 +1,21 @@
+"""Running the cluster simulator's kernels once, so that they are compiled and cached."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.profile import constant_profile
+from services.simulator.assembly import simulate
+from services.simulator.conditions import Conditions
+from services.simulator.fleet import Unit
+from services.simulator.workload import Lengths, workload
+
+
+def warm_simulator() -> None:
+    """Serve two requests by policies that between them need every kernel."""
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks=32, max_model_len=64)
+    units = [Unit(config=config, step_time=constant_profile().step_time)] * 2
+    work = workload(Lengths(prompt_tokens=np.array([9, 9]), output_tokens=np.array([2, 2])), np.array([0.0, 0.5]))
+    for policy in ("marginal", "lmetric", "expr: drained_s"):
+        simulate(units, work, policy, Conditions())
