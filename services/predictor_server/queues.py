@@ -69,14 +69,15 @@ def promoted(engine: Engine, slot: int, num_produced: int) -> None:
             head.num_running += 1
         row.status = RUNNING
         row.prefill_tokens = row.prompt_tokens + row.output_tokens
-    longest_prompt = engine.config.max_model_len - num_produced - 1
-    row.prompt_tokens = max(1, min(row.prompt_tokens, longest_prompt))  # it was estimated too long
+    # where it has more tokens than fit the model, its prompt was estimated too long
+    num_produced = min(num_produced, engine.config.max_model_len - 2)
+    row.prompt_tokens = min(row.prompt_tokens, engine.config.max_model_len - num_produced - 1)
     row.output_tokens = num_produced
     row.placeholders = row.stale_tokens = 0
     row.computed_tokens = row.prompt_tokens + num_produced - 1 if num_produced else 0
     row.num_blocks = -(-row.computed_tokens // engine.config.block_size)
     if row.final_tokens <= num_produced:  # it goes on, whatever was known of its end
-        row.final_tokens = num_produced + MORE_TOKENS
+        row.final_tokens = min(num_produced + MORE_TOKENS, engine.config.max_model_len - row.prompt_tokens)
         row.max_tokens = max(row.max_tokens, row.final_tokens)
     row.scheduled_s = row.scheduled_s if row.scheduled_s >= 0 else head.now_s
     if num_produced and row.first_token_s < 0:

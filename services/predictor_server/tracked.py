@@ -80,6 +80,7 @@ def snapshot_from(
     tracker: Tracker, lengths: Mapping[str, Length], reserved: tuple[Request, ...], now_s: float
 ) -> Snapshot:
     """Write the model down, with what is thought of the lengths of answers."""
+    _agree(tracker)
     snapshot = snapshot_of(tracker.engine, now_s)
     return replace(
         snapshot,
@@ -92,3 +93,14 @@ def snapshot_from(
 def _told(request: Request, lengths: Mapping[str, Length]) -> Request:
     tokens, tag = lengths.get(request.request_id, (0, None))
     return replace(request, output_tokens=tokens or None, tag=tag)
+
+
+def _agree(tracker: Tracker) -> None:
+    """Have requests say of themselves what has become known since they came."""
+    engine = tracker.engine
+    for slot in engine.slots.values():
+        row, request = engine.state.requests[slot], engine.request_in(slot)
+        prompt_tokens, max_tokens = int(row.prompt_tokens), int(row.max_tokens)
+        if (request.prompt_tokens, request.max_tokens) != (prompt_tokens, max_tokens):
+            told = replace(request, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+            engine._requests[slot] = told  # noqa: SLF001 - what engines are asked does not change, but for estimates

@@ -283,6 +283,8 @@ class Tracker:
         before = int(head.num_steps)
         head.steady = 0  # repeated steps cannot be ended one by one
         self.engine.drive(self.engine.state, until_s, before + 1, NOBODY)
+        # who shared blocks gives back more than it held
+        head.num_free_blocks = min(int(head.num_free_blocks), self.engine.num_blocks)
         if int(head.num_steps) == before:
             return False
         step = self.engine.state.steps[(head.oldest + head.num_in_flight - 1) % 2]

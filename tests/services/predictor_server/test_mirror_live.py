@@ -87,6 +87,29 @@ def test_its_forecasts_are_nearly_those_of_an_engine_that_shows_itself(stream: b
         run(test(engine))
 
 
+def test_prompts_that_share_a_prefix_do_not_confuse_it(tmp_path: Path) -> None:
+    """The engine holds fewer blocks than the mirror thinks, and the mirror learns of that, and goes on."""
+    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024)
+
+    async def test(engine: Emulated) -> None:
+        async with mirror_of(url_of(engine), speed=10.0) as mirrored:
+            await mirrored.asked.until(lambda answer: answer.state == READY)
+            states = set()
+            asking = [
+                asyncio.create_task(mirrored.complete(prompt="word " * 300, stream=True, max_tokens=40 + 10 * number))
+                for number in range(12)
+            ]
+            while not all(task.done() for task in asking):
+                states.add((await mirrored.asked.predict()).state)
+                await asyncio.sleep(0.02)
+            assert states == {READY}
+            assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+            await mirrored.asked.until(lambda answer: answer.indicators.num_free_blocks == 256)
+
+    with emulated(tmp_path, config, state_file="", speed=10.0) as engine:
+        run(test(engine))
+
+
 def test_it_says_that_it_mirrors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On the wire, in a metric and in the log; and its settings are those that the engine told."""
 

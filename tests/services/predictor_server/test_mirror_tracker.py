@@ -13,7 +13,9 @@ from predictor.engine import Engine
 from predictor.profile import load_profile
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY
+from predictor.twin import Twin
 from services.predictor_server.strangers import READINGS, Strangers
+from services.predictor_server.tracked import shown_from, snapshot_from
 from services.predictor_server.tracker import Tracker
 
 A30 = load_profile("llama-2-7b-a30")
@@ -261,6 +263,22 @@ def test_blocks_that_nobody_known_holds_are_held_elsewhere() -> None:
     assert tracker.engine.state.engine[0].num_free_blocks == tracker.engine.num_blocks
 
 
+def test_shared_blocks_are_never_more_than_all() -> None:
+    """Where requests share a prefix they hold less than they seem to, and give back no more than there is."""
+    tracker = Tracker(ROOMY, A30.step_time, 0.0)
+    for name in "abc":
+        tracker.add(one(name, prompt_tokens=250), streamed=True)
+    for count in range(1, 5):
+        for name in "abc":
+            tracker.produced(name, count, 1.0 + 0.2 * count)
+    tracker.hold_elsewhere(20)  # of about 48
+    assert tracker.engine.num_blocks - int(tracker.engine.state.engine[0].num_free_blocks) == 20
+    for name in "abc":
+        tracker.produced(name, 5, 2.0, ended=True)
+        tracker.run_to(2.0)
+        assert tracker.engine.state.engine[0].num_free_blocks <= tracker.engine.num_blocks
+
+
 def test_strangers_stand_in_for_what_only_totals_show() -> None:
     """After a few readings there are as many as the engine counts beyond the known, and they go again."""
     tracker = Tracker(ROOMY, A30.step_time, 0.0)
@@ -277,3 +295,52 @@ def test_strangers_stand_in_for_what_only_totals_show() -> None:
     assert len(strangers) == 1
     strangers.suppose(1, 0, 0.0, 6.5)
     assert tracker.engine.running() == ["a"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_it_is_told_it_can_be_forecast_from(seed: int, is_async: bool) -> None:
+    """Tokens out of order, totals without sense, ends of what never began: the picture contradicts itself never."""
+    config = EngineConfig(
+        max_num_seqs=6, max_num_batched_tokens=128, num_gpu_blocks=65, max_model_len=256, enable_prefix_caching=False,
+        async_scheduling=is_async,
+    )  # fmt: skip
+    draw = random.Random(seed)
+    tracker, now_s = Tracker(config, A30.step_time, 0.0), 0.0
+    twin = Twin(config, A30.step_time, num_slots=256, track_blocks=False)
+    strangers = Strangers(tracker)
+    for number in range(400):
+        now_s += draw.choice([0.0, 0.001, 0.02, 0.3])
+        names = [name for name in tracker.requests if name.startswith("r")]
+        name = draw.choice(names) if names else ""
+        what = draw.random()
+        if not names or what < 0.15:
+            asked = Request(
+                request_id=f"r{number}",
+                prompt_tokens=draw.randint(1, 200),
+                max_tokens=draw.randint(1, 56),
+                arrival_s=now_s,
+            )
+            tracker.add(asked, streamed=draw.random() < 0.7)
+        elif what < 0.65:
+            count = tracker.requests[name].num_seen + draw.choice([0, 1, 1, 1, 2, 9, 60])
+            tracker.produced(name, count, now_s, ended=draw.random() < 0.1, exact=draw.random() < 0.5)
+        elif what < 0.72:
+            tracker.drop(name, now_s)
+        elif what < 0.78:
+            tracker.counted(name, draw.randint(1, 400))
+        elif what < 0.84:
+            strangers.suppose(draw.randint(0, 9), draw.randint(0, 5), draw.random(), now_s)
+        elif what < 0.9:
+            tracker.hold_elsewhere(draw.randint(0, 64))
+        elif what < 0.95:
+            tracker.send_back(tracker.unconfirmed(now_s, 0.1))
+        tracker.run_to(now_s)
+        twin.follow(shown_from(tracker, strangers.lengths(), now_s, 256))
+        snapshot_from(tracker, strangers.lengths(), (), now_s)
+    for name in list(tracker.requests):
+        tracker.drop(name, now_s)
+    tracker.hold_elsewhere(0)
+    tracker.run_to(now_s + 60.0)
+    assert not tracker.engine.slots
+    assert tracker.engine.state.engine[0].num_free_blocks == tracker.engine.num_blocks
