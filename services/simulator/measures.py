@@ -61,7 +61,7 @@ def p99_ttft_s(result: Result) -> float:
 
 def percentile_of_all(values: Floats, percentile: float) -> float:
     """Take what never came for infinitely late."""
-    return float(np.percentile(np.where(np.isnan(values), np.inf, values), percentile, method="lower"))
+    return float(np.percentile(np.where(np.isnan(values), np.inf, values), percentile, method="higher"))
 
 
 def summary(result: Result, slo: Slo | None = None, skip_s: float = 0.0) -> dict[str, Any]:

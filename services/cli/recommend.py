@@ -1,0 +1,101 @@
+"""`block recommend`: which policy, and how many instances."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import click
+
+from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
+from services.simulator.recommending import Answer, Target, recommend
+from services.simulator.scenario import TRACE
+
+ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
+
+
+@click.command(name="recommend")
+@click.argument("trace", required=False)
+@policy_option
+@scenario_options
+@click.option("--also-profile", "profiles", multiple=True, metavar="NAME", help="Compare engines of this profile too.")
+@click.option("--rate", type=float, default=None, help="Requests per second; without, a trace comes as recorded.")
+@click.option("--slo-ttft-s", type=float, default=None, help="Limit for TTFT.")
+@click.option("--slo-tpot-s", type=float, default=None, help="Limit for TPOT.")
+@click.option("--slo-e2e-s", type=float, default=None, help="Limit for e2e.")
+@click.option("--percentile", type=float, default=99.0, show_default=True, help="That is to stay below the limits.")
+@click.option("--most-instances", type=int, default=256, show_default=True)
+@click.option("--seeds", type=int, default=3, show_default=True, help="Samples of traffic in each of which it holds.")
+@click.option("--workers", type=int, default=None, help="Processes.  [default: one per core]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def recommend_command(
+    *,
+    trace: str | None,
+    policies: tuple[str, ...],
+    profiles: tuple[str, ...],
+    rate: float | None,
+    slo_ttft_s: float | None,
+    slo_tpot_s: float | None,
+    slo_e2e_s: float | None,
+    percentile: float,
+    most_instances: int,
+    seeds: int,
+    workers: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Rank policies, their parameters tuned, by the smallest cluster with which the SLO holds, with the evidence."""
+    chosen = policies_in(policies or (ALL,))
+    for name, value in (("seeds", seeds), ("most_instances", most_instances)):
+        if value < 1:
+            raise ValueError(f"{name}: must be at least 1, not {value}")
+    for name, limit in (("slo_ttft_s", slo_ttft_s), ("slo_tpot_s", slo_tpot_s), ("slo_e2e_s", slo_e2e_s)):
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name}: must be a time above 0, not {limit}")
+    if slo_ttft_s is None and slo_tpot_s is None and slo_e2e_s is None:
+        slo_ttft_s = 3.0
+    target = Target(percentile=percentile, ttft_s=slo_ttft_s, tpot_s=slo_tpot_s, e2e_s=slo_e2e_s)
+    base = scenario_of(trace, flags)
+    if base.traffic.trace and rate is None and flags["arrivals"] is None and not base.traffic.schedule:
+        base = replace(base, traffic=replace(base.traffic, arrivals=TRACE))
+    base.workload(rate, 0)  # a bad trace is refused here, not in a process far away
+    kinds = {base.instances[0].profile: base}
+    for profile in profiles:
+        kinds[profile] = base.changed(instances={"profile": profile})
+    found: list[tuple[str, Answer]] = []
+    with runner_for(workers, None) as runner:
+        for profile, scenario in kinds.items():
+            answers = recommend(
+                scenario, chosen, target, rate=rate, seeds=seeds, most=most_instances, runner=runner,
+                told=partial(_told, profile),
+            )  # fmt: skip
+            found += [(profile, answer) for answer in answers]
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    if as_json:
+        rows = [{"profile": profile, **asdict(answer)} for profile, answer in found]
+        print(json.dumps({"target": asdict(target), "seeds": seeds, "ranking": rows}))
+        return
+    _print_table(found, target, several=len(kinds) > 1)
+
+
+def _told(profile: str, what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{profile}: {what}\x1b[K", end="", file=sys.stderr)
+
+
+def _print_table(found: list[tuple[str, Answer]], target: Target, *, several: bool) -> None:
+    limits = [f"{name.upper()} < {value:g} s" for name in ("ttft", "tpot", "e2e")
+              if (value := getattr(target, f"{name}_s")) is not None]  # fmt: skip
+    print(f"instances needed for P{target.percentile:g} {', '.join(limits)}, and the share of the limit used there")
+    width = max(len(answer.policy) for _, answer in found)
+    for profile, answer in found:
+        where = f"{profile}  " if several else ""
+        if answer.num_instances is None:
+            print(f"{where}{answer.policy:{width}}  never: {answer.used:.2f} times the limit with the most tried")
+            continue
+        less = "" if answer.used_with_one_less is None else f", with one less {answer.used_with_one_less:.2f}"
+        print(f"{where}{answer.policy:{width}}  {answer.num_instances:4}   {answer.used:.2f}{less}")

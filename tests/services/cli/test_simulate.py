@@ -1,0 +1,148 @@
+"""`block simulate`, `capacity` and `recommend` as users call them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from services.cli import block
+
+SMALL = (
+    "--instances", "2", "--profile", "llama-2-7b-a30", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
+    "--num-gpu-blocks", "200", "--max-model-len", "1024", "--prompt-tokens", "uniform:16:128",
+    "--output-tokens", "uniform:16:64", "--num-requests", "60",
+)  # fmt: skip
+
+
+def run(*arguments: str) -> str:
+    """Run a command that must end well, and return its standard output."""
+    result = CliRunner().invoke(block, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_policies_are_compared(tmp_path: Path) -> None:
+    """A table for people, JSON for programs, and a file of rows for each policy."""
+    table = run("simulate", *SMALL, "--rate", "5", "--policy", "jsq,block")
+    assert [line.split()[0] for line in table.splitlines()[1:3]] == ["jsq", "block"]
+    found = json.loads(
+        run("simulate", *SMALL, "--rate", "5", "--policy", "jsq", "--policy", "linear: lambda = 0.3", "--slo-ttft-s",
+            "1", "--csv", str(tmp_path / "{policy}.csv"), "--json")
+    )  # fmt: skip
+    assert [one["policy"] for one in found["policies"]] == ["jsq", "linear: lambda = 0.3"]
+    assert found["policies"][0]["num_finished"] == 60
+    assert 0 < found["policies"][0]["slo_attainment"] <= 1
+    with (tmp_path / "linear.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 60
+    assert {row["fate"] for row in rows} == {"finished"}
+    assert all(float(row["ttft_s"]) <= float(row["e2e_s"]) for row in rows)
+
+
+def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
+    """The same rows, with types."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for ending in ("csv", "parquet"):
+        run("simulate", *SMALL, "--rate", "5", "--policy", "block", "--csv", str(tmp_path / f"rows.{ending}"))
+    table = parquet.read_table(tmp_path / "rows.parquet").to_pydict()
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(table) == list(rows[0])
+    assert [float(row["finished_s"]) for row in rows] == table["finished_s"]
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    """Output repeats itself, and another seed changes it."""
+    arguments = ("simulate", *SMALL, "--rate", "8", "--policy", "power_of_two", "--step-noise", "0.2", "--json")
+    assert run(*arguments, "--seed", "3") == run(*arguments, "--seed", "3") != run(*arguments, "--seed", "4")
+
+
+def test_scenarios_come_from_files(tmp_path: Path) -> None:
+    """A TOML file says everything, flags win over it, and kinds of instances can be mixed."""
+    file = tmp_path / "scenario.toml"
+    file.write_text(
+        """
+        instances = [
+            { profile = "llama-2-7b-a30", count = 1, engine = { max_model_len = 1024, num_gpu_blocks = 200 } },
+            { profile = "llama-3.1-8b-h100", count = 2, engine = { max_model_len = 2048 } },
+        ]
+        [traffic]
+        prompt_tokens = "64"
+        output_tokens = "16"
+        num_requests = 40
+        [conditions]
+        network_s = 0.5
+        """
+    )
+    slow = json.loads(run("simulate", "-s", str(file), "--rate", "5", "--policy", "block", "--json"))
+    fast = json.loads(
+        run("simulate", "-s", str(file), "--rate", "5", "--policy", "block", "--network-s", "0", "--json")
+    )
+    assert slow["num_instances"] == 3
+    waits_s = [one["policies"][0]["ttft_s"]["mean"] for one in (slow, fast)]
+    assert waits_s[0] - waits_s[1] == pytest.approx(0.5, abs=0.1)
+
+
+def test_recorded_requests_are_replayed(tmp_path: Path) -> None:
+    """Requests with their tags are served again, as they came or faster."""
+    file = tmp_path / "requests.jsonl"
+    file.write_text(
+        "\n".join(
+            json.dumps({"request_id": f"r{n}", "arrival_s": 100.0 + n / 4, "prompt_tokens": 50 + n, "output_tokens": 20,
+                        "tag": {"median_tokens": 30.0, "spread": 0.4}})
+            for n in range(40)
+        )
+    )  # fmt: skip
+    found = [
+        json.loads(run("simulate", "--replay", str(file), *SMALL, "--policy", "block", "--json", *more))["policies"][0]
+        for more in ((), ("--rate", "16"))
+    ]
+    assert [one["num_finished"] for one in found] == [40, 40]
+    assert found[0]["span_s"] > 9.75 > found[1]["span_s"]
+
+
+def test_capacity_is_found() -> None:
+    """With an interval for each policy."""
+    found = json.loads(
+        run("capacity", *SMALL, "--policy", "jsq,round_robin", "--seeds", "2", "--limit-s", "1", "--resolution", "0.05",
+            "--workers", "1", "--json")
+    )  # fmt: skip
+    capacities = {one["policy"]: one for one in found["policies"]}
+    assert capacities["jsq"]["mean"] > 0
+    assert capacities["jsq"]["ci95"] > 0
+    assert len(capacities["round_robin"]["per_seed"]) == 2
+
+
+def test_a_cluster_is_recommended() -> None:
+    """Policies are ranked by the cluster that they need."""
+    found = json.loads(
+        run("recommend", *SMALL, "--rate", "10", "--policy", "jsq,random", "--seeds", "1", "--workers", "1", "--json")
+    )
+    sizes = [row["num_instances"] for row in found["ranking"]]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("simulate", *SMALL), "rate"),
+        (("simulate", *SMALL, "--rate", "-1"), "rate"),
+        (("simulate", *SMALL, "--rate", "1", "--policy", "bolck"), "did you mean block"),
+        (("simulate", *SMALL, "--rate", "1", "--tags", "noisy:x"), "--tags"),
+        (("simulate", *SMALL, "--rate", "1", "--num-schedulers", "0"), "num_schedulers"),
+        (("simulate", *SMALL, "--rate", "1", "--csv", "rows.txt", "--policy", "jsq"), "must end in"),
+        (("simulate", "nowhere.csv", "--rate", "1"), "nowhere.csv"),
+        (("capacity", *SMALL, "--seeds", "1"), "seeds"),
+        (("capacity", *SMALL, "--limit-s", "0"), "limit_s"),
+        (("recommend", *SMALL, "--rate", "1", "--slo-ttft-s", "-1"), "slo_ttft_s"),
+        (("experiment", "block-table3"), "block-table2"),
+    ],
+)
+def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str) -> None:
+    """One line that names what is bad."""
+    with pytest.raises(ValueError, match=complaint):
+        CliRunner().invoke(block, list(arguments), standalone_mode=False, catch_exceptions=False)
