@@ -12,8 +12,11 @@ from services.cli.bench import bench
 from services.cli.capacity import capacity
 from services.cli.demo import demo
 from services.cli.experiment import experiment
+from services.cli.explain import explain
 from services.cli.forecast import forecast
+from services.cli.policies import policies
 from services.cli.profile import profile
+from services.cli.recommend import recommend_command
 from services.cli.replay import replay
 from services.cli.serve import serve
 from services.cli.simulate import simulate
@@ -29,7 +32,22 @@ def block() -> None:
     """Place LLM requests where they will finish soonest."""
 
 
-for command in (bench, capacity, demo, experiment, forecast, profile, replay, serve, simulate, up, warm):
+for command in (
+    bench,
+    capacity,
+    demo,
+    experiment,
+    explain,
+    forecast,
+    policies,
+    profile,
+    recommend_command,
+    replay,
+    serve,
+    simulate,
+    up,
+    warm,
+):
     block.add_command(command)
 
 
