@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +19,18 @@ from scheduler.policy import policy_from
 from services.simulator.assembly import simulate
 from services.simulator.capacity import Capacity, Objective, Search, capacities, gain, half_width
 from services.simulator.measures import cdf, latencies, summary
+from services.simulator.ranks import ranked
 from services.simulator.scenario import Scenario, scenario_from
 from services.simulator.spreading import Runner
 
-CAPACITY, SWEEP = "capacity", "sweep"
-KINDS = (CAPACITY, SWEEP)
+CAPACITY, SWEEP, FORECASTS = "capacity", "sweep", "forecasts"
+KINDS = (CAPACITY, SWEEP, FORECASTS)
 KEYS = (
     "title", "about", "kind", "seeds", "policies", "baseline", "rates", "first_rate", "resolution", "objective",
     "scenario", "settings", "variants", "paper", "differences", "plots",
 )  # fmt: skip
 
-METRICS = {
+METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "ttft_mean_s": lambda s: s["ttft_s"]["mean"],
     "ttft_p99_s": lambda s: s["ttft_s"]["p99"],
     "tpot_mean_s": lambda s: s["tpot_s"]["mean"],
@@ -43,6 +45,11 @@ METRICS = {
     "prefill_imbalance": lambda s: s["prefill_imbalance"],
     "e2e_error_mean": lambda s: s["e2e_error"]["mean"] if "e2e_error" in s else None,
     "e2e_error_p50": lambda s: s["e2e_error"]["p50"] if "e2e_error" in s else None,
+}
+
+FORECAST_METRICS = {
+    name: operator.itemgetter(name)
+    for name in ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "rank_mean")
 }
 
 
@@ -168,10 +175,11 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
     )
     require_count("seeds", table.get("seeds", 5))
-    plots = tuple(table.get("plots", ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")))
+    usual = tuple(FORECAST_METRICS) if kind == FORECASTS else ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
+    plots = tuple(table.get("plots", usual))
     for plot in plots:
-        if plot not in METRICS:
-            raise ValueError(f"plots: {plot!r} is none of {', '.join(METRICS)}")
+        if plot not in (known := _metrics(kind)):
+            raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
     return Experiment(
         name=name,
         title=table.get("title", name),
@@ -187,6 +195,10 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         differences=tuple(table.get("differences", ())),
         plots=plots,
     )
+
+
+def _metrics(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | None]]:
+    return FORECAST_METRICS if kind == FORECASTS else METRICS
 
 
 def _variant(given: str | Mapping[str, Any]) -> Variant:
@@ -274,6 +286,12 @@ def run_point(point: Point) -> dict[str, Any]:
     return summed
 
 
+def rank_point(point: Point) -> dict[str, Any]:
+    """Run once with random placement, and look at the forecasts."""
+    assert point.rate is not None
+    return ranked(point.scenario, point.rate, point.seed)
+
+
 def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
     places: list[tuple[str, str, float]] = []
     points: list[Point] = []
@@ -292,7 +310,8 @@ def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], No
                     places.append((setting.name, variant.name, rate))
     found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     by_place: list[dict[str, Any] | None] = [None] * len(points)
-    for done, (place, summed) in enumerate(runner(run_point, points), 1):
+    run = rank_point if experiment.kind == FORECASTS else run_point
+    for done, (place, summed) in enumerate(runner(run, points), 1):
         by_place[place] = summed
         told(done, len(points))
     for key, one in zip(places, by_place, strict=True):
@@ -308,8 +327,8 @@ def _sweep_findings(
     curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
     for (setting, variant, rate), summaries in found.items():
         at = "" if math.isnan(rate) else f".{rate:g}"
-        for metric, read in METRICS.items():
-            values = [value for one in summaries if (value := read(one)) is not None]  # type: ignore[no-untyped-call]
+        for metric, read in _metrics(experiment.kind).items():
+            values = [value for one in summaries if (value := read(one)) is not None]
             if not values:
                 continue
             mean = float(np.mean(values))
