@@ -18,6 +18,10 @@ class UnknownNameError(Exception):
     """A name that stands for nothing here: a model that nobody serves."""
 
 
+class NotAllowedError(Exception):
+    """A call that its caller may not make."""
+
+
 class MisdirectedError(Exception):
     """A call that was meant for somebody else."""
 
@@ -37,6 +41,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (DecodeError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (ValueError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (UnknownNameError, Status(grpc_code=grpc.StatusCode.NOT_FOUND, http_code=404)),
+    (NotAllowedError, Status(grpc_code=grpc.StatusCode.PERMISSION_DENIED, http_code=403)),
     (MisdirectedError, Status(grpc_code=grpc.StatusCode.FAILED_PRECONDITION, http_code=421)),
     (BusyError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),
     (TimeoutError, Status(grpc_code=grpc.StatusCode.DEADLINE_EXCEEDED, http_code=504)),

@@ -79,6 +79,15 @@ PORT = 50051
     help="Length of answers while no tagger tells.",
 )
 @server_flag("scheduler", "--constant-spread", type=float, default=DEFAULTS.constant_spread, help="Its spread.")
+@server_flag("scheduler", "--record", metavar="FILE", default="", help="Decisions and outcomes as JSON lines.")
+@server_flag("scheduler", "--record-share", type=float, default=1.0, help="Of requests, drawn by their ids.")
+@server_flag("scheduler", "--record-mib", type=float, default=256.0, help="Most mebibytes of FILE and FILE.1 together.")
+@server_flag(
+    "scheduler",
+    "--record-candidates/--no-record-candidates",
+    default=False,
+    help="Also all candidates of each decision.",
+)
 @server_flag("scheduler", "--attempts", type=int, default=3, help="Engines that Generate tries for one request.")
 @server_flag(
     "scheduler", "--first-token-s", type=float, default=120.0, help="Generate's longest wait for a first token."

@@ -10,6 +10,7 @@ import numpy as np
 from predictor.lengths import Tag
 from predictor.request import Request
 from services.codec import requests_from_file
+from services.recordings import is_recording, requests_in
 from services.simulator.scenario import Scenario
 from services.simulator.workload import Workload, lengths_of, scaled_up, workload
 
@@ -17,7 +18,10 @@ from services.simulator.workload import Workload, lengths_of, scaled_up, workloa
 def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
     """Read requests in the order in which they came, with the tags that the scheduler had, at their pace or another."""
     block_size = scenario.units()[0].config.block_size
-    requests = requests_from_file(path, block_size=block_size)
+    if is_recording(path):
+        requests = requests_in(path, block_size=block_size)
+    else:
+        requests = requests_from_file(path, block_size=block_size)
     if not requests:
         raise ValueError(f"{path}: is empty: there is no request in it")
     return workload_of(path, sorted(requests, key=lambda one: one.arrival_s), block_size, rate)

@@ -137,6 +137,7 @@ class Gateway:
                 target=target_of(scope),
                 headers=headers_to_pass(headers, name, with_authorization=not self._keys),
                 body=body_to_pass(body, ask, request.priority),
+                explain=wishes.explain,
             )
             placing = Placing(shared=shared, incoming=incoming)
             exchange = Exchange(shared=shared, incoming=incoming, client=client, placing=placing)

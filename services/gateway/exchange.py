@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from services.explanations import in_short
 from services.front.client import Client
 from services.front.refusals import RefusedError
 from services.gateway.attempt import CANCELLED, FAILED, Attempt
@@ -132,6 +133,8 @@ class Exchange:
                 (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
                 (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
             )
+        if self.incoming.explain and place.decision is not None:
+            headers.append((b"x-block-explanation", in_short(place.decision).encode()))
         if log.isEnabledFor(logging.DEBUG):
             say(
                 log, logging.DEBUG, "placed", request_id=self.incoming.request.request_id,

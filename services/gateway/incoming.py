@@ -26,6 +26,7 @@ class Incoming:
     target: bytes  # path and query
     headers: Headers  # to pass on
     body: bytes  # likewise
+    explain: bool = False  # say in the reply what the decision rests on
 
 
 def request_message(

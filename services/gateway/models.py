@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from protos.block.v1 import common_pb2, scheduler_pb2
+from protos.block.v1 import common_pb2
 from services.front.refusals import RefusedError
 from services.gateway.places import LastResort
 from services.gateway.schedulers import NobodyError, Schedulers
@@ -51,8 +51,7 @@ class Models:
     async def _ask(self) -> list[dict[str, Any]]:
         """Collect from instances what they serve; from engines, where their instances do not say."""
         models: dict[str, dict[str, Any]] = {}
-        await self._hear()
-        instances = self._last_resort.named()
+        instances = await self._instances()
         for instance in instances:
             models.update((name, described(name)) for name in instance.models)
         silent = {instance.engine_url for instance in instances if not instance.models}
@@ -61,15 +60,14 @@ class Models:
             models.update((model["id"], model) for model in told)
         return [models[name] for name in sorted(models)]
 
-    async def _hear(self) -> None:
-        """Have instances named by a decision that nobody acts on; without one, those that are known must do."""
-        request = common_pb2.Request(request_id="models", prompt_tokens=1, max_tokens=1, ignore_eos=True)
+    async def _instances(self) -> Sequence[common_pb2.Instance]:
+        """Ask the schedulers; where none answers, those that decisions named must do."""
         try:
-            response = await self._schedulers.schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True))
-            self._last_resort.saw(response.decision)
-        except (RefusedError, NobodyError) as error:
+            return await self._schedulers.instances()
+        except NobodyError as error:
             if not self._last_resort:
                 raise RefusedError(503, f"the models are not known now: {error}") from None
+            return self._last_resort.named()
 
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:
         try:

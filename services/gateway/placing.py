@@ -78,7 +78,10 @@ class Placing:
         request = self.incoming.request
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
         question = scheduler_pb2.ScheduleRequest(
-            request=request, prompt=self.incoming.ask.prompt, exclude_instance_ids=excluded
+            request=request,
+            prompt=self.incoming.ask.prompt,
+            exclude_instance_ids=excluded,
+            explain=self.incoming.explain,
         )
         elsewhere = bool(self.shared.last_resort)  # then nobody need wait for schedulers that do not answer
         response = await self.shared.schedulers.schedule(question, abandoned=self._give_back, insist=not elsewhere)

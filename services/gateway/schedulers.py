@@ -69,7 +69,7 @@ class Schedulers:
         self._all = [_Scheduler(address) for address in addresses]
         self._within_s = within_s
         self._failures = failures
-        self._turns = {"schedule": 0, "release": 0}  # both calls go round, each by itself
+        self._turns = {"schedule": 0, "release": 0, "list": 0}  # each kind of call goes round by itself
         self._loop = asyncio.get_running_loop()
         for one in self._all:
             one.channel.get_state(try_to_connect=True)
@@ -129,6 +129,17 @@ class Schedulers:
             else:
                 return True
         return False
+
+    async def instances(self) -> Sequence[common_pb2.Instance]:
+        """Hear from any which instances there are."""
+        for one in self._in_turn("list", Circuit.may_try, insist=True):
+            try:
+                response = await one.stub.ListInstances(scheduler_pb2.ListInstancesRequest(), timeout=self._within_s)
+            except grpc.aio.AioRpcError as error:
+                self._failures.labels(one.address, error.code().name).inc()
+            else:
+                return response.instances
+        raise NobodyError("no scheduler answers")
 
     async def close(self) -> None:
         """Hang up."""

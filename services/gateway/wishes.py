@@ -20,7 +20,9 @@ SESSION = (b"x-session-id", b"x-block-session-id")
 FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 PRIORITY = b"x-block-priority"
 CLASS = b"x-block-class"
-READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS))
+EXPLAIN = b"x-block-explain"
+READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, EXPLAIN))
+TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Wishes:
     fairness_id: str
     priority: int | None
     request_class: common_pb2.RequestClass.ValueType
+    explain: bool = False
 
 
 NO_WISHES = Wishes(
@@ -66,7 +69,15 @@ def read_headers(headers: Headers) -> Wishes:
         fairness_id=_text(given, FAIRNESS),
         priority=_whole(given, PRIORITY),
         request_class=request_class,
+        explain=_flag(given, EXPLAIN),
     )
+
+
+def _flag(given: Mapping[bytes, bytes], name: bytes) -> bool:
+    text = _text(given, (name,)).lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError(f"{name.decode()}: must be true or false, not {text!r}")
+    return text in TRUE
 
 
 def _text(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:

@@ -20,12 +20,14 @@ from services.instances import FromName, Source, watch
 from services.scheduler_server.fleet import Fleet
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.recording import Recorder
 from services.scheduler_server.service import SchedulerService
 from services.scheduler_server.settings import SchedulerSettings
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
 
 NAME = "scheduler"
+MEBIBYTE = 2**20
 
 
 def serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
@@ -50,15 +52,16 @@ async def scheduling(
     """Follow the instances while the block runs; a list that is bad at the start is refused, a DNS name may wait."""
     measures = Measures(registry)
     fleet, lengths, client = Fleet(settings, measures), Lengths(settings, measures), HttpClient()
-    watching = None
+    watching = recorder = None
     try:
+        recorder = recorder_of(settings, measures)
         try:
             fleet.update(await source.poll() or ())
         except ValueError:
             if not isinstance(source, FromName):
                 raise
         watching = asyncio.create_task(watch(source, poll_s, fleet.update))
-        yield SchedulerService(settings, fleet, lengths, measures, client)
+        yield SchedulerService(settings, fleet, lengths, measures, client, recorder)
     finally:
         if watching is not None:
             watching.cancel()
@@ -67,3 +70,13 @@ async def scheduling(
         await fleet.close()
         await lengths.close()
         client.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
+
+
+def recorder_of(settings: SchedulerSettings, measures: Measures) -> Recorder | None:
+    """Begin to record, where that is wanted."""
+    if not settings.record:
+        return None
+    most_bytes = round(settings.record_mib * MEBIBYTE)
+    return Recorder(settings.record, share=settings.record_share, most_bytes=most_bytes, measures=measures)

@@ -80,6 +80,10 @@ class Fleet:
         for sidecar in self._sidecars.values():
             sidecar.watch(interval_s)
 
+    def everybody(self) -> list[Sidecar]:
+        """Give all of them, in the order of their ids."""
+        return list(self._sidecars.values())
+
     def named(self, instance_id: str) -> Sidecar | None:
         """Find one."""
         return self._sidecars.get(instance_id)

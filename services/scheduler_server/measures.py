@@ -44,6 +44,9 @@ class Measures:
         self.outcomes = Counter(
             "block_scheduler_outcomes", "Outcomes for the tagger, by whether it got them.", ("told",), registry=registry
         )
+        self.recorded = Counter(
+            "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry
+        )
         self.attempts = Counter(
             "block_generate_attempts", "Engines tried for streams, by how it ended.", ("result",), registry=registry
         )

@@ -34,15 +34,21 @@ class Placer:
         self._asker = Asker(settings, measures)
         self._prefixes = Prefixes(fleet.table)
         self._policies: dict[str, Policy] = {}
-        if self._policy(settings.policy).needs_told:
-            fleet.watch()
+        self.policy = settings.policy
+        self.use(settings.policy)
+
+    def use(self, text: str) -> None:
+        """Decide by this policy from now on, where requests ask for none; those under way go on by theirs."""
+        if self._policy(text).needs_told:
+            self._fleet.watch()
+        self.policy = text
 
     def _policy(self, text: str) -> Policy:
         policy = self._policies.get(text)
         if policy is None:
             policy = policy_from(text, self._settings.seed)
             if len(self._policies) >= MOST_POLICIES:
-                del self._policies[next(name for name in self._policies if name != self._settings.policy)]
+                del self._policies[next(name for name in self._policies if name != self.policy)]
             self._policies[text] = policy
         return policy
 
@@ -52,7 +58,7 @@ class Placer:
         ConnectionError where there is no instance that could take it, ValueError where none ever will.
         """
         start_s = time.monotonic()
-        policy = self._policy(wish.policy or self._settings.policy)
+        policy = self._policy(wish.policy or self.policy)
         if policy.needs_told:
             self._fleet.watch()
         group = self._fleet.serving(wish.request.model)

@@ -8,10 +8,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.failures import NotAllowedError
 from services.http_client import HttpClient
 from services.log_lines import say
 from services.scheduler_server.engines import EngineError, Question, answer, question_from
@@ -22,6 +24,8 @@ from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.placing import Placer
 from services.scheduler_server.progress import Progress
+from services.scheduler_server.recent import RecentDecisions
+from services.scheduler_server.recording import Recorder
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
 from services.scheduler_server.wish import BASES, Placement, Wish
@@ -38,8 +42,14 @@ OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s")
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """Any of several may serve any request, and release what another has reserved."""
 
-    def __init__(
-        self, settings: SchedulerSettings, fleet: Fleet, lengths: Lengths, measures: Measures, client: HttpClient
+    def __init__(  # noqa: PLR0913, PLR0917 - all the parts of a scheduler
+        self,
+        settings: SchedulerSettings,
+        fleet: Fleet,
+        lengths: Lengths,
+        measures: Measures,
+        client: HttpClient,
+        recorder: Recorder | None = None,
     ) -> None:
         """Serve a fleet."""
         self._settings = settings
@@ -49,6 +59,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._client = client
         self._placer = Placer(settings, fleet, lengths, measures)
         self._expectations = Expectations()
+        self._recent = RecentDecisions()
+        self._recorder = recorder
 
     async def Schedule(
         self,
@@ -151,6 +163,40 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             self._learn(sidecar, request.outcome)
         return await self._released(sidecar, request)
 
+    async def Explain(
+        self,
+        request: scheduler_pb2.ExplainRequest,
+        context: Context,
+    ) -> scheduler_pb2.ExplainResponse:
+        """Tell a decision once more, with all its candidates."""
+        require_name("request_id", request.request_id)
+        return scheduler_pb2.ExplainResponse(decision=self._recent.explained(request.request_id))
+
+    async def ListInstances(
+        self,
+        request: scheduler_pb2.ListInstancesRequest,
+        context: Context,
+    ) -> scheduler_pb2.ListInstancesResponse:
+        """Tell which instances there are, and by which policy they are chosen."""
+        return scheduler_pb2.ListInstancesResponse(
+            instances=[sidecar.message for sidecar in self._fleet.everybody()],
+            policy=self._placer.policy,
+            scheduler_id=self._settings.scheduler_id,
+        )
+
+    async def UsePolicy(
+        self,
+        request: scheduler_pb2.UsePolicyRequest,
+        context: Context,
+    ) -> scheduler_pb2.UsePolicyResponse:
+        """Decide by another policy from now on."""
+        if not is_local(context.peer()):
+            raise NotAllowedError("policies are switched from the scheduler's own machine only")
+        before = self._placer.policy
+        self._placer.use(request.policy)
+        say(log, logging.WARNING, "policy switched", policy=request.policy, before=before)
+        return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
+
     async def _released(self, sidecar: Sidecar, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         response = await sidecar.release(request)
         self._measures.releases.labels("yes" if response.released else "no").inc()
@@ -158,6 +204,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
         self._expectations.ended(outcome, completed=outcome.finish_reason in ENDED)
+        if self._recorder is not None:
+            self._recorder.ended(outcome)
         if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:
             sidecar.engine_failed()
         elif outcome.finish_reason in ENDED:
@@ -165,9 +213,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             self._lengths.observe(outcome)
 
     def _decision(self, placement: Placement, wish: Wish, *, explain: bool) -> common_pb2.Decision:
-        decision = decision_message(placement, wish, self._settings.scheduler_id, explain=explain)
-        if placement.forecast is not None and not wish.dry_run:
-            decision.forecast.CopyFrom(self._expectations.told(decision.request_id, placement.forecast))
+        in_full = explain or (self._recorder is not None and self._settings.record_candidates)
+        decision = decision_message(placement, wish, self._settings.scheduler_id, explain=in_full)
+        if not wish.dry_run:
+            if placement.forecast is not None:
+                decision.forecast.CopyFrom(self._expectations.told(decision.request_id, placement.forecast))
+            self._recent.keep(decision, placement)
+            if self._recorder is not None:
+                self._recorder.decided(wish.request, decision)
         if log.isEnabledFor(logging.DEBUG):
             say(
                 log, logging.DEBUG, "decided", request_id=decision.request_id, instance=decision.instance.instance_id,
@@ -176,6 +229,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 reserved=decision.HasField("reserved_for_s"), why=decision.why,
             )  # fmt: skip
         return decision
+
+
+def is_local(peer: str) -> bool:
+    """Tell whether a caller, as gRPC names it, is on this machine."""
+    kind, _, address = unquote(peer).partition(":")
+    return kind == "unix" or address.startswith(("127.", "[::1]"))
 
 
 def require(wish: Wish) -> None:

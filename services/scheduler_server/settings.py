@@ -11,6 +11,7 @@ from scheduler.policy import policy_from
 from services.instances import require_address
 
 LONGEST_RESERVATION_S = 600.0
+MOST_MIB = 2.0**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ class SchedulerSettings:
     tagger: str = ""  # host:port
     tagger_deadline_s: float = 0.01
     without_tagger: TaggerSettings = field(default_factory=TaggerSettings)  # what lengths are, while no tagger answers
+
+    record: str = ""  # a file for decisions and outcomes; none without
+    record_share: float = 1.0  # of requests
+    record_mib: float = 256.0  # how large the file and the one before it may be together
+    record_candidates: bool = False  # also write all candidates of each decision
 
     attempts: int = 3  # engines that Generate tries
     first_token_s: float = 120.0  # from sending to the first piece of a stream
@@ -60,6 +66,10 @@ class SchedulerSettings:
         for name, least in (("most_conflicts", 0), ("max_deciding", 1), ("failures_to_open", 1), ("attempts", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: must be at least {least}, not {getattr(self, name)}")
+        if not 0 < self.record_share <= 1:
+            raise ValueError(f"record_share: must be above 0 and at most 1, not {self.record_share}")
+        if not 0 < self.record_mib < MOST_MIB:
+            raise ValueError(f"record_mib: must be above 0 and below {MOST_MIB:g}, not {self.record_mib}")
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed: must be at least 0, not {self.seed}")
         if self.tagger:

@@ -50,6 +50,21 @@ class SchedulerStub:
                 request_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/block.v1.Scheduler/Explain',
+                request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ListInstances = channel.unary_unary(
+                '/block.v1.Scheduler/ListInstances',
+                request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesResponse.FromString,
+                _registered_method=True)
+        self.UsePolicy = channel.unary_unary(
+                '/block.v1.Scheduler/UsePolicy',
+                request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -77,6 +92,27 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tell a decision of this scheduler once more, with all its candidates. Only the last ones are remembered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInstances(self, request, context):
+        """Which instances there are, and by which policy they are chosen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UsePolicy(self, request, context):
+        """Decide by another policy from now on, until the scheduler ends. Only for callers on its own machine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +130,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListInstances': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstances,
+                    request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesResponse.SerializeToString,
+            ),
+            'UsePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.UsePolicy,
+                    request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +228,87 @@ class Scheduler:
             '/block.v1.Scheduler/Release',
             protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/block.v1.Scheduler/Explain',
+            protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInstances(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/block.v1.Scheduler/ListInstances',
+            protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_scheduler__pb2.ListInstancesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UsePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/block.v1.Scheduler/UsePolicy',
+            protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,12 @@ class SchedulerStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
     """Tell the end of a scheduled request: what it became, or that it never started. Idempotent by request id."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]
+    """Tell a decision of this scheduler once more, with all its candidates. Only the last ones are remembered."""
+    ListInstances: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListInstancesRequest, _scheduler_pb2.ListInstancesResponse]
+    """Which instances there are, and by which policy they are chosen."""
+    UsePolicy: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]
+    """Decide by another policy from now on, until the scheduler ends. Only for callers on its own machine."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -52,6 +58,12 @@ class SchedulerAsyncStub(SchedulerStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Tell the end of a scheduled request: what it became, or that it never started. Idempotent by request id."""
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Tell a decision of this scheduler once more, with all its candidates. Only the last ones are remembered."""
+    ListInstances: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListInstancesRequest, _scheduler_pb2.ListInstancesResponse]  # type: ignore[assignment]
+    """Which instances there are, and by which policy they are chosen."""
+    UsePolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]  # type: ignore[assignment]
+    """Decide by another policy from now on, until the scheduler ends. Only for callers on its own machine."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -79,5 +91,29 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.ReleaseResponse, _abc.Awaitable[_common_pb2.ReleaseResponse]]:
         """Tell the end of a scheduled request: what it became, or that it never started. Idempotent by request id."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ExplainResponse, _abc.Awaitable[_scheduler_pb2.ExplainResponse]]:
+        """Tell a decision of this scheduler once more, with all its candidates. Only the last ones are remembered."""
+
+    @_abc_1.abstractmethod
+    def ListInstances(
+        self,
+        request: _scheduler_pb2.ListInstancesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListInstancesResponse, _abc.Awaitable[_scheduler_pb2.ListInstancesResponse]]:
+        """Which instances there are, and by which policy they are chosen."""
+
+    @_abc_1.abstractmethod
+    def UsePolicy(
+        self,
+        request: _scheduler_pb2.UsePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.UsePolicyResponse, _abc.Awaitable[_scheduler_pb2.UsePolicyResponse]]:
+        """Decide by another policy from now on, until the scheduler ends. Only for callers on its own machine."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -247,8 +247,16 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             forecast=common_pb2.Forecast(ttft_s=0.125, e2e_s=2.5, output_tokens=3),
             tag=common_pb2.Tag(median_tokens=3, estimator="constant", keys=[1, 2]),
             next_best=left[1:],
+            why="it is the first",
+            candidates=[common_pb2.Candidate(instance_id=one.instance_id) for one in left] if request.explain else [],
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    async def ListInstances(
+        self, request: scheduler_pb2.ListInstancesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> scheduler_pb2.ListInstancesResponse:
+        """Tell them all."""
+        return scheduler_pb2.ListInstancesResponse(instances=self.instances)
 
     async def Release(
         self,

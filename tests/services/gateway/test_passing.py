@@ -7,7 +7,6 @@ import json
 import socket
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -332,15 +331,39 @@ def test_models_are_listed() -> None:
                 "object": "list",
                 "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "block"}],
             }
-            assert here.scheduler.asked[0].dry_run
+            assert not here.scheduler.asked
         async with scene(tells, instance={"models": []}) as here:
             assert (await here.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 77
         async with scene(models=("b", "a")) as here:
             assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["b", "a"]
         async with scene(completes) as here:
             await here.post()
-            here.scheduler.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "request.model: is missing")
+            await here.scheduler.stop()
             assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["tiny"]
+
+    run(test)
+
+
+def test_who_asks_is_told_why() -> None:
+    """One header asks the scheduler to explain, another brings what it said."""
+
+    async def test() -> None:
+        async with scene(completes, completes) as here:
+            plain = await here.post()
+            assert "x-block-explanation" not in plain.headers
+            assert not here.scheduler.asked[0].explain
+            told = await here.client.post(
+                "/v1/completions", json={"model": "tiny", "prompt": "x"}, headers={"x-block-explain": "true"}
+            )
+            explanation = json.loads(told.headers["x-block-explanation"])
+            assert explanation["policy"] == "first"
+            assert explanation["why"] == "it is the first"
+            assert [one["instance"] for one in explanation["candidates"]] == ["e0", "e1"]
+            wrong = await here.client.post(
+                "/v1/completions", json={"model": "tiny", "prompt": "x"}, headers={"x-block-explain": "perhaps"}
+            )
+            assert wrong.status_code == 400
+            assert "x-block-explain" in wrong.json()["error"]["message"]
 
     run(test)
 

@@ -187,3 +187,34 @@ def test_a_bad_list_of_instances_is_named(tmp_path: Path, name: str, text: str, 
     said = refusal("serve", "scheduler", "--port", "0", "--instances-file", str(path))
     assert named in said
     assert str(path) in said
+
+
+def test_it_is_asked_why_and_told_by_which_rule(tmp_path: Path) -> None:
+    """`block explain` and `block policies` talk to a running scheduler; what they cannot do is one line."""
+
+    async def test() -> None:
+        record = str(tmp_path / "decisions.jsonl")
+        async with sidecars("a", "b") as stubs, served(stubs, "--record", record) as one:
+            await one.client.decide(one.client.request(request_id="why-me"))
+            at = ("--scheduler", f"127.0.0.1:{one.port}")
+            status, said = await said_by("explain", "why-me", *at)
+            assert status == 0, said
+            assert said.startswith("why-me -> a\n  block over 2: ")
+            status, said = await said_by("explain", "why-me", *at, "--json")
+            assert len(json.loads(said)["candidates"]) == 2
+            status, said = await said_by("explain", "who", *at)
+            assert (status, said.count("\n")) == (2, 1)
+            assert "who" in said
+            assert await said_by("policies", "use", "jsq", *at) == (0, f"127.0.0.1:{one.port}: jsq (before: block)\n")
+            assert (await said_by("policies", "show", *at))[1].endswith("jsq; instances: a, b\n")
+            status, said = await said_by("policies", "use", "jqs", *at)
+            assert (status, said.count("\n")) == (2, 1)
+            assert "jsq" in said
+            await one.end()
+        status, said = await said_by("explain", "why-me", "--record", record)
+        assert said.startswith("why-me -> a\n")
+        status, said = await said_by("policies", "show", *at)
+        assert status == 2
+        assert "no scheduler answers there" in said
+
+    run(test)

@@ -1,0 +1,60 @@
+"""The last decisions, for those who ask why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.block.v1 import common_pb2
+from scheduler.dispatch import Candidate
+from services.failures import UnknownNameError
+from services.scheduler_server.explaining import candidate_message
+from services.scheduler_server.wish import Placement
+
+MOST_DECISIONS = 4096
+MOST_CANDIDATES = 20_000  # of all that is remembered: a large fleet has fewer decisions remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """A decision, and those that it looked at, as it saw them."""
+
+    decision: common_pb2.Decision
+    candidates: Sequence[Candidate]
+
+
+class RecentDecisions:
+    """Remembers as much as fits; the oldest go first."""
+
+    def __init__(self, most_decisions: int = MOST_DECISIONS, most_candidates: int = MOST_CANDIDATES) -> None:
+        """Remember nothing yet."""
+        self._most_decisions = most_decisions
+        self._most_candidates = most_candidates
+        self._decided: dict[str, Decided] = {}
+        self._num_candidates = 0
+
+    def keep(self, decision: common_pb2.Decision, placement: Placement) -> None:
+        """Remember one; of a request that is decided about again, the last one."""
+        self._forget(decision.request_id)
+        self._decided[decision.request_id] = Decided(decision=decision, candidates=placement.candidates)
+        self._num_candidates += len(placement.candidates)
+        while len(self._decided) > self._most_decisions or (
+            self._num_candidates > self._most_candidates and len(self._decided) > 1
+        ):
+            self._forget(next(iter(self._decided)))
+
+    def explained(self, request_id: str) -> common_pb2.Decision:
+        """Tell one with its candidates; UnknownNameError where it was not made here, or long ago."""
+        decided = self._decided.get(request_id)
+        if decided is None:
+            raise UnknownNameError(f"request_id: {request_id!r} is none of the last {len(self._decided)} decided here")
+        decision = common_pb2.Decision()
+        decision.CopyFrom(decided.decision)
+        if not decision.candidates:
+            decision.candidates.extend(candidate_message(one, decision.basis) for one in decided.candidates)
+        return decision
+
+    def _forget(self, request_id: str) -> None:
+        decided = self._decided.pop(request_id, None)
+        if decided is not None:
+            self._num_candidates -= len(decided.candidates)

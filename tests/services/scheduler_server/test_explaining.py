@@ -1,0 +1,229 @@
+"""Who asks why is told: with the decision, afterwards, and from what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from services.explanations import in_short, table_of
+from services.recordings import decisions_in, is_recording, requests_in
+from services.scheduler_server.recent import RecentDecisions
+from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
+from tests.services.stub_sidecars import sidecars
+
+
+async def explained(client: Client, request_id: str) -> common_pb2.Decision:
+    """Ask afterwards."""
+    decision: common_pb2.Decision = (
+        await client.stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id))
+    ).decision
+    return decision
+
+
+def test_a_decision_is_told_once_more_with_all_that_it_saw() -> None:
+    """Candidates, indicators and scores as they were then, not as they are now; unknown requests are named."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
+            stubs[0].e2e_s, stubs[0].load["num_running"] = 1.0, 3
+            decision = await client.decide()
+            assert not decision.candidates
+            stubs[0].e2e_s, stubs[0].load["num_running"] = 9.0, 7
+            await client.decide()
+            told = await explained(client, decision.request_id)
+            assert fates(told) == dict.fromkeys("ab", "FORECAST")
+            first = next(one for one in told.candidates if one.instance_id == "a")
+            assert (first.score, first.indicators.num_running) == (1.0, 3)
+            assert told.why == decision.why
+            assert "nobody" in await refused(explained(client, "nobody"), grpc.StatusCode.NOT_FOUND)
+            await client.decide(client.request(request_id="dry"), dry_run=True)
+            await refused(explained(client, "dry"), grpc.StatusCode.NOT_FOUND)
+
+    run(test)
+
+
+def test_only_so_much_is_remembered() -> None:
+    """The oldest decisions go, sooner where each has many candidates; the last one is always known."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
+            decisions = [await client.decide() for _ in range(3)]
+            assert [(await explained(client, one.request_id)).request_id for one in decisions] == ["r1", "r2", "r3"]
+
+    run(test)
+    recent = RecentDecisions(most_decisions=3, most_candidates=5)
+    for number, num_candidates in enumerate((1, 1, 1, 1, 4, 9)):
+        recent.keep(common_pb2.Decision(request_id=str(number)), Remembered(candidates=[Seen()] * num_candidates))  # type: ignore[arg-type]
+        known = [name for name in map(str, range(number + 1)) if name in recent._decided]
+        assert known == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["3", "4"], ["5"]][number]
+
+
+class Seen:
+    """A candidate that nobody looks at."""
+
+
+class Remembered:
+    """As much of a placement as is remembered."""
+
+    def __init__(self, candidates: list[Seen]) -> None:
+        self.candidates = candidates
+
+
+def test_an_explanation_is_short_and_to_the_point() -> None:
+    """The chosen one first, the others by score; a header of a large fleet stays small, and is ASCII."""
+    decision = common_pb2.Decision(
+        request_id="r", policy="block", why="ünusual", instance=common_pb2.Instance(instance_id="i9")
+    )
+    for number in range(40):
+        decision.candidates.add(
+            instance_id=f"i{number}", score=float(number % 10), fate=common_pb2.CANDIDATE_FATE_FORECAST
+        )
+    decision.candidates.add(instance_id="late", fate=common_pb2.CANDIDATE_FATE_LATE, note="no answer within 50 ms")
+    text = in_short(decision)
+    assert text.isascii()
+    assert len(text) < 2000
+    told = json.loads(text)
+    assert [one["instance"] for one in told["candidates"][:3]] == ["i9", "i0", "i10"]
+    assert told["more_candidates"] == 41 - 16
+    lines = list(table_of(decision))
+    assert lines[0] == "r -> i9"
+    assert len(lines) == 3 + 1 + 41
+    assert "no answer within 50 ms" in lines[-1]
+
+
+def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
+    """Requests come back with their arrivals, tags, prefixes and true lengths; decisions with all candidates."""
+    path = str(tmp_path / "logs" / "decisions.jsonl")
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, record=path, record_candidates=True) as client:
+            tag = common_pb2.Tag(median_tokens=40, spread=0.5)
+            first = client.request(output_tokens=None, tag=tag, prefix_hashes=[b"\x01\x02"], prefix_block_tokens=16)
+            decision = await client.decide(first)
+            await client.release(decision, STOP)
+            await client.decide(client.request(output_tokens=None, tag=tag, prompt_tokens=33))
+            await client.decide(dry_run=True)
+
+    run(test)
+    assert is_recording(path)
+    ours, other = requests_in(path)
+    assert (ours.request_id, ours.prompt_tokens, ours.output_tokens, ours.arrival_s) == ("r1", 10, 9, 0.0)
+    assert ours.prefix_hashes == ("0102",)
+    assert (other.prompt_tokens, other.output_tokens) == (33, None)
+    assert other.tag is not None
+    assert other.arrival_s > 0
+    assert [fates(one) for one in decisions_in(path)] == [dict.fromkeys("ab", "FORECAST")] * 2
+
+
+def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -> None:
+    """About a share of the requests is there, each with its outcome; old lines go, and no line is cut."""
+    path = tmp_path / "decisions.jsonl"
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs, record=str(path), record_share=0.5) as client:
+            for _ in range(60):
+                await client.release(await client.decide(), STOP)
+
+    run(test)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    decided = [line["decision"]["request_id"] for line in lines if line["event"] == "decision"]
+    ended = [line["outcome"]["request_id"] for line in lines if line["event"] == "outcome"]
+    assert sorted(decided) == sorted(ended)
+    assert 10 < len(decided) < 50
+    path.unlink()
+
+    async def small() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs, record=str(path), record_mib=0.03) as client:
+            for _ in range(100):
+                await client.release(await client.decide(), STOP)
+
+    run(small)
+    older = Path(f"{path}.1")
+    assert path.stat().st_size + older.stat().st_size <= 0.03 * 2**20
+    assert 0 < len(list(decisions_in(str(path)))) < 100
+    assert requests_in(str(path))[-1].request_id == "r100"
+
+
+def test_a_recording_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Two schedulers do not write one file; senseless sizes are named."""
+
+    async def test() -> None:
+        path = str(tmp_path / "one.jsonl")
+        async with sidecars("a") as stubs, scheduler(stubs, record=path):
+            with pytest.raises(ValueError, match="another scheduler"):
+                async with scheduler(stubs, record=path):
+                    pass
+            with pytest.raises(ValueError, match="record: .* cannot be written"):
+                async with scheduler(stubs, record=str(tmp_path)):
+                    pass
+        for settings in ({"record_share": 0.0}, {"record_share": 2.0}, {"record_mib": -1.0}):
+            with pytest.raises(ValueError, match=next(iter(settings))):
+                async with scheduler(stubs, **settings):
+                    pass
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("nonsense\n{}\n", "1: is not JSON"),
+        ('{"event": "other"}\n', "1: event: must be one of"),
+        ("[1]\n", "1: event"),
+        ('{"event": "decision", "request": {"prompt_tokens": "x"}}\n', "1: "),
+        ('{"event": "decision", "request": {"request_id": "r"}, "decision": {}}\n', "prompt_tokens"),
+    ],
+)
+def test_what_is_no_recording_is_refused_by_line(tmp_path: Path, text: str, complaint: str) -> None:
+    """A message names the file and the line."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        requests_in(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    """What was whole before it counts."""
+    path = tmp_path / "cut.jsonl"
+    whole = {"event": "decision", "request": {"request_id": "r", "prompt_tokens": 3}, "decision": {"request_id": "r"}}
+    path.write_text(json.dumps(whole) + "\n" + json.dumps(whole)[:40])
+    assert [one.request_id for one in requests_in(str(path))] == ["r"]
+
+
+def test_the_policy_is_switched_without_losing_a_request() -> None:
+    """Requests that are being decided go on by the old policy, later ones by the new one; nonsense changes nothing."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
+
+            async def use(policy: str) -> scheduler_pb2.UsePolicyResponse:
+                response: scheduler_pb2.UsePolicyResponse = await client.stub.UsePolicy(
+                    scheduler_pb2.UsePolicyRequest(policy=policy)
+                )
+                return response
+
+            stubs[0].hung = asyncio.Event()
+            waiting = asyncio.create_task(client.decide())
+            await until(lambda: bool(stubs[1].questions))
+            response = await use("round_robin")
+            assert (response.policy, response.before) == ("round_robin", "block")
+            assert (await client.decide()).policy == "round_robin"
+            stubs[0].hung.set()
+            assert (await waiting).policy == "block"
+            assert "policy" in await refused(use("best_of_all"))
+            assert "policy" in await refused(use(""))
+            assert (await client.decide()).policy == "round_robin"
+            await use("lmetric")  # reads what sidecars tell by themselves
+            await until(lambda: all(stub.num_watched for stub in stubs))
+            assert (await client.decide()).policy == "lmetric"
+            listed = await client.stub.ListInstances(scheduler_pb2.ListInstancesRequest())
+            assert ([one.instance_id for one in listed.instances], listed.policy) == (["a", "b"], "lmetric")
+            assert sum(len(stub.ever) for stub in stubs) >= 4
+
+    run(test)
