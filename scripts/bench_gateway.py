@@ -381,11 +381,11 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def Generate(  # noqa: N802 - the wire's name
-        self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Any:
+    def _stay_away(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Refuse: the bench sends nothing there."""
         raise NotImplementedError
+
+    Generate = Explain = ListInstances = UsePolicy = _stay_away
 
     async def Release(  # noqa: N802 - the wire's name
         self,
