@@ -1,0 +1,133 @@
+"""The cluster simulator beside the live system: one trace through both, and how far apart what requests experienced is.
+
+Emulated engines (Llama-2-7B on A30), their sidecars, a scheduler and a gateway run as processes of this machine, as in
+`bench_live`; the simulator serves the same requests, which come when they came to the live gateway. A decision takes
+as long there as the median one did here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from predictor.config import EngineConfig
+from predictor.profile import load_profile
+from services.cluster import ClusterSettings, running
+from services.data import data_folder
+from services.http_client import origin_of
+from services.load.asking import Manner
+from services.load.plan import Planned, Timing, by_arrival, planned
+from services.load.running import Limits, Result, run_plan
+from services.load.traces import trace_from
+from services.log_lines import configure
+from services.simulator.assembly import simulate
+from services.simulator.conditions import Conditions
+from services.simulator.fleet import Unit
+from services.simulator.measures import Latencies, latencies
+from services.simulator.workload import Lengths, workload
+
+PROFILE = "llama-2-7b-a30"
+MODEL = "parity"
+LENGTHS = "lengths/block_sharegpt_v3_58k_lens.csv"
+ENGINE = {"max_num_seqs": 48, "max_num_batched_tokens": 512, "num_gpu_blocks": 1057, "max_model_len": 2048}
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--instances", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second of engine time")
+    parser.add_argument("--speed", type=float, default=1.0, help="engine seconds per second")
+    parser.add_argument("--policy", action="append", help="block, llumnix and round_robin, if none is named")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    configure("warning", "text")
+    rows = [row for policy in arguments.policy or ["block", "llumnix", "round_robin"]
+            for row in compare(policy, arguments)]  # fmt: skip
+    if arguments.json:
+        machine = {"machine": platform.machine(), "python": platform.python_version()}
+        json.dump({"bench": "accuracy_simulator", "machine": machine, "results": rows}, sys.stdout)
+        print()
+        return
+    for row in rows:
+        print(f"{row['name']:36} {row['value']:12.4f} {row['unit']:9} n={row['n']}")
+
+
+def compare(policy: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run both, and put the figures together."""
+    plan = plan_of(arguments)
+    results = uvloop.run(live(policy, plan, arguments))
+    good = [one for one in results if one.failure is None and one.ttft_s is not None and one.e2e_s is not None]
+    decision_s = statistics.median(one.decision_s or 0.0 for one in good) * arguments.speed
+    took = simulated(policy, good, decision_s, arguments)
+    rows = [{"name": f"{policy}.failed_requests", "value": len(results) - len(good), "unit": "requests",
+             "n": len(results)}]  # fmt: skip
+    for name in ("ttft_s", "e2e_s"):
+        seen = np.array([getattr(one, name) - one.sent_s for one in good])
+        foreseen = getattr(took, name)
+        for kind, value in (("live", seen.mean()), ("simulated", foreseen.mean())):
+            rows.append({"name": f"{policy}.{name}.mean.{kind}", "value": float(value), "unit": "engine s",
+                         "n": len(good)})  # fmt: skip
+        difference = float(foreseen.mean() / seen.mean() - 1)
+        rows.append({"name": f"{policy}.{name}.mean.difference", "value": difference, "unit": "ratio", "n": len(good)})
+    return rows
+
+
+def plan_of(arguments: argparse.Namespace) -> list[Planned]:
+    """Draw requests from ShareGPT that fit, and when they come."""
+    generator = np.random.default_rng(arguments.seed)
+    requests = trace_from(str(data_folder() / LENGTHS)).requests
+    fitting = [one for one in requests if one.prompt_tokens + (one.output_tokens or 1) <= ENGINE["max_model_len"]]
+    chosen = [fitting[place] for place in generator.integers(0, len(fitting), arguments.requests)]
+    named = [replace(request, request_id=str(number)) for number, request in enumerate(chosen)]
+    return planned(by_arrival(named, None), Timing(kind="poisson", rate=arguments.rate), generator)
+
+
+async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) -> list[Result]:
+    """Send the requests through a gateway."""
+    flags = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    settings = ClusterSettings(
+        instances=arguments.instances, policies=(policy,), port=0, log_level="warning",
+        engine_flags=("--profile", PROFILE, "--speed", str(arguments.speed), "--served-model-name", MODEL,
+                      "--no-enable-prefix-caching", *flags),
+    )  # fmt: skip
+    manner = Manner(model=MODEL, output="ignore-eos", time_scale=arguments.speed)
+    ended: list[Result] = []
+    async with running(settings, lambda _: None) as cluster:
+        return list(
+            await run_plan(
+                plan, origin_of(cluster.gateway_urls[policy]), manner, Limits(timeout_s=3600.0), ended.append
+            )
+        )
+
+
+def simulated(policy: str, results: list[Result], decision_s: float, arguments: argparse.Namespace) -> Latencies:
+    """Serve the same requests at the times at which they were really sent."""
+    times_s = np.array([one.plan.due_s + one.sent_s for one in results])
+    order = np.argsort(times_s, kind="stable")
+    work = workload(
+        Lengths(
+            prompt_tokens=np.array([results[place].plan.prompt_tokens for place in order]),
+            output_tokens=np.array([results[place].plan.output_tokens for place in order]),
+        ),
+        times_s[order],
+    )
+    config = EngineConfig(**ENGINE, enable_prefix_caching=False)  # type: ignore[arg-type]  # all are whole numbers
+    units = [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * arguments.instances
+    took = latencies(simulate(units, work, policy, Conditions(decision_s=decision_s)))
+    back = np.argsort(order)
+    return Latencies(ttft_s=took.ttft_s[back], tpot_s=took.tpot_s[back], e2e_s=took.e2e_s[back])
+
+
+if __name__ == "__main__":
+    main()
