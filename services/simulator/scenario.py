@@ -73,7 +73,8 @@ class Traffic:
     """What comes. A `trace` is a file, beside the data (BLOCK_DATA) or anywhere; else lengths are drawn.
 
     Requests of a trace are drawn at random, or taken in their order where arrivals are the trace's, or `in_order`.
-    `grid_s` spreads recorded times over the cells of the grid that they lie on.
+    `grid_s` spreads recorded times over the cells of the grid that they lie on. From `hot_from_s` to `hot_until_s` a
+    share of the requests begin with the same `hot_tokens`: a hotspot of the prefix cache.
     """
 
     trace: str = ""
@@ -86,6 +87,10 @@ class Traffic:
     grid_s: float = 0.0
     in_order: bool = False
     from_s: float = 0.0
+    hot_share: float = 0.0
+    hot_tokens: int = 8192
+    hot_from_s: float = 0.0
+    hot_until_s: float = math.inf
     num_requests: int = 0  # 0 for all there are, or 10,000 that are drawn
 
     def __post_init__(self) -> None:
@@ -96,7 +101,9 @@ class Traffic:
             raise ValueError("traffic.trace: is missing, and arrivals are to be its")
         if not 0 < self.cv < math.inf:
             raise ValueError(f"traffic.cv: must be a number above 0, not {self.cv}")
-        for name in ("num_requests", "most_tokens"):
+        if not 0 <= self.hot_share <= 1:
+            raise ValueError(f"traffic.hot_share: must lie between 0 and 1, not {self.hot_share}")
+        for name in ("num_requests", "most_tokens", "hot_tokens"):
             require_count(f"traffic.{name}", getattr(self, name), at_least=0)
 
 
@@ -207,6 +214,10 @@ def _workload(traffic: Traffic, tags: Tags, longest: int, rate: float | None, se
             in_turn = np.arange(num) % len(known)
             lengths = picked(known, in_turn) if traffic.in_order else work.drawn(known, num, sizes)
             arrival_s = _drawn_times(traffic, num, rate, times)
+    if traffic.hot_share > 0:
+        within = (arrival_s >= traffic.hot_from_s) & (arrival_s < traffic.hot_until_s)
+        hot = within & (np.random.default_rng([seed, 14]).random(len(arrival_s)) < traffic.hot_share)
+        lengths = work.with_hotspot(lengths, hot, traffic.hot_tokens)
     return work.tagged(work.workload(lengths, arrival_s), tags.model(), errors)
 
 

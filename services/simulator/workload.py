@@ -96,6 +96,25 @@ def clipped(lengths: Lengths, most_tokens: int) -> Lengths:
     return Lengths(prompt_tokens=np.minimum(lengths.prompt_tokens, most_tokens - output), output_tokens=output)
 
 
+def with_hotspot(lengths: Lengths, hot: npt.NDArray[np.bool_], hot_tokens: int) -> Lengths:
+    """Let some requests have prompts of so many tokens that are the same for all of them, and a block of their own."""
+    size = lengths.block_tokens
+    shared = list(range(lengths.num_contents, lengths.num_contents + hot_tokens // size))
+    if not shared:
+        raise ValueError(f"hot_tokens: {hot_tokens} fill not one block of {size}")
+    first, known = lengths.first_content, lengths.contents.tolist()
+    rows: list[list[int]] = [
+        shared if is_hot else known[first[place] : first[place + 1]] if len(first) else []
+        for place, is_hot in enumerate(hot.tolist())
+    ]
+    return replace(
+        lengths,
+        prompt_tokens=np.where(hot, len(shared) * size + size // 2, lengths.prompt_tokens),
+        first_content=np.cumsum([0, *map(len, rows)]),
+        contents=np.array([name for row in rows for name in row], np.int64),
+    )
+
+
 # When requests come: unit gaps are drawn, of mean 1, so that the same seed gives the same pattern at any rate.
 
 
