@@ -5,6 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from predictor.step_time import StepTime, step_seconds, tabulate
+
 
 def first_come(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:
     """Go by arrival; those that are late already come after all others, whom they would make late too."""
@@ -36,3 +41,12 @@ def fewest_late(
             busy_until_s += minus_s
             last.add(put_off)
     return [number for number in in_time if number not in last] + sorted(last)
+
+
+def prefill_seconds(step_time: StepTime, prompt_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """How much longer than a step of one token steps take in sum for prompts of these lengths."""
+    costs = tabulate(step_time, int(prompt_tokens.max(initial=1)), 1)
+    least_s = step_seconds(costs, 1, 1, 1, 1.0, 0, 0.0, 0.0)
+    return np.array(
+        [max(0.0, step_seconds(costs, int(n), 1, 0, 0.0, 1, float(n) ** 2, 0.0) - least_s) for n in prompt_tokens]
+    )

@@ -22,7 +22,7 @@ from scheduler.table import Table
 from services.simulator import kernels
 from services.simulator.conditions import FIRST_COME, Conditions
 from services.simulator.fleet import Unit, restart, widened, workspace_for
-from services.simulator.holding import fewest_late, first_come
+from services.simulator.holding import fewest_late, first_come, prefill_seconds
 from services.simulator.workload import Workload
 
 FOREVER = math.inf
@@ -136,6 +136,7 @@ class Simulation:
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
     takes_steps: list[float] = field(default_factory=list)  # of the whole cluster, for an answer as long as is thought
+    prefill_s: list[float] = field(default_factory=list)  # likewise, for a prompt
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
 
     def __post_init__(self) -> None:
@@ -156,6 +157,9 @@ class Simulation:
         seats = sum(unit.config.max_num_seqs for unit in self.units)
         room = sum(unit.config.num_gpu_blocks * unit.config.block_size for unit in self.units)
         self.takes_steps = (tags * np.maximum(1 / seats, (lengths.prompt_tokens + tags / 2) / room)).tolist()
+        costs, num = self.units[0].step_time, len(self.units)
+        prompts, which = np.unique(lengths.prompt_tokens, return_inverse=True)
+        self.prefill_s = (prefill_seconds(costs, prompts) / num)[which].tolist()
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
@@ -336,7 +340,9 @@ class Simulation:
         if self.conditions.turn == FIRST_COME:
             return first_come(waiting, due_s, now_s)
         step_s = float(self.told[STEP_S].mean()) * len(self.schedulers)
-        return fewest_late(waiting, due_s, lambda number: self.takes_steps[number] * step_s, now_s)
+        return fewest_late(
+            waiting, due_s, lambda number: self.takes_steps[number] * step_s + self.prefill_s[number], now_s
+        )
 
     def _place(self, number: int, which: int, now_s: float) -> bool:
         """Send a request to an instance; False where nobody admits it now."""
