@@ -14,7 +14,8 @@ MOST_SPREAD = 10.0
 class Query:
     """One answer whose length is wanted: the prompt as far as it is known, and what the client said about the answer.
 
-    `keys` name what the prompt says (`length_tagger.keys`), `expected_tokens` is the client's own estimate.
+    `keys` name what the prompt says (`length_tagger.keys`), `expected_tokens` is the client's own estimate,
+    `foretold` what estimators have said already that are too slow to be asked one by one.
     """
 
     model: str = ""
@@ -27,6 +28,7 @@ class Query:
     session_id: str = ""
     client_id: str = ""
     keys: tuple[int, ...] = ()
+    foretold: tuple[Estimate, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse lengths that no answer could have."""
@@ -62,13 +64,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How long an answer became, and under which names its estimate was made."""
+    """How long an answer became, whether it was cut there, and under which names its estimate was made."""
 
     output_tokens: int
     model: str = ""
     session_id: str = ""
     client_id: str = ""
     keys: tuple[int, ...] = ()
+    cut: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no length."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
-from length_tagger.keys import key
+from length_tagger.keys import key, template_keys_of
 
 NAME = "history"
 
@@ -64,7 +64,7 @@ def names(of: Query | Outcome) -> Iterator[int]:
     """Under which names a request is remembered, the most telling one first."""
     if of.session_id:
         yield key("session", of.model, of.session_id)
-    yield from of.keys
+    yield from template_keys_of(of.keys)
     if of.client_id:
         yield key("client", of.model, of.client_id)
     if of.model:

@@ -21,7 +21,23 @@ def key(kind: str, *parts: str) -> int:
 
 
 def prompt_keys(model: str, prompt: str) -> tuple[int, ...]:
-    """Name what a prompt says, for one model; the most telling name first."""
-    if len(prompt) < TEMPLATE_CHARACTERS:
+    """Name what a prompt says, for one model: its template, where it is long enough to have one, then all of it.
+
+    Names of templates are even, those of whole prompts odd: whoever hears them back knows which is which.
+    """
+    if not prompt:
         return ()
-    return (key("template", model, prompt[:TEMPLATE_CHARACTERS]),)
+    exact = key("prompt", model, prompt) | 1
+    if len(prompt) < TEMPLATE_CHARACTERS:
+        return (exact,)
+    return (key("template", model, prompt[:TEMPLATE_CHARACTERS]) & ~1, exact)
+
+
+def template_keys_of(keys: tuple[int, ...]) -> tuple[int, ...]:
+    """Pick the names of templates."""
+    return tuple(one for one in keys if not one & 1)
+
+
+def exact_key_of(keys: tuple[int, ...]) -> int | None:
+    """Pick the name of the whole prompt, if there is one."""
+    return next((one for one in keys if one & 1), None)

@@ -23,6 +23,8 @@ class TaggerSettings:
     history_window: int = 512
     history_enough: int = 8
     history_windows: int = 4096
+    cached_prompts: int = 65_536
+    linear_model: str = ""  # a file; without one, what comes with the package
 
     def __post_init__(self) -> None:
         """Refuse what no estimator could work with."""
@@ -32,7 +34,7 @@ class TaggerSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value <= MOST_SPREAD):
                 raise ValueError(f"{name}: must lie between 0 and {MOST_SPREAD:g}, not {value}")
-        for name in ("history_window", "history_enough", "history_windows"):
+        for name in ("history_window", "history_enough", "history_windows", "cached_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.history_enough > self.history_window:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 
-from length_tagger.estimate import Outcome, Query, Tagger
+from length_tagger.chain import Chain
+from length_tagger.estimate import Outcome, Query
 from length_tagger.keys import prompt_keys
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.grpc_server import ServerSettings, serve_until_signalled
 from services.log_lines import say
+from services.tagger_batches import ENCODER, Batches, Encoder
+from services.tagger_drift import Drift
+from services.tagger_outcomes import recorder_for
+from services.tagger_reloading import Watched, linear_from, reloading
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +32,49 @@ HEAD_BYTES = TAIL_BYTES = 64 * 1024  # of a longer prompt the middle is not read
 TELLING = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
-def serve(tagger: Tagger, settings: ServerSettings) -> None:
-    """Run the service until it is told to stop."""
+def serve(
+    chain: Chain, settings: ServerSettings, *, linear_model: str = "", encoder: Encoder | None = None, record: str = ""
+) -> None:
+    """Run the service until it is told to stop; estimators have warmed up before anybody can ask."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    service = TaggerService(tagger, registry)
+    chain.estimate(Query(prompt="Warm up."))
+    batches = None
+    if encoder is not None:
+        batches = Batches(encoder.loaded(), registry, deadline_s=encoder.deadline_s)
+        batches.warm_up()
+    service = TaggerService(chain, registry, batches, recorder_for(record))
     register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
-    asyncio.run(serve_until_signalled(NAME, settings, [register], registry))
+    watched = []
+    if linear_model:
+        watched.append(Watched(path=linear_model, load=linear_from, take=partial(chain.replaced, "linear")))
+    if encoder is not None and batches is not None:
+        watched.append(Watched(path=encoder.file, load=lambda _: encoder.loaded(), take=batches.take))
+
+    async def run() -> None:
+        async with reloading(watched, registry):
+            await serve_until_signalled(NAME, settings, [register], registry)
+
+    asyncio.run(run())
 
 
 class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
-    """Asks an estimator on the event loop: those that there are take microseconds."""
+    """Asks quick estimators on the event loop, which takes less than a millisecond, and slow ones ahead in batches."""
 
-    def __init__(self, tagger: Tagger, registry: CollectorRegistry) -> None:
-        """Serve one tagger."""
-        self._tagger = tagger
+    def __init__(
+        self,
+        chain: Chain,
+        registry: CollectorRegistry,
+        batches: Batches | None = None,
+        record: Callable[[common_pb2.Outcome], None] = lambda _: None,
+    ) -> None:
+        """Serve one chain of estimators."""
+        self._chain = chain
+        self._batches = batches
+        self._record = record
         self._tags = Counter("block_tagger_tags", "Tags given.", ("estimator",), registry=registry)
         self._outcomes = Counter("block_tagger_outcomes", "Outcomes heard of.", ("learned",), registry=registry)
+        registry.register(Drift(chain))
 
     async def Tag(
         self,
@@ -50,7 +83,10 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
     ) -> tagger_pb2.TagResponse:
         """Predict the length of one answer."""
         query = query_from(request)
-        estimate = self._tagger.estimate(query)
+        if self._batches is not None and self._chain.reaches(query, ENCODER):
+            said = await self._batches.ask(query)
+            query = query if said is None else replace(query, foretold=(said,))
+        estimate = self._chain.estimate(query)
         self._tags.labels("none" if estimate is None else estimate.estimator).inc()
         if estimate is None:
             return tagger_pb2.TagResponse()
@@ -80,7 +116,10 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
             raise ValueError(f"outcomes: {len(request.outcomes)} are more than {MOST_OUTCOMES}, the most at once")
         outcomes = [outcome_from(one, place) for place, one in enumerate(request.outcomes) if tells_a_length(one)]
         for outcome in outcomes:
-            self._tagger.observe(outcome)
+            self._chain.observe(outcome)
+        for one in request.outcomes:
+            if tells_a_length(one):
+                self._record(one)
         self._outcomes.labels("yes").inc(len(outcomes))
         self._outcomes.labels("no").inc(len(request.outcomes) - len(outcomes))
         return tagger_pb2.ObserveResponse(num_learned=len(outcomes))
@@ -131,6 +170,7 @@ def outcome_from(message: common_pb2.Outcome, place: int) -> Outcome:
             session_id=message.session_id,
             client_id=message.client_id,
             keys=tuple(message.tag.keys),
+            cut=message.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         )
     except ValueError as error:
         raise ValueError(f"outcomes[{place}].{error}") from None

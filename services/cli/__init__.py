@@ -20,6 +20,7 @@ from services.cli.recommend import recommend_command
 from services.cli.replay import replay
 from services.cli.serve import serve
 from services.cli.simulate import simulate
+from services.cli.tagger import tagger
 from services.cli.up import up
 from services.cli.warm import warm
 
@@ -45,6 +46,7 @@ for command in (
     replay,
     serve,
     simulate,
+    tagger,
     up,
     warm,
 ):

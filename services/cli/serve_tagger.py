@@ -18,8 +18,21 @@ PORT = 50053
 @server_flag(
     "tagger",
     "--estimator",
-    default="client,history,constant",
-    help="Which to ask, in this order, until one has an answer: client, history, constant.",
+    default="client,cached,linear|history,constant",
+    help="Which to ask, in this order, until one has an answer: client, cached, linear, roberta, history, constant. "
+    "Of those joined by | the one that was closest lately is believed.",
+)
+@server_flag("tagger", "--linear-model", default="", help="A model for `linear` instead of the package's own (.npz).")
+@server_flag("tagger", "--encoder", default="", help="Folder of a checkpoint for `roberta`; needs torch.")
+@server_flag("tagger", "--encoder-threads", type=int, default=1, help="Threads that torch may use.")
+@server_flag("tagger", "--encoder-deadline-s", type=float, default=0.04, help="Longest wait for `roberta`.")
+@server_flag("tagger", "--record", default="", help="Append outcomes to this file, for `block tagger evaluate`.")
+@server_flag(
+    "tagger",
+    "--cached-prompts",
+    type=int,
+    default=DEFAULTS.cached_prompts,
+    help="Most prompts whose answers' lengths `cached` remembers.",
 )
 @server_flag(
     "tagger", "--constant-tokens", type=float, default=DEFAULTS.constant_tokens, help="The length that `constant` says."
@@ -59,11 +72,26 @@ PORT = 50053
     default=DEFAULTS.history_windows,
     help="Most sessions, templates, clients and models that it remembers.",
 )
-def tagger(estimator: str, **flags: Any) -> None:
+def tagger(
+    estimator: str, encoder: str, encoder_threads: int, encoder_deadline_s: float, record: str, **flags: Any
+) -> None:
     """Tell how long answers will be: gRPC, block.v1.LengthTagger."""
     from length_tagger import chained
+    from services.tagger_batches import ENCODER, Encoder
     from services.tagger_server import serve
 
     server = server_settings(flags)
-    names = [name.strip() for name in estimator.split(",") if name.strip()]
-    serve(chained(names, TaggerSettings(**flags)), server)
+    order = [place.strip() for place in estimator.split(",") if place.strip()]
+    reads = any(ENCODER in place.split("|") for place in order)
+    if reads and not encoder:
+        raise ValueError(f"encoder: {ENCODER} needs the folder of a checkpoint")
+    if encoder and not reads:
+        raise ValueError(f"estimator: with an encoder {ENCODER} must be there, as in client,cached,{ENCODER}|linear")
+    settings = TaggerSettings(**flags)
+    serve(
+        chained(order, settings),
+        server,
+        linear_model=settings.linear_model,
+        encoder=Encoder(folder=encoder, threads=encoder_threads, deadline_s=encoder_deadline_s) if encoder else None,
+        record=record,
+    )

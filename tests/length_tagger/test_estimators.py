@@ -126,7 +126,7 @@ def test_history_recovers_a_log_normal() -> None:
 def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
     """Session before template before client before model before everything."""
     template = prompt_keys("m", "x" * TEMPLATE_CHARACTERS)
-    assert template == prompt_keys("m", "x" * TEMPLATE_CHARACTERS + "and then another question")
+    assert template[0] == prompt_keys("m", "x" * TEMPLATE_CHARACTERS + "and then another question")[0]
     tagger = history(enough=4)
 
     def learn(length: int, keys: tuple[int, ...] = (), **of: str) -> None:
@@ -175,12 +175,13 @@ def test_a_window_equals_the_last_of_a_list(lengths: list[int], most: int) -> No
 
 
 def test_keys_do_not_depend_on_the_process_and_keep_parts_apart() -> None:
-    """Another tagger gives the same names; the model belongs to them; short prompts have none."""
-    assert prompt_keys("m", "a" * 300) == (6448183594718145979,)
+    """Another tagger gives the same names; the model belongs to them; short prompts have no template."""
+    assert prompt_keys("m", "a" * 300) == (6448183594718145978, 1671362278952576943)
     assert prompt_keys("m", "a" * 300) != prompt_keys("n", "a" * 300)
     assert prompt_keys("ma", "a" * 300) != prompt_keys("m", "a" * 300)
     assert prompt_keys("m", "\ud800" * 300) != ()
-    assert prompt_keys("m", "hello") == ()
+    assert len(prompt_keys("m", "hello")) == 1
+    assert prompt_keys("m", "") == ()
 
 
 @pytest.mark.parametrize(
@@ -232,8 +233,11 @@ def test_bad_queries_name_their_field(field: str, values: dict[str, int]) -> Non
 
 def test_the_table_has_the_default_order() -> None:
     """Every estimator of the default order is in the table, and calls itself by its name there."""
-    assert set(DEFAULT_ORDER) <= set(TAGGERS)
+    assert {name for place in DEFAULT_ORDER for name in place.split("|")} <= set(TAGGERS)
+    said = Estimate(median_tokens=5, spread=0.1, confidence=1, estimator="roberta")
+    keys = prompt_keys("", "hello")
     for name, make in TAGGERS.items():
         tagger = make(TaggerSettings(history_enough=1))
-        tagger.observe(Outcome(output_tokens=3))
-        assert known(tagger.estimate(Query(max_tokens=3, ignore_eos=True))).estimator == name
+        tagger.observe(Outcome(output_tokens=3, keys=keys))
+        query = Query(max_tokens=3, ignore_eos=True, prompt="hello", keys=keys, foretold=(said,))
+        assert known(tagger.estimate(query)).estimator == name

@@ -27,16 +27,19 @@ from length_tagger import DEFAULT_ORDER, chained
 from predictor.lengths import MOST_TOKENS, Tag
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services import log_lines
+from services.cli import serve_tagger
 from services.grpc_server import ServerSettings, serving
 from services.tagger_server import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 STOP = common_pb2.FINISH_REASON_STOP
-EVERYTHING = "client,history,constant"
+WITHOUT_LEARNING = "client,history,constant"
 
 
 @asynccontextmanager
-async def tagger(estimator: str = EVERYTHING, **options: Any) -> AsyncIterator[tuple[Any, Any, CollectorRegistry]]:
+async def tagger(
+    estimator: str = WITHOUT_LEARNING, **options: Any
+) -> AsyncIterator[tuple[Any, Any, CollectorRegistry]]:
     """A tagger, a stub and a channel for it."""
     registry = CollectorRegistry()
     service = TaggerService(chained(estimator.split(",")), registry)
@@ -117,7 +120,7 @@ def test_outcomes_come_home_by_the_keys_of_their_tags() -> None:
         async with tagger() as (stub, *_):
             template = b"You are a terse assistant. " * 20
             tag = (await stub.Tag(asking(template + b"Why?", model="m"))).tag
-            assert len(tag.keys) == 1
+            assert len(tag.keys) == 2  # the template, and the whole
             await stub.Observe(telling(*[900] * 40, model="m"))
             await stub.Observe(telling(*[12] * 8, model="m", tag=tag))
             assert (await stub.Tag(asking(template + b"How?", model="m"))).tag.median_tokens == 12
@@ -323,7 +326,10 @@ def test_settings_from_flags_environment_and_file(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--estimator", "clint"], "estimator: 'clint' is none of client, history, constant; did you mean client?"),
+        (
+            ["--estimator", "clint"],
+            "estimator: 'clint' is none of client, cached, linear, roberta, history, constant; did you mean client?",
+        ),
         (["--estimator", ","], "estimator: name at least one"),
         (["--constant-tokens", "nan"], "constant_tokens: must be above 0"),
         (["--history-window", "0"], "history_window: must be at least 1"),
@@ -389,4 +395,5 @@ def test_log_lines_are_one_line_each(form: str) -> None:
 
 def test_the_default_order_is_the_servers() -> None:
     """The command's default is the package's."""
-    assert ",".join(DEFAULT_ORDER) == EVERYTHING
+    given = next(one for one in serve_tagger.tagger.params if one.name == "estimator").default
+    assert given == ",".join(DEFAULT_ORDER)

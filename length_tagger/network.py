@@ -1,0 +1,249 @@
+"""The arithmetic of `linear`: word weights added up, one small hidden layer, a median and a spread for each model.
+
+Everything is numpy, trained and used alike, so that neither needs more than numpy and scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, Features
+
+Array: TypeAlias = npt.NDArray[np.float32]
+
+NUM_FACTORS = 64  # directions in which words pull, in each of the networks that are averaged
+NUM_HIDDEN = 64
+LOG_SPREADS = (-4.0, 0.3)  # from less than sampling noise to more than all data have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Weights, and what prompts are scaled by before they meet them."""
+
+    rarity: Array  # of buckets: how telling each is
+    count_means: Array
+    count_scales: Array
+    words: Array  # buckets x factors
+    from_counts: Array  # counts x factors
+    factor_bias: Array
+    hidden: Array  # factors x hidden
+    hidden_bias: Array
+    out: Array  # hidden x 2 models: medians, then spreads, of the logarithm
+    straight: Array  # counts x 2 models
+    out_bias: Array
+
+    def prepared(self, seen: Features) -> tuple[sparse.csr_array, Array]:
+        """Scale features as the weights expect them."""
+        num = len(seen.counts)
+        weights = seen.weights * self.rarity[seen.buckets]
+        squares = np.add.reduceat(
+            np.append(weights * weights, np.float32(0)), np.minimum(seen.starts[:-1], len(weights))
+        )
+        squares[seen.starts[:-1] == seen.starts[1:]] = 0
+        lengths = np.sqrt(np.maximum(squares, 1e-12)).astype(np.float32)
+        weights = weights / np.repeat(lengths, np.diff(seen.starts))
+        rows = sparse.csr_array((weights, seen.buckets, seen.starts), shape=(num, NUM_BUCKETS))
+        counts = (seen.counts - self.count_means) / self.count_scales
+        return rows, np.clip(counts, -5, 5).astype(np.float32)
+
+    def outputs(self, seen: Features) -> tuple[Array, Array]:
+        """Give medians and spreads of the logarithm of the length: prompts x models."""
+        rows, counts = self.prepared(seen)
+        factors = np.maximum(rows @ self.words + counts @ self.from_counts + self.factor_bias, 0)
+        hidden = np.maximum(factors @ self.hidden + self.hidden_bias, 0)
+        out = hidden @ self.out + counts @ self.straight + self.out_bias
+        num_models = out.shape[1] // 2
+        return out[:, :num_models], np.exp(np.clip(out[:, num_models:], *LOG_SPREADS))
+
+
+TRAINED = ("words", "from_counts", "factor_bias", "hidden", "hidden_bias", "out", "straight", "out_bias")
+DECAYED = ("words", "from_counts", "hidden", "out", "straight")
+
+
+def fresh(seen: Features, log_lengths: Array, rng: np.random.Generator) -> Network:
+    """Start: features scaled by what there is, every model at its own middle."""
+    num_models = log_lengths.shape[1]
+    num_prompts = len(seen.counts)
+    in_prompts = np.bincount(seen.buckets, minlength=NUM_BUCKETS)
+    rarity = np.where(in_prompts > 1, np.log((1 + num_prompts) / (1 + in_prompts)) + 1, 0)  # once teaches nothing
+    medians = [_median(log_lengths[:, place]) for place in range(num_models)]
+    spreads = np.log([_mean_deviation(log_lengths[:, place]) for place in range(num_models)])
+
+    def normal(rows: int, columns: int, scale: float) -> Array:
+        return rng.normal(0, scale, (rows, columns)).astype(np.float32)
+
+    return Network(
+        rarity=rarity.astype(np.float32),
+        count_means=seen.counts.mean(0),
+        count_scales=np.maximum(seen.counts.std(0), 1e-3),
+        words=normal(NUM_BUCKETS, NUM_FACTORS, 0.02) * (rarity > 0)[:, None].astype(np.float32),
+        from_counts=normal(NUM_COUNTS, NUM_FACTORS, NUM_COUNTS**-0.5),
+        factor_bias=np.zeros(NUM_FACTORS, np.float32),
+        hidden=normal(NUM_FACTORS, NUM_HIDDEN, (2 / NUM_FACTORS) ** 0.5),
+        hidden_bias=np.zeros(NUM_HIDDEN, np.float32),
+        out=normal(NUM_HIDDEN, 2 * num_models, 0.5 * NUM_HIDDEN**-0.5),
+        straight=np.zeros((NUM_COUNTS, 2 * num_models), np.float32),
+        out_bias=np.concatenate((medians, spreads)).astype(np.float32),
+    )
+
+
+def averaged(networks: Sequence[Network]) -> Network:
+    """Put networks side by side as one, whose outputs are the means of theirs (but for the spreads: of their logs)."""
+    one, num = networks[0], len(networks)
+
+    def beside(name: str) -> Array:
+        return np.concatenate([getattr(network, name) for network in networks], axis=-1)
+
+    def mean(name: str) -> Array:
+        return np.mean([getattr(network, name) for network in networks], axis=0, dtype=np.float32)
+
+    hidden = sparse.block_diag([network.hidden for network in networks]).toarray()
+    return Network(
+        rarity=one.rarity,
+        count_means=one.count_means,
+        count_scales=one.count_scales,
+        words=beside("words"),
+        from_counts=beside("from_counts"),
+        factor_bias=beside("factor_bias"),
+        hidden=hidden.astype(np.float32),
+        hidden_bias=beside("hidden_bias"),
+        out=np.concatenate([network.out for network in networks]) / np.float32(num),
+        straight=mean("straight"),
+        out_bias=mean("out_bias"),
+    )
+
+
+def _median(values: Array) -> float:
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else 5.5
+
+
+def _mean_deviation(values: Array) -> float:
+    known = values[np.isfinite(values)]
+    return max(0.05, float(np.abs(known - np.median(known)).mean())) if len(known) else 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How `linear` learns."""
+
+    epochs: int = 40
+    batch: int = 128
+    rate: float = 5e-3
+    decay: float = 0.1
+    drop_words: float = 0.5
+    drop: float = 0.2
+    members: int = 3  # networks from different starts that are averaged
+    seed: int = 0
+
+
+def train(
+    network: Network,
+    seen: Features,
+    log_lengths: Array,
+    recipe: Recipe,
+    after_epoch: Callable[[int, Network], None],
+) -> None:
+    """Improve a network in place; `log_lengths` is prompts x models x answers, NaN where there is none.
+
+    Medians learn from the absolute error of the logarithm, which long tails cannot pull away; spreads from the
+    likelihood of a Laplace distribution around them.
+    """
+    rng = np.random.default_rng((recipe.seed, 1))
+    rows, counts = network.prepared(seen)
+    num = len(counts)
+    steps = -(-num // recipe.batch)
+    moments = {name: (np.zeros_like(getattr(network, name)), np.zeros_like(getattr(network, name))) for name in TRAINED}
+    step = 0
+    for epoch in range(recipe.epochs):
+        for chosen in np.array_split(rng.permutation(num), steps):
+            step += 1
+            batch = rows[chosen]
+            batch.data = batch.data * (rng.random(len(batch.data)) >= recipe.drop_words) / (1 - recipe.drop_words)
+            gradients = _gradients(network, batch.astype(np.float32), counts[chosen], log_lengths[chosen], recipe, rng)
+            _step(network, gradients, moments, step, _rate(recipe, step / (steps * recipe.epochs)), recipe.decay)
+        after_epoch(epoch + 1, network)
+
+
+def _rate(recipe: Recipe, done: float) -> float:
+    """Warm up over the first fifth, then cool down as a cosine."""
+    warm = 0.2
+    if done < warm:
+        return recipe.rate * done / warm
+    return recipe.rate * 0.5 * (1 + float(np.cos(np.pi * (done - warm) / (1 - warm))))
+
+
+def _gradients(
+    network: Network, rows: sparse.csr_array, counts: Array, wanted: Array, recipe: Recipe, rng: np.random.Generator
+) -> dict[str, Array]:
+    """Go forth and back through the network, once."""
+    keep = 1 - recipe.drop
+    raw_factors = rows @ network.words + counts @ network.from_counts + network.factor_bias
+    open_factors = ((raw_factors > 0) * (rng.random(raw_factors.shape) < keep) / keep).astype(np.float32)
+    factors = raw_factors * open_factors
+    raw_hidden = factors @ network.hidden + network.hidden_bias
+    open_hidden = ((raw_hidden > 0) * (rng.random(raw_hidden.shape) < keep) / keep).astype(np.float32)
+    hidden = raw_hidden * open_hidden
+    out = hidden @ network.out + counts @ network.straight + network.out_bias
+
+    num_models = wanted.shape[1]
+    errors = wanted - out[:, :num_models, None]
+    known = np.isfinite(errors)
+    share = known / np.maximum(1, known.sum())
+    errors = np.where(known, errors, 0)
+    log_spreads = np.clip(out[:, num_models:, None], *LOG_SPREADS)
+    of_medians = -(np.sign(errors) * share).sum(2)
+    of_spreads = ((1 - np.abs(errors) * np.exp(-log_spreads)) * share).sum(2)
+    raw = out[:, num_models:]  # beyond the bounds nothing is gained by going farther
+    outwards = ((raw >= LOG_SPREADS[1]) & (of_spreads < 0)) | ((raw <= LOG_SPREADS[0]) & (of_spreads > 0))
+    of_spreads[outwards] = 0
+    of_out = np.concatenate((of_medians, of_spreads), axis=1).astype(np.float32)
+
+    of_hidden = (of_out @ network.out.T) * open_hidden
+    of_factors = (of_hidden @ network.hidden.T) * open_factors
+    return {
+        "words": rows.T @ of_factors,
+        "from_counts": counts.T @ of_factors,
+        "factor_bias": of_factors.sum(0),
+        "hidden": factors.T @ of_hidden,
+        "hidden_bias": of_hidden.sum(0),
+        "out": hidden.T @ of_out,
+        "straight": counts.T @ of_out,
+        "out_bias": of_out.sum(0),
+    }
+
+
+def _step(
+    network: Network,
+    gradients: dict[str, Array],
+    moments: dict[str, tuple[Array, Array]],
+    step: int,
+    rate: float,
+    decay: float,
+) -> None:
+    """Take one step of Adam with decoupled weight decay."""
+    for name in TRAINED:
+        weights, gradient = getattr(network, name), gradients[name]
+        first, second = moments[name]
+        first *= 0.9
+        first += np.float32(0.1) * gradient
+        second *= 0.999
+        second += np.float32(0.001) * gradient * gradient
+        towards = (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        if name in DECAYED:
+            weights *= np.float32(1 - rate * decay)
+        weights -= (rate * towards).astype(np.float32)
+
+
+def arranged(rows: Sequence[tuple[int, int, Sequence[float]]], num_prompts: int, num_models: int) -> Array:
+    """Lay log lengths out as prompts x models x answers, NaN where there is none."""
+    most = max(len(values) for _, _, values in rows)
+    laid = np.full((num_prompts, num_models, most), np.nan, np.float32)
+    for prompt, model, values in rows:
+        laid[prompt, model, : len(values)] = values
+    return laid

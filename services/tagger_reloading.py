@@ -1,0 +1,79 @@
+"""New checkpoints, taken up while the tagger serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter
+
+from length_tagger.estimate import Tagger
+from services.log_lines import say
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A file, how to load what it belongs to, and who takes it."""
+
+    path: str
+    load: Callable[[str], Any]
+    take: Callable[[Any], None]
+
+
+def linear_from(path: str) -> Tagger:
+    """Load a model of `linear`."""
+    from length_tagger.linear import LinearTagger, load
+
+    return LinearTagger(load(path))
+
+
+@asynccontextmanager
+async def reloading(
+    watched: Sequence[Watched], registry: CollectorRegistry, look_s: float = LOOK_S
+) -> AsyncIterator[None]:
+    """Look for changed files while the block runs."""
+    reloads = Counter("block_tagger_reloads", "Checkpoints that changed.", ("taken",), registry=registry)
+    task = asyncio.create_task(_look(watched, reloads, look_s)) if watched else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _look(watched: Sequence[Watched], reloads: Counter, look_s: float) -> None:
+    seen = [_version(one.path) for one in watched]
+    while True:
+        await asyncio.sleep(look_s)
+        for place, one in enumerate(watched):
+            version = _version(one.path)
+            if version is None or version == seen[place]:
+                continue
+            seen[place] = version
+            try:
+                one.take(await asyncio.to_thread(one.load, one.path))
+            except ValueError as error:  # a bad file: what there is goes on
+                reloads.labels("no").inc()
+                say(log, logging.WARNING, "checkpoint refused", reason=str(error))
+            else:
+                reloads.labels("yes").inc()
+                say(log, logging.INFO, "checkpoint taken", path=one.path)
+
+
+def _version(path: str) -> tuple[int, int, int] | None:
+    try:
+        stat = Path(path).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
