@@ -56,6 +56,7 @@ class Conditions:
     late_s: float = math.inf
     turn: str = FIRST_COME
     retry_s: float = 0.05
+    again_s: float = 0.0
     prefix_view: str = ENGINE_CACHE
     sample_s: float = 1.0  # of what is watched over time; 0 for nothing
     outages: tuple[Outage, ...] = ()
@@ -66,6 +67,7 @@ class Conditions:
         for name in (
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
             "order_s_per_token",
+            "again_s",
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -71,6 +71,7 @@ class Setting:
     rates: tuple[float, ...] = ()
     first_rate: float = 10.0
     variants: tuple[str, ...] = ()
+    baseline: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,10 @@ class Experiment:
     paper: Mapping[str, Mapping[str, float]]
     differences: tuple[str, ...]
     plots: tuple[str, ...]
+
+    def baseline_of(self, setting: Setting) -> str:
+        """What gains are over: the same everywhere, or the best of what is there already."""
+        return setting.baseline or self.baseline
 
     def cases(self, setting: Setting) -> list[tuple[Variant, Scenario]]:
         """All variants of a setting, each with its scenario."""
@@ -216,12 +221,14 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
     rates = changes.pop("rates", table.get("rates", []))
     first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
     variants = changes.pop("only", [])
+    baseline = str(changes.pop("baseline", table.get("baseline", "")))
     return Setting(
         name=name,
         scenario=base.changed(**changes),
         rates=tuple(float(rate) for rate in rates),
         first_rate=float(first_rate),
         variants=tuple(variants),
+        baseline=baseline,
     )
 
 
@@ -258,7 +265,7 @@ def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int
             [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, heard
         )
         by_name = {variant.name: one for (variant, _), one in zip(cases, found, strict=True)}
-        rows += _capacity_rows(by_name, setting.name, experiment.baseline)
+        rows += _capacity_rows(by_name, setting.name, experiment.baseline_of(setting))
         bars[setting.name] = {name: [(0.0, one.mean, one.ci95)] for name, one in by_name.items()}
     told(about, about)
     return Findings(rows=rows, curves={"capacity": bars})

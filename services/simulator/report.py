@@ -98,18 +98,19 @@ def _tables(experiment: Experiment, findings: Findings) -> list[str]:
 
 def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
     by_name = {row.name: row for row in findings.rows}
-    base = slug(experiment.baseline)
     tables = []
     for setting in experiment.settings:
+        baseline = experiment.baseline_of(setting)
+        base = slug(baseline)
         paper = experiment.paper.get(setting.name, {})
         lines = [
-            f"| {setting.name} | requests/s | over {experiment.baseline} | paper | paper, over {experiment.baseline} |",
+            f"| {setting.name} | requests/s | over {baseline} | paper | paper, over {baseline} |",
             "|---|---|---|---|---|",
         ]
         for variant, _ in experiment.cases(setting):
             key = f"{slug(variant.name)}.{setting.name}"
             share = by_name.get(f"gain_over_{base}.{key}")
-            theirs, their_base = paper.get(variant.name), paper.get(experiment.baseline)
+            theirs, their_base = paper.get(variant.name), paper.get(baseline)
             their_gain = f"{theirs / their_base - 1:+.1%}" if theirs and their_base and theirs != their_base else ""
             lines.append(
                 f"| {variant.name} | {_number(by_name[f'capacity_qps.{key}'])} | {_share(share)} | {theirs or ''} "

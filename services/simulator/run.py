@@ -130,9 +130,11 @@ class Simulation:
     watches_drain: bool = False
     admits: Expression | None = None
     held: list[list[int]] = field(default_factory=list)  # by scheduler
+    refused: list[npt.NDArray[np.float64]] = field(default_factory=list)  # with how many running, and when; likewise
     foretold: tuple[str, ...] = ()
     admits_by_forecast: bool = False
     needs_delays: bool = False
+    sees_now: bool = True  # decisions need the instances as they are
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
     takes_steps: list[float] = field(default_factory=list)  # of the whole cluster, for an answer as long as is thought
@@ -148,8 +150,10 @@ class Simulation:
         foretold = {root.name for root in roots_of(asked) if root.source is Source.FORECAST}
         self.admits_by_forecast = bool(foretold)
         self.foretold = tuple({*foretold, *policy.foretold})
+        self.sees_now = self.conditions.has_fresh_indicators or bool(self.foretold)
         self.needs_delays = any(name in DELAYS for name in self.foretold)
         self.held = [[] for _ in self.schedulers]
+        self.refused = [np.stack((np.full(len(self.units), np.inf), np.zeros(len(self.units)))) for _ in self.held]
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
@@ -346,45 +350,60 @@ class Simulation:
 
     def _place(self, number: int, which: int, now_s: float) -> bool:
         """Send a request to an instance; False where nobody admits it now."""
-        scheduler = self.schedulers[which]
-        policy, table = scheduler.policy, scheduler.table
-        conditions = self.conditions
-        fresh = conditions.has_fresh_indicators
+        policy = self.schedulers[which].policy
         places = self._able(number)
         if places is not None and len(places) == 0:
             self._nowhere(number)
             return True
-        if fresh or policy.needs_forecast or self.admits_by_forecast or self.unsent[0] != NOBODY:
+        if self.sees_now or self.unsent[0] != NOBODY:
             self.look(now_s)
-        if fresh:
-            table.known.told_s[:] = now_s
-        prompt_tokens = self.prompt_tokens[number]
-        columns: dict[str, Column] = {}
-        prefix_class = None
-        if policy.needs_prefix:
-            columns["prefix_hit_tokens"], prefix_class = self._hits(scheduler, number)
-        facts = Facts(prompt_tokens=prompt_tokens, tag_tokens=self._tag(number), prefix_class=prefix_class)
-        candidates = table.candidates(facts, now_s)
-        if columns:
-            candidates.add(columns)
-        if places is not None:
-            candidates = candidates.only(places)
-        among = policy.among(candidates)
-        foretells = policy.needs_forecast or self.admits_by_forecast
-        if foretells:
-            self._foretell(among, number, now_s)
-        if self.admits is not None:
-            admitting = np.flatnonzero(self.admits(among) == 1.0)
-            if len(admitting) == 0:
+        if self.admits_by_forecast:
+            places = self._worth_asking(which, places, now_s)
+            if len(places) == 0:
                 return False
-            best = int(admitting[policy.choose(among.only(admitting))])
-        else:
-            best = policy.choose(among)
-        index = among.place(best)
+        among = policy.among(self._candidates(number, which, places, now_s))
+        if self.foretold:
+            self._foretell(among, number, now_s)
+        best = policy.choose(among) if self.admits is None else self._best_admitting(which, among, now_s)
+        if best == NOBODY:
+            return False
+        self._send(number, which, among, best, now_s)
+        return True
+
+    def _candidates(
+        self, number: int, which: int, places: npt.NDArray[np.intp] | None, now_s: float
+    ) -> Candidates:  # fmt: skip
+        """Show a request and the instances it could go to as the scheduler knows them."""
+        scheduler = self.schedulers[which]
+        if self.conditions.has_fresh_indicators:
+            scheduler.table.known.told_s[:] = now_s
+        hits, prefix_class = self._hits(scheduler, number) if scheduler.policy.needs_prefix else (None, None)
+        facts = Facts(
+            prompt_tokens=self.prompt_tokens[number], tag_tokens=self.tag_tokens[number], prefix_class=prefix_class
+        )
+        candidates = scheduler.table.candidates(facts, now_s)
+        if hits is not None:
+            candidates.add({"prefix_hit_tokens": hits})
+        return candidates if places is None else candidates.only(places)
+
+    def _best_admitting(self, which: int, among: Candidates, now_s: float) -> int:
+        """Find the best of those that admit the request, or nobody."""
+        assert self.admits is not None
+        admitted = self.admits(among) == 1.0
+        if self.admits_by_forecast:
+            self._note_refusals(which, among, ~admitted, now_s)
+        admitting = np.flatnonzero(admitted)
+        if len(admitting) == 0:
+            return NOBODY
+        return int(admitting[self.schedulers[which].policy.choose(among.only(admitting))])
+
+    def _send(self, number: int, which: int, among: Candidates, best: int, now_s: float) -> None:
+        """Promise a request to an instance; it is sent when next anything is looked at."""
+        index, conditions = among.place(best), self.conditions
         instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
         instances[number], schedulers[number] = index, which
         num_sends[number] += 1
-        if foretells:
+        if self.foretold:
             predicted_ttft_s[number] = self.results["first_token_s"][best]
             predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
@@ -392,8 +411,19 @@ class Simulation:
         promised_s = now_s + conditions.decision_s
         arrives_s = promised_s + conditions.network_s
         self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)
-        self._note_sent(scheduler, number, index, prompt_tokens, self.unsent[3])
-        return True
+        self._note_sent(self.schedulers[which], number, index, self.unsent[3])
+
+    def _worth_asking(self, which: int, places: npt.NDArray[np.intp] | None, now_s: float) -> npt.NDArray[np.intp]:
+        """Leave out those that admitted nobody lately, and where nothing has ended since."""
+        then_running, then_s = self.refused[which]
+        worth = (self.told[RUNNING] < then_running) | (now_s - then_s >= self.conditions.again_s)
+        return np.flatnonzero(worth) if places is None else places[worth[places]]
+
+    def _note_refusals(self, which: int, among: Candidates, refused: npt.NDArray[np.bool_], now_s: float) -> None:
+        places = np.arange(len(among)) if among.places is None else among.places
+        then_running, then_s = self.refused[which]
+        then_running[places] = np.where(refused, self.told[RUNNING, places], np.inf)
+        then_s[places] = now_s
 
     def _able(self, number: int) -> npt.NDArray[np.intp] | None:
         """Where a request could be served: instances that are up and large enough; None for all."""
@@ -410,9 +440,6 @@ class Simulation:
             self.decisions[number].fate = FATES.index(REFUSED)
         else:
             self.homeless.append(number)
-
-    def _tag(self, number: int) -> float:
-        return self.tag_tokens[number]
 
     def _hits(self, scheduler: Scheduler, number: int) -> tuple[Column, int | None]:
         if scheduler.prefixes is not None:
@@ -445,13 +472,14 @@ class Simulation:
             self.workspace = workspace_for(self.fleet)
         return self.workspace
 
-    def _note_sent(self, scheduler: Scheduler, number: int, index: int, prompt_tokens: int, shown_s: float) -> None:
+    def _note_sent(self, scheduler: Scheduler, number: int, index: int, shown_s: float) -> None:
         if scheduler.prefixes is not None:
             scheduler.prefixes.sent(scheduler.table.known.instance_ids[index], self._contents(number))
         if self.watches_minute:
             self.minute[index].append(self.now_s)
         if self.conditions.has_fresh_indicators:
             return
+        prompt_tokens = self.prompt_tokens[number]
         blocks = -(-prompt_tokens // self.units[index].config.block_size)
         share = (1.0, float(blocks), float(prompt_tokens))
         scheduler.sent.append((shown_s, index, share))
