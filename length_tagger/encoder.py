@@ -99,4 +99,5 @@ def encoder_from(config: Any) -> nn.Module:
     fields = {name: value for name, value in config.items() if name != "model_type"}
     settings = AutoConfig.for_model(config["model_type"], **fields)
     extra = {"add_pooling_layer": False} if config["model_type"] in ("roberta", "bert", "xlm-roberta") else {}
-    return AutoModel.from_config(settings, trust_remote_code=False, **extra)  # type: ignore[no-any-return]
+    make: Any = AutoModel.from_config
+    return make(settings, trust_remote_code=False, **extra)  # type: ignore[no-any-return]

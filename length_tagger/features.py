@@ -51,6 +51,7 @@ def features(prompts: Sequence[str]) -> Features:
         text = prompt
         if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS:
             text = text[:HEAD_CHARACTERS] + text[-TAIL_CHARACTERS:]
+        text = text.encode("utf-8", "replace").decode()  # halves of surrogate pairs have no encoding
         words = _WORDS.findall(text.lower())
         hashes.append(_hashes(words))
         counts[row] = _counts(prompt, text, words)
@@ -69,14 +70,14 @@ def features(prompts: Sequence[str]) -> Features:
 
 def _hashes(words: list[str]) -> npt.NDArray[np.uint64]:
     """Hash words and pairs of neighbours to buckets."""
-    one = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words))
+    one = np.fromiter((zlib.crc32(word.encode()) for word in words), np.uint64, len(words))
     two = ((one[:-1] * _SPREAD & _LOW_BITS) + one[1:]) * _SPREAD & _LOW_BITS
     return np.concatenate((one, two >> np.uint64(7))) % np.uint64(NUM_BUCKETS)
 
 
 def _counts(prompt: str, text: str, words: list[str]) -> list[float]:
     """Count what says how much is asked: size, lines, questions, digits, code, other scripts."""
-    data = text.encode("utf-8", "surrogatepass")
+    data = text.encode()
     num = max(1, len(data))
     seen = np.bincount(np.frombuffer(data, np.uint8), minlength=256) @ _COUNTED
     num_words = len(words)

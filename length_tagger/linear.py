@@ -44,8 +44,11 @@ class LinearModel:
         spreads = spreads * self.spread_scale
         out: tuple[list[float], list[float]] = [], []
         for row, places in enumerate(places_of(name, self.models) for name in models):
-            log = float(medians[row, places].mean())
-            varied = float(medians[row, places].var()) + float((spreads[row, places] ** 2).mean())
+            if len(places) == 1:
+                log, varied = float(medians[row, places[0]]), float(spreads[row, places[0]]) ** 2
+            else:
+                log = float(medians[row, places].mean())
+                varied = float(medians[row, places].var()) + float((spreads[row, places] ** 2).mean())
             out[0].append(max(1.0, math.exp(min(LONGEST_LOG, log))))
             out[1].append(min(MOST_SPREAD, max(0.01, math.sqrt(varied))))
         return out
@@ -90,7 +93,7 @@ def save(model: LinearModel, path: str | Path) -> None:
         "card": dict(model.card),
     }
     content = io.BytesIO()
-    np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **kept)  # type: ignore[arg-type]
+    np.savez_compressed(content, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **kept)
     whole = Path(path).with_suffix(".new")
     whole.write_bytes(content.getvalue())
     whole.replace(path)

@@ -38,7 +38,7 @@ def fit(
     if len(models) > MOST_MODELS:
         raise ValueError(f"model: {len(models)} names are more than {MOST_MODELS}")
     for part in ("train", "validation"):
-        num = len({sample.prompt for sample in parts[part]})  # type: ignore[index]
+        num = len({sample.prompt for sample in parts[part]})
         if num < (LEAST_PROMPTS if part == "train" else 1):
             raise ValueError(f"prompt: {num} different ones for {part} are too few to learn from")
     held_prompts, held_lengths = laid_out(parts["validation"], models)

@@ -41,14 +41,14 @@ class Network:
     def prepared(self, seen: Features) -> tuple[sparse.csr_array, Array]:
         """Scale features as the weights expect them."""
         num = len(seen.counts)
-        weights = seen.weights * self.rarity[seen.buckets]
+        weights: Array = seen.weights * self.rarity[seen.buckets]
         squares = np.add.reduceat(
             np.append(weights * weights, np.float32(0)), np.minimum(seen.starts[:-1], len(weights))
         )
         squares[seen.starts[:-1] == seen.starts[1:]] = 0
         lengths = np.sqrt(np.maximum(squares, 1e-12)).astype(np.float32)
-        weights = weights / np.repeat(lengths, np.diff(seen.starts))
-        rows = sparse.csr_array((weights, seen.buckets, seen.starts), shape=(num, NUM_BUCKETS))
+        scaled = (weights / np.repeat(lengths, np.diff(seen.starts))).astype(np.float32)
+        rows = sparse.csr_array((scaled, seen.buckets, seen.starts), shape=(num, NUM_BUCKETS))
         counts = (seen.counts - self.count_means) / self.count_scales
         return rows, np.clip(counts, -5, 5).astype(np.float32)
 
@@ -101,7 +101,8 @@ def averaged(networks: Sequence[Network]) -> Network:
         return np.concatenate([getattr(network, name) for network in networks], axis=-1)
 
     def mean(name: str) -> Array:
-        return np.mean([getattr(network, name) for network in networks], axis=0, dtype=np.float32)
+        same: Array = np.mean([getattr(network, name) for network in networks], axis=0, dtype=np.float32)
+        return same
 
     hidden = sparse.block_diag([network.hidden for network in networks]).toarray()
     return Network(
@@ -113,7 +114,7 @@ def averaged(networks: Sequence[Network]) -> Network:
         factor_bias=beside("factor_bias"),
         hidden=hidden.astype(np.float32),
         hidden_bias=beside("hidden_bias"),
-        out=np.concatenate([network.out for network in networks]) / np.float32(num),
+        out=(np.concatenate([network.out for network in networks]) / num).astype(np.float32),
         straight=mean("straight"),
         out_bias=mean("out_bias"),
     )

@@ -87,7 +87,7 @@ def fit(
     checkpoint = _start(recipe, parts["train"], names, card or {})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = checkpoint.network.to(device)
-    learned, held = (_prepared(checkpoint, parts[part], names) for part in ("train", "validation"))  # type: ignore[index]
+    learned, held = (_prepared(checkpoint, parts[part], names) for part in ("train", "validation"))
     _set_out(network, learned)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
     steps = -(-len(learned.ids) // recipe.batch)
@@ -104,7 +104,8 @@ def fit(
         for number, chosen in enumerate(_batches(learned.ids, recipe.batch, rng), 1):
             loss = _loss(checkpoint, learned, chosen, device, recipe.hide)
             optimizer.zero_grad()
-            loss.backward()
+            backward: Any = loss.backward
+            backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -163,7 +164,7 @@ def _published(name: str) -> tuple[torch.nn.Module, Tokenizer, dict[str, Any], i
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        encoder = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
+        published = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"checkpoint: {name} cannot be loaded: {str(error).splitlines()[0]}") from None
@@ -172,7 +173,9 @@ def _published(name: str) -> tuple[torch.nn.Module, Tokenizer, dict[str, Any], i
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
-    config = {key: value for key, value in encoder.config.to_dict().items() if not key.startswith("_")}
+    config = {key: value for key, value in published.config.to_dict().items() if not key.startswith("_")}
+    encoder = encoder_from(config)  # without the parts that are not used
+    encoder.load_state_dict(published.state_dict(), strict=False)
     return encoder, backend, config, int(tokenizer.pad_token_id or 0)
 
 
@@ -221,11 +224,11 @@ def _share(step: int, steps: int) -> float:
 def _batches(ids: list[list[int]], size: int, rng: np.random.Generator) -> list[list[int]]:
     """Shuffle prompts into batches of about the same length each."""
     order = rng.permutation(len(ids)).tolist()
-    batches = []
+    batches: list[list[int]] = []
     for start in range(0, len(order), size * NEAR):
         near = sorted(order[start : start + size * NEAR], key=lambda place: len(ids[place]))
         batches.extend(near[first : first + size] for first in range(0, len(near), size))
-    rng.shuffle(batches)  # type: ignore[arg-type]
+    rng.shuffle(batches)
     return batches
 
 

@@ -151,7 +151,7 @@ def outcomes_from(path: str) -> list[dict[str, Any]] | None:
     """Read recorded outcomes; None where the file holds samples instead, which have prompts."""
     if not path.endswith(".jsonl"):
         return None
-    outcomes = []
+    outcomes: list[dict[str, Any]] = []
     try:
         with Path(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from protos.block.v1 import common_pb2
 from services.log_lines import say
@@ -15,15 +17,21 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 256 * 2**20  # of the file; then no more is written
 
 
-def recorder_for(path: str) -> Callable[[common_pb2.Outcome], None]:
-    """Make what appends each outcome to a file, a JSON line each; without a path, what does nothing."""
+@contextmanager
+def recording(path: str) -> Iterator[Callable[[common_pb2.Outcome], None]]:
+    """Give what appends each outcome to a file, a JSON line each; without a path, what does nothing."""
     if not path:
-        return lambda _: None
+        yield lambda _: None
+        return
     try:
-        file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the process
+        file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed below
     except OSError as error:
         raise ValueError(f"record: {path} cannot be written: {error.strerror}") from None
-    left = MOST_BYTES - file.tell()
+    with file:
+        yield _recorder(file, MOST_BYTES - file.tell())
+
+
+def _recorder(file: TextIO, left: int) -> Callable[[common_pb2.Outcome], None]:
 
     def record(outcome: common_pb2.Outcome) -> None:
         nonlocal left

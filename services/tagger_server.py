@@ -19,7 +19,7 @@ from services.grpc_server import ServerSettings, serve_until_signalled
 from services.log_lines import say
 from services.tagger_batches import ENCODER, Batches, Encoder
 from services.tagger_drift import Drift
-from services.tagger_outcomes import recorder_for
+from services.tagger_outcomes import recording
 from services.tagger_reloading import Watched, linear_from, reloading
 
 log = logging.getLogger(__name__)
@@ -43,19 +43,20 @@ def serve(
     if encoder is not None:
         batches = Batches(encoder.loaded(), registry, deadline_s=encoder.deadline_s)
         batches.warm_up()
-    service = TaggerService(chain, registry, batches, recorder_for(record))
-    register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
     watched = []
     if linear_model:
         watched.append(Watched(path=linear_model, load=linear_from, take=partial(chain.replaced, "linear")))
     if encoder is not None and batches is not None:
         watched.append(Watched(path=encoder.file, load=lambda _: encoder.loaded(), take=batches.take))
 
-    async def run() -> None:
+    async def run(told: Callable[[common_pb2.Outcome], None]) -> None:
+        service = TaggerService(chain, registry, batches, told)
+        register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
         async with reloading(watched, registry):
             await serve_until_signalled(NAME, settings, [register], registry)
 
-    asyncio.run(run())
+    with recording(record) as told:
+        asyncio.run(run(told))
 
 
 class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):

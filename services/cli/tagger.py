@@ -61,6 +61,54 @@ def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bo
     print(json.dumps(report) if as_json else f"{output}: {report['bytes']} bytes, {len(model.models)} models")
 
 
+@train.command(epilog=DATA_HELP)
+@click.argument("data", required=False, default=CASTILLO)
+@click.option("--output", "-o", metavar="FOLDER", required=True, help="Where to write the checkpoint.")
+@click.option("--checkpoint", default="", help="Start from this encoder: a name on Hugging Face, or a folder.")
+@click.option("--resume", is_flag=True, help="Go on where training into FOLDER stopped.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
+@click.option("--size", type=int, default=None, help="Width of a small encoder of one's own.")
+@click.option("--layers", type=int, default=None, help="Its layers.")
+@click.option("--heads", type=int, default=None, help="Its attention heads.")
+@click.option("--num-words", type=int, default=None, help="Pieces of words that its tokenizer learns.")
+@click.option("--most-tokens", type=int, default=None, help="Of a longer prompt head and tail are read.")
+@click.option("--epochs", type=int, default=None, help="Most passes over the data.")
+@click.option("--patience", type=int, default=None, help="Passes without a better one until it ends.")
+@click.option("--batch", type=int, default=None)
+@click.option("--rate", type=float, default=None, help="Learning rate; with a checkpoint 3e-5 is usual.")
+@click.option("--hide", type=float, default=None, help="Share of tokens that are masked while learning.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def roberta(
+    data: str, output: str, checkpoint: str, seed: int, *, resume: bool, as_json: bool, **given: float | None
+) -> None:
+    """Fine-tune an encoder of the RoBERTa family on DATA, or train a small one; needs the extra `tagger`.
+
+    A tenth of the prompts says when to stop and calibrates it, a fifth is held out. After each pass everything that
+    going on needs is written down. A GPU is used where there is one.
+    """
+    try:
+        from length_tagger.roberta_training import EncoderRecipe, fit
+    except ImportError:
+        raise ValueError("roberta needs torch: pip install 'block-serving[tagger]'") from None
+    require_writable(output)
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    recipe = EncoderRecipe(checkpoint=checkpoint, seed=seed, **chosen)
+    samples = samples_from(data)
+    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in chosen.items())
+    start = f" --checkpoint {checkpoint}" if checkpoint else ""
+    command = f"block tagger train roberta {data} --seed {seed}{start}{flags}"
+    with training_bar() as progress:
+        made = fit(
+            samples, output, recipe, card=card_of(samples, data, seed, command), resume=resume, progress=progress
+        )
+    report = {"output": output, "spread_scale": made.spread_scale, "num_models": len(made.models), **made.card}
+    print(
+        json.dumps(report)
+        if as_json
+        else f"{output}: {len(made.models)} models, mean error of the logarithm {made.card['validation_log_error']:.4f}"
+    )
+
+
 @tagger.command(epilog=DATA_HELP)
 @click.argument("data", required=False, default=CASTILLO)
 @click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
@@ -183,6 +231,7 @@ def training_bar() -> Iterator[Callable[[int, int, float], None]]:
         yield lambda *_: None
         return
     shown: dict[str, float] = {"error": math.nan, "done": 0}
+    bar: Any
     with click.progressbar(
         length=1000, label="training", file=sys.stderr, item_show_func=lambda _: f"error {shown['error']:.4f}"
     ) as bar:

@@ -1,0 +1,154 @@
+"""How fast lengths are estimated: each estimator alone, on one core, without a server around it.
+
+- `prompts_per_s.{estimator}`: prompts in batches of 64, per second of the processor.
+- `p99_ms.{estimator}`: one prompt after the other, 99th percentile of the processor time; also `p50_ms`.
+- `roberta` only with --encoder: `prompts_per_s` in batches of 16, and `offered_p99_ms.roberta`: what callers wait, in
+  real time, through the server's micro-batches at --offered requests a second.
+
+Prompts are CASTILLO's where BLOCK_DATA is there, else made up of random words of the same lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from length_tagger import TAGGERS
+from length_tagger.estimate import Outcome, Query
+from length_tagger.keys import prompt_keys
+from length_tagger.settings import TaggerSettings
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--prompts", type=int, default=3000)
+    parser.add_argument("--encoder", default="", help="Folder of a checkpoint of `roberta`.")
+    parser.add_argument("--threads", type=int, default=1, help="Of torch.")
+    parser.add_argument("--offered", type=float, default=64.0, help="Requests a second.")
+    arguments = parser.parse_args()
+    queries = [
+        Query(prompt=prompt, model=MODEL, keys=prompt_keys(MODEL, prompt)) for prompt in prompts(arguments.prompts)
+    ]
+    results = list(measured(queries))
+    if arguments.encoder:
+        results.extend(encoder_measured(queries, arguments.encoder, arguments.threads, arguments.offered))
+    if arguments.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
+        json.dump({"bench": "tagger", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for result in results:
+        print(f"{result['name']:28}{result['value']:>12.3f} {result['unit']:6} n={result['n']}")
+
+
+def prompts(num: int) -> list[str]:
+    """Find prompts, real ones if they are there."""
+    from length_tagger.samples import read_castillo
+    from services.data import data_folder
+
+    rng = random.Random(7)
+    try:
+        real = sorted({sample.prompt for sample in read_castillo(data_folder() / "text")})
+    except ValueError:
+        words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 10))) for _ in range(5000)]
+        real = [" ".join(rng.choices(words, k=round(rng.lognormvariate(4.3, 0.9)))) for _ in range(num)]
+    rng.shuffle(real)
+    return (real * (1 + num // len(real)))[:num]
+
+
+def measured(queries: Sequence[Query]) -> Iterator[dict[str, Any]]:
+    """Go through the estimators that need nothing further."""
+    for name in ("client", "cached", "linear", "history", "constant"):
+        tagger: Any = TAGGERS[name](TaggerSettings(history_enough=1))
+        for query in queries[::2]:
+            tagger.observe(Outcome(output_tokens=100, model=MODEL, keys=query.keys))
+        for query in queries[:50]:
+            tagger.estimate(query)
+        times = []
+        for query in queries:
+            start = time.process_time_ns()
+            tagger.estimate(query)
+            times.append((time.process_time_ns() - start) / 1e6)
+        start_s = time.process_time()
+        if hasattr(tagger, "estimate_many"):
+            for first in range(0, len(queries), 64):
+                tagger.estimate_many(queries[first : first + 64])
+        else:
+            for query in queries:
+                tagger.estimate(query)
+        yield row(f"prompts_per_s.{name}", len(queries) / (time.process_time() - start_s), "1/s", len(queries))
+        yield from percentiles("", name, times)
+
+
+def percentiles(prefix: str, name: str, times: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Give the middle and the tail of some times."""
+    for share in (50, 99):
+        yield row(f"{prefix}p{share}_ms.{name}", float(np.percentile(times, share)), "ms", len(times))
+
+
+def encoder_measured(queries: Sequence[Query], folder: str, threads: int, offered: float) -> Iterator[dict[str, Any]]:
+    """Measure the encoder alone, and through the server's batches."""
+    from services.tagger_batches import Batches, Encoder
+
+    encoder = Encoder(folder=folder, threads=threads, deadline_s=10.0).loaded()
+    some = queries[:800]
+    encoder.estimate_many(some[:16])
+    start_s = time.process_time()
+    for first in range(0, len(some), 16):
+        encoder.estimate_many(some[first : first + 16])
+    yield row("prompts_per_s.roberta", len(some) / (time.process_time() - start_s), "1/s", len(some))
+    times = []
+    for query in some[:200]:
+        start = time.process_time_ns()
+        encoder.estimate_many([query])
+        times.append((time.process_time_ns() - start) / 1e6)
+    yield from percentiles("", "roberta", times)
+    batches = Batches(encoder, CollectorRegistry(), deadline_s=10.0)
+    batches.warm_up()
+    waits = asyncio.run(offer(batches, some, offered))
+    yield from percentiles("offered_", "roberta", waits)
+
+
+async def offer(batches: Any, queries: Sequence[Query], rate: float) -> list[float]:
+    """Ask at random moments, at a mean rate, and tell how long each answer took."""
+    rng = random.Random(3)
+    waits: list[float] = []
+
+    async def ask(query: Query) -> None:
+        start = time.perf_counter()
+        if await batches.ask(query) is not None:
+            waits.append(1e3 * (time.perf_counter() - start))
+
+    async with asyncio.TaskGroup() as tasks:
+        for query in queries:
+            await asyncio.sleep(rng.expovariate(rate))
+            tasks.create_task(ask(query))
+    return waits
+
+
+def row(name: str, value: float, unit: str, num: int) -> dict[str, Any]:
+    """Give a result as all benches do."""
+    return {"name": name, "value": value, "unit": unit, "n": num}
+
+
+if __name__ == "__main__":
+    main()

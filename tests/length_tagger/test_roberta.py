@@ -1,0 +1,142 @@
+"""A small encoder learns, stops and goes on, is kept safely, and bears any prompt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from length_tagger.estimate import Query
+from length_tagger.samples import split
+from length_tagger.scores import scores
+from tests.length_tagger.test_learning import HOSTILE, taught
+
+torch = pytest.importorskip("torch", reason="needs the extra `tagger`")
+pytest.importorskip("transformers", reason="needs the extra `tagger`")
+
+from length_tagger.encoder import encoded, loss_of  # noqa: E402 - they need torch
+from length_tagger.roberta import RobertaTagger, load  # noqa: E402
+from length_tagger.roberta_training import EncoderRecipe, fit  # noqa: E402
+
+TINY = EncoderRecipe(
+    size=32, layers=1, heads=2, num_words=400, most_tokens=24, epochs=8, batch=16, rate=5e-3, hide=0.0, patience=8
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Sums come out the same however busy the machine is."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny encoder's checkpoint."""
+    path = tmp_path_factory.mktemp("encoder") / "tiny"
+    fit(taught(), path, TINY)
+    return path
+
+
+def test_a_tiny_encoder_beats_the_median(folder: Path) -> None:
+    """On prompts that it never saw its error is less than half the median's, and ranks are mostly right."""
+    tagger = RobertaTagger.load(folder)
+    tests = split(taught(), 0)["test"]
+    estimates = tagger.estimate_many([Query(prompt=one.prompt, model=one.model) for one in tests])
+    lengths = np.array([one.output_tokens for one in tests], float)
+    medians = np.repeat([one.median_tokens for one in estimates if one is not None], 4)
+    spreads = np.repeat([one.spread for one in estimates if one is not None], 4)
+    score = scores(lengths.ravel(), medians, spreads)
+    known = [tokens for sample in taught() for tokens in sample.output_tokens]
+    baseline = scores(lengths.ravel(), np.full(lengths.size, np.median(known)), np.ones(lengths.size))
+    assert score["mae"] < 0.5 * baseline["mae"]
+    assert score["spearman"] > 0.8
+    assert 0.75 < score["coverage_p90"] <= 1.0
+
+
+def test_resumed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
+    """Stopped after three passes and taken up again, training ends with the very same weights."""
+    fit(taught(), tmp_path / "stopped", TINY, most_epochs=3)
+    fit(taught(), tmp_path / "stopped", TINY, resume=True)
+    one, other = (load(path).network.state_dict() for path in (folder, tmp_path / "stopped"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (folder / "block.json").read_text() == (tmp_path / "stopped" / "block.json").read_text()
+    with pytest.raises(ValueError, match="was begun with another recipe"):
+        fit(taught(), tmp_path / "stopped", EncoderRecipe(size=64), resume=True)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        fit(taught(), tmp_path / "nothing", TINY, resume=True)
+
+
+def test_it_starts_from_a_published_checkpoint(tmp_path: Path) -> None:
+    """A folder as Hugging Face has it is fine-tuned: its encoder, its tokenizer, its size."""
+    from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+
+    from length_tagger.roberta_training import tokenizer_from
+
+    tokenizer = tokenizer_from((sample.prompt for sample in taught()), 300)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **dict(zip(("pad_token", "unk_token", "mask_token"), ("<pad>", "<unk>", "<mask>"), strict=True)),
+    )
+    config = RobertaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=34, pad_token_id=0,
+    )  # fmt: skip
+    published = RobertaModel(config)
+    published.save_pretrained(tmp_path / "published")
+    fast.save_pretrained(tmp_path / "published")
+    recipe = EncoderRecipe(checkpoint=str(tmp_path / "published"), epochs=1, rate=1e-9)
+    made = fit(taught(60), tmp_path / "tuned", recipe)
+    assert made.most_tokens == 32
+    kept = load(tmp_path / "tuned").network.state_dict()["encoder.embeddings.word_embeddings.weight"]
+    assert torch.allclose(kept, published.state_dict()["embeddings.word_embeddings.weight"], atol=1e-3)
+    with pytest.raises(ValueError, match=r"^checkpoint: .*nowhere cannot be loaded"):
+        fit(taught(60), tmp_path / "x", EncoderRecipe(checkpoint=str(tmp_path / "nowhere")))
+
+
+def test_hostile_prompts_get_a_bounded_tag(folder: Path) -> None:
+    """Empty, enormous, repetitive, in other scripts or no text at all: a finite length, or none for no prompt."""
+    said = RobertaTagger.load(folder).estimate_many([Query(prompt=prompt, model="brief") for prompt in HOSTILE])
+    assert said[0] is None
+    for estimate in said[1:]:
+        assert estimate is not None
+        assert 1 <= estimate.median_tokens <= 1_000_000
+        assert 0 < estimate.spread <= 10
+
+
+def test_of_a_long_prompt_head_and_tail_are_read(folder: Path) -> None:
+    """Two thirds of the places are for its head, one for its tail."""
+    tokenizer = load(folder).tokenizer
+    whole = tokenizer.encode("first one " + "king " * 100 + "last two").ids
+    (cut,) = encoded(tokenizer, ["first one " + "king " * 100 + "last two"], 24)
+    assert cut == whole[:16] + whole[-8:]
+
+
+def test_unknown_lengths_teach_nothing() -> None:
+    """A model that was not asked has no say in the loss."""
+    medians, spreads = torch.zeros(1, 2), torch.zeros(1, 2)
+    wanted = torch.tensor([[[1.0, float("nan")], [float("nan"), float("nan")]]])
+    assert loss_of(medians, spreads, wanted).item() == pytest.approx(2.0)
+
+
+def test_folders_that_are_no_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Missing files, other formats, other shapes and infinite weights are named."""
+    from safetensors.torch import load_file, save_file
+
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(tmp_path / "nothing")
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = load_file(folder / "model.safetensors")
+    for name, value in (("out.bias", torch.zeros(3)), ("out.bias", torch.full_like(weights["out.bias"], torch.inf))):
+        save_file({**weights, name: value}, broken / "model.safetensors")
+        with pytest.raises(ValueError, match="is no checkpoint"):
+            load(broken)
+    (broken / "model.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        load(broken)
+    (broken / "block.json").write_text(json.dumps({"format": "another"}))
+    with pytest.raises(ValueError, match="format is 'another'"):
+        load(broken)
