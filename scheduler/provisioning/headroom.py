@@ -26,8 +26,7 @@ def headroom(aims: Aims) -> Rule:
         comes = now.trend.most(ahead_s)
         if bears <= 0:  # nothing was placed yet
             return Wish(num_wanted=now.num_present, num_enough=now.num_present, why="nothing is known of requests yet")
-        behind = max(0.0, now.in_flight - now.num_present * company) if math.isfinite(company) else 0.0
-        share = (comes + behind / max(aims.threshold_s, ahead_s)) / bears
+        share = comes / bears
         foreseen = _alarm(now, aims)
         wanted = max(math.ceil(share), now.num_present + foreseen)
         enough = max(math.ceil(share * SPARE), math.ceil(now.trend.at(0.0) * SPARE / bears))
@@ -41,7 +40,6 @@ def headroom(aims: Aims) -> Rule:
                 "arrivals_ahead_per_s": comes,
                 "instance_bears_per_s": bears if math.isfinite(bears) else 0.0,
                 "instance_bears_requests": company if math.isfinite(company) else 0.0,
-                "behind_requests": behind,
                 "forecast_p_s": now.forecast_p_s,
                 "threshold_s": aims.threshold_s,
                 "cold_start_s": now.cold_start_s,

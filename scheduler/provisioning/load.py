@@ -16,7 +16,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 WEIGHT_OF_GUESS = 1.0  # spans that the guess below counts for
-GUESS = 1.0  # as long as nothing else was seen: a full instance takes this share longer for a token than one with few
+GUESS = 0.5  # as long as nothing else was seen: a full instance takes this share longer for a token than one with few
 LEAST_COMPANY = 1.0
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 # What a line, or a step, must explain to be believed, in units of the counts' own noise; steps may be anywhere, and so
 # there is always one that explains something.
 PRICE_OF_LINE, PRICE_OF_STEP = 16.0, 24.0
-SURE = 1.0  # deviations of the level's error that are added on the safe side
+SURE = 0.5  # deviations of the level's error that are added on the safe side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from services.cli.explain import explain
 from services.cli.forecast import forecast
 from services.cli.policies import policies
 from services.cli.profile import profile
+from services.cli.provision import provision
 from services.cli.recommend import recommend_command
 from services.cli.replay import replay
 from services.cli.serve import serve
@@ -42,6 +43,7 @@ for command in (
     forecast,
     policies,
     profile,
+    provision,
     recommend_command,
     replay,
     serve,

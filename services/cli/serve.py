@@ -7,6 +7,7 @@ import click
 from services.cli.serve_engine import engine
 from services.cli.serve_gateway import gateway
 from services.cli.serve_predictor import predictor
+from services.cli.serve_provisioner import provisioner
 from services.cli.serve_scheduler import scheduler
 from services.cli.serve_tagger import tagger
 
@@ -16,5 +17,5 @@ def serve() -> None:
     """Run one part of the system until SIGTERM or Ctrl-C; then what is under way is finished."""
 
 
-for command in (engine, gateway, predictor, scheduler, tagger):
+for command in (engine, gateway, predictor, provisioner, scheduler, tagger):
     serve.add_command(command)

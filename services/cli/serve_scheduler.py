@@ -69,6 +69,13 @@ PORT = 50051
     help="Times that a request yields to those decided elsewhere at the same time.",
 )
 @server_flag("scheduler", "--max-deciding", type=int, default=8, help="Most fan-outs at once; more requests wait.")
+@server_flag(
+    "scheduler",
+    "--provisioner",
+    multiple=True,
+    metavar="ADDRESS",
+    help="host:port of a provisioner, which is told of forecasts and outcomes. Repeatable: all that may lead.",
+)
 @server_flag("scheduler", "--tagger", metavar="ADDRESS", default="", help="host:port of the length tagger.")
 @server_flag("scheduler", "--tagger-deadline-ms", type=float, default=10.0, help="Longest wait for it.")
 @server_flag(
@@ -100,6 +107,7 @@ def scheduler(  # noqa: PLR0917 - click names them all
     poll_s: float,
     sidecar_deadline_ms: float,
     tagger_deadline_ms: float,
+    provisioner: tuple[str, ...],
     constant_tokens: float,
     constant_spread: float,
     **flags: Any,
@@ -115,6 +123,7 @@ def scheduler(  # noqa: PLR0917 - click names them all
         sidecar_deadline_s=seconds("sidecar_deadline_ms", sidecar_deadline_ms),
         tagger_deadline_s=seconds("tagger_deadline_ms", tagger_deadline_ms),
         without_tagger=TaggerSettings(constant_tokens=constant_tokens, constant_spread=constant_spread),
+        provisioners=provisioner,
         **flags,
     )
     serve(settings, server, source, poll_s)

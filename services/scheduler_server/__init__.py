@@ -21,6 +21,7 @@ from services.scheduler_server.fleet import Fleet
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.recording import Recorder
+from services.scheduler_server.reporting import Reports
 from services.scheduler_server.service import SchedulerService
 from services.scheduler_server.settings import SchedulerSettings
 
@@ -52,6 +53,7 @@ async def scheduling(
     """Follow the instances while the block runs; a list that is bad at the start is refused, a DNS name may wait."""
     measures = Measures(registry)
     fleet, lengths, client = Fleet(settings, measures), Lengths(settings, measures), HttpClient()
+    reports = Reports(settings.provisioners, settings.scheduler_id)
     watching = recorder = None
     try:
         recorder = recorder_of(settings, measures)
@@ -61,7 +63,7 @@ async def scheduling(
             if not isinstance(source, FromName):
                 raise
         watching = asyncio.create_task(watch(source, poll_s, fleet.update))
-        yield SchedulerService(settings, fleet, lengths, measures, client, recorder)
+        yield SchedulerService(settings, fleet, lengths, measures, client, recorder, reports)
     finally:
         if watching is not None:
             watching.cancel()
@@ -69,6 +71,7 @@ async def scheduling(
                 await watching
         await fleet.close()
         await lengths.close()
+        await reports.close()
         client.close()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)

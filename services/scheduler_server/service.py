@@ -26,6 +26,7 @@ from services.scheduler_server.placing import Placer
 from services.scheduler_server.progress import Progress
 from services.scheduler_server.recent import RecentDecisions
 from services.scheduler_server.recording import Recorder
+from services.scheduler_server.reporting import Reports
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
 from services.scheduler_server.wish import BASES, Placement, Wish
@@ -50,6 +51,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         measures: Measures,
         client: HttpClient,
         recorder: Recorder | None = None,
+        reports: Reports | None = None,
     ) -> None:
         """Serve a fleet."""
         self._settings = settings
@@ -57,6 +59,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._lengths = lengths
         self._measures = measures
         self._client = client
+        self._reports = reports or Reports((), settings.scheduler_id)
         self._placer = Placer(settings, fleet, lengths, measures)
         self._expectations = Expectations()
         self._recent = RecentDecisions()
@@ -161,6 +164,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             return common_pb2.ReleaseResponse()
         if request.HasField("outcome"):
             self._learn(sidecar, request.outcome)
+        else:
+            self._reports.ended(common_pb2.Outcome(request_id=request.request_id, instance_id=request.instance_id))
         return await self._released(sidecar, request)
 
     async def Explain(
@@ -203,6 +208,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return response
 
     def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
+        self._reports.ended(outcome)
         self._expectations.ended(outcome, completed=outcome.finish_reason in ENDED)
         if self._recorder is not None:
             self._recorder.ended(outcome)
@@ -215,6 +221,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     def _decision(self, placement: Placement, wish: Wish, *, explain: bool) -> common_pb2.Decision:
         in_full = explain or (self._recorder is not None and self._settings.record_candidates)
         decision = decision_message(placement, wish, self._settings.scheduler_id, explain=in_full)
+        self._reports.placed(wish, placement)
         if not wish.dry_run:
             if placement.forecast is not None:
                 decision.forecast.CopyFrom(self._expectations.told(decision.request_id, placement.forecast))

@@ -32,6 +32,7 @@ class SchedulerSettings:
     first_pause_s: float = 0.25
     longest_pause_s: float = 8.0
 
+    provisioners: tuple[str, ...] = ()  # host:port of each; all are told
     tagger: str = ""  # host:port
     tagger_deadline_s: float = 0.01
     without_tagger: TaggerSettings = field(default_factory=TaggerSettings)  # what lengths are, while no tagger answers
@@ -74,6 +75,8 @@ class SchedulerSettings:
             raise ValueError(f"seed: must be at least 0, not {self.seed}")
         if self.tagger:
             require_address("tagger", self.tagger)
+        for address in self.provisioners:
+            require_address("provisioner", address)
 
     def circuit(self) -> Circuit:
         """Make a circuit for a part that may fail."""

@@ -147,6 +147,8 @@ class Placement(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     BEST_E2E_S_FIELD_NUMBER: _builtins.int
     WORST_E2E_S_FIELD_NUMBER: _builtins.int
+    NEXT_BEST_E2E_S_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     pool: _builtins.str
     """instances that may stand in for each other"""
@@ -156,6 +158,10 @@ class Placement(_message.Message):
     best_e2e_s: _builtins.float
     """over all candidates"""
     worst_e2e_s: _builtins.float
+    next_best_e2e_s: _builtins.float
+    """over all candidates but the chosen one"""
+    output_tokens: _builtins.int
+    """as predicted"""
     @_builtins.property
     def forecast(self) -> _common_pb2.Forecast: ...
     @_builtins.property
@@ -172,12 +178,16 @@ class Placement(_message.Message):
         prompt_tokens: _builtins.int = ...,
         best_e2e_s: _builtins.float = ...,
         worst_e2e_s: _builtins.float = ...,
+        next_best_e2e_s: _builtins.float | None = ...,
+        output_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forecast", b"forecast", "slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_best_e2e_s", b"_next_best_e2e_s", "forecast", b"forecast", "next_best_e2e_s", b"next_best_e2e_s", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_e2e_s", b"best_e2e_s", "decided_unix_s", b"decided_unix_s", "forecast", b"forecast", "instance_id", b"instance_id", "pool", b"pool", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo", b"slo", "worst_e2e_s", b"worst_e2e_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_best_e2e_s", b"_next_best_e2e_s", "best_e2e_s", b"best_e2e_s", "decided_unix_s", b"decided_unix_s", "forecast", b"forecast", "instance_id", b"instance_id", "next_best_e2e_s", b"next_best_e2e_s", "output_tokens", b"output_tokens", "pool", b"pool", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo", b"slo", "worst_e2e_s", b"worst_e2e_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__next_best_e2e_s: _TypeAlias = _typing.Literal["next_best_e2e_s"]  # noqa: Y015
+    _WhichOneofArgType__next_best_e2e_s: _TypeAlias = _typing.Literal["_next_best_e2e_s", b"_next_best_e2e_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_best_e2e_s) -> _WhichOneofReturnType__next_best_e2e_s | None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 

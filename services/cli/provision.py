@@ -1,0 +1,117 @@
+"""`block provision`: what the provisioner sees, would do, and has done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from protos.block.v1 import common_pb2, provisioner_pb2_grpc
+from protos.block.v1 import provisioner_pb2 as pb
+from services.instances import require_address
+
+ANSWER_S = 10.0
+
+address_option = click.option(
+    "--address", default="127.0.0.1:50054", envvar="BLOCK_PROVISIONER", show_default=True, help="host:port to ask."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+
+
+@click.group()
+def provision() -> None:
+    """Ask a provisioner: what there is, what it would do, what was done and why."""
+
+
+@provision.command()
+@address_option
+@json_option
+def status(address: str, *, as_json: bool) -> None:
+    """What there is, what is wanted, and what is under way."""
+    answer = _asked(lambda stub: stub.Status(pb.StatusRequest(), timeout=ANSWER_S), address)
+    if as_json:
+        print(json.dumps(_plain(answer)))
+        return
+    print(f"leader {answer.leader_id or 'nobody'}, asked {answer.provisioner_id}")
+    for pool in answer.pools:
+        print(
+            f"{pool.pool}: {pool.rule}, {len(pool.instances)} there, {pool.num_desired} wanted "
+            f"({pool.min_instances} to {pool.max_instances}), {pool.arrivals_per_s:.2f} requests/s, forecast P99 "
+            f"{pool.forecast_p99_e2e_s:.1f} s, cold start {pool.cold_start_s:.1f} s"
+        )
+        for one in pool.instances:
+            print(f"  {one.instance_id:28} {_state(one.state):9} {one.engine_url}")
+        for action in pool.under_way:
+            print(f"  {_line(action)}")
+
+
+@provision.command()
+@address_option
+@click.option("--rule", default="", help="Another than the provisioner's own.")
+@json_option
+def plan(address: str, rule: str, *, as_json: bool) -> None:
+    """What would be done now, and why, without doing it."""
+    answer = _asked(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=ANSWER_S), address)
+    if as_json:
+        print(json.dumps(_plain(answer)))
+        return
+    for action in answer.actions:
+        print(_line(action))
+    if not answer.actions:
+        print("nothing")
+
+
+@provision.command()
+@address_option
+@click.option("--most", "-n", type=click.IntRange(min=0), default=0, help="Only the last so many.  [default: all]")
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is done from now on.")
+@json_option
+def history(address: str, most: int, *, follow: bool, as_json: bool) -> None:
+    """What was done, oldest first, each change of an action a line."""
+    request = pb.HistoryRequest(most=most, follow=follow)
+    entries = _streamed(address, request, None if follow else ANSWER_S)
+    if as_json and not follow:
+        print(json.dumps({"entries": [_plain(entry) for entry in entries]}))
+        return
+    for entry in entries:
+        at = datetime.fromtimestamp(entry.at_unix_s, UTC).isoformat(timespec="seconds")
+        print(json.dumps(_plain(entry)) if as_json else f"{at} {_line(entry.action)}", flush=True)
+
+
+def _asked(ask: Any, address: str) -> Any:
+    require_address("address", address)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            return ask(provisioner_pb2_grpc.ProvisionerStub(channel))
+        except grpc.RpcError as error:
+            raise ValueError(f"{address}: {error.details()}") from None
+
+
+def _streamed(address: str, request: pb.HistoryRequest, within_s: float | None) -> Iterator[pb.HistoryResponse]:
+    require_address("address", address)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            yield from provisioner_pb2_grpc.ProvisionerStub(channel).History(request, timeout=within_s)
+        except grpc.RpcError as error:
+            raise ValueError(f"{address}: {error.details()}") from None
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def _state(state: common_pb2.InstanceState.ValueType) -> str:
+    return common_pb2.InstanceState.Name(state).removeprefix("INSTANCE_STATE_").lower()
+
+
+def _line(action: pb.Action) -> str:
+    kind = pb.ActionKind.Name(action.kind).removeprefix("ACTION_KIND_").lower()
+    state = pb.ActionState.Name(action.state).removeprefix("ACTION_STATE_").lower()
+    what = ",".join(action.instance_ids) or str(action.num_instances)
+    return f"{action.action_id or '-'} {kind} {what} -> {action.num_desired} ({state}, {action.rule}): {action.why}"

@@ -1,0 +1,110 @@
+"""`webhook`: an HTTP POST of the action as JSON, signed, with the action's id as its idempotency key.
+
+`x-block-signature` is `sha256=` and the HMAC-SHA256, in hexadecimal, of `x-block-timestamp`, a full stop and the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+from urllib.parse import urlsplit
+
+from protos.block.v1 import common_pb2
+from protos.block.v1 import provisioner_pb2 as pb
+from services.http_client import HttpClient, origin_of, request_head
+from services.log_lines import say
+from services.provisioner_server.hooks import HookError, require_done
+from services.provisioner_server.hooks.command import MOST_BYTES, reply_from
+from services.provisioner_server.journal import as_plain
+
+log = logging.getLogger(__name__)
+
+AGAIN = (408, 425, 429)  # and all from 500 on: it may be different next time
+
+
+class Webhook:
+    """Posts every action until somebody takes it."""
+
+    def __init__(  # noqa: PLR0913 - what the operator may say
+        self, url: str, secret: str, *, timeout_s: float = 30.0, attempts: int = 6, first_pause_s: float = 0.5,
+        longest_pause_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        """Refuse what is no URL, and to act unsigned."""
+        if not secret:
+            raise ValueError("webhook_secret: is missing: actions must be signed")
+        parts = urlsplit(url)
+        try:
+            self._origin = origin_of(f"{parts.scheme}://{parts.netloc}")
+        except ValueError as error:
+            raise ValueError(f"webhook: {error}") from None
+        self._target = (parts.path or "/").encode() + (b"?" + parts.query.encode() if parts.query else b"")
+        self._secret, self._timeout_s = secret.encode(), timeout_s
+        self._attempts, self._pauses_s = attempts, (first_pause_s, longest_pause_s)
+        self._client = HttpClient()
+
+    async def act(self, action: pb.Action) -> pb.HookReply:
+        """Post it, again after pauses that double where it fails."""
+        pause_s, longest_s = self._pauses_s
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return require_done(await self._post(action, attempt), action)
+            except (ConnectionError, TimeoutError) as error:
+                failure = HookError(f"webhook: {error or 'no answer in time'}")
+            except HookError as error:
+                if error.useless:
+                    raise
+                failure = error
+            say(log, logging.WARNING, "webhook failed", action=action.action_id, attempt=attempt, reason=str(failure))
+            if attempt == self._attempts:
+                raise failure
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        raise AssertionError("there is a last attempt")
+
+    async def _post(self, action: pb.Action, attempt: int) -> pb.HookReply:
+        sent = pb.Action()
+        sent.CopyFrom(action)
+        sent.attempt = attempt
+        body = json.dumps(as_plain(sent)).encode()
+        at = str(int(time.time()))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"idempotency-key", action.action_id.encode()),
+            (b"x-block-timestamp", at.encode()),
+            (b"x-block-signature", signature(self._secret, at, body).encode()),
+        ]
+        head = request_head(b"POST", self._origin, self._target, headers, len(body))
+        async with asyncio.timeout(self._timeout_s):
+            connection = await self._client.send(self._origin, head, body, self._timeout_s)
+            try:
+                said = await connection.read_all(self._timeout_s, MOST_BYTES)
+                status = connection.status
+            finally:
+                connection.release()
+        if status >= 500 or status in AGAIN:
+            raise HookError(f"webhook: status {status}")
+        if not 200 <= status < 300:
+            raise HookError(f"webhook: status {status}: {said[:200].decode(errors='replace')}", useless=True)
+        return reply_from(said, "webhook")
+
+    async def instances(self) -> list[common_pb2.Instance] | None:
+        """Know only what was answered."""
+        return None
+
+    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Leave the choice free."""
+        del instance_ids, num
+        return None
+
+    async def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+
+def signature(secret: bytes, timestamp: str, body: bytes) -> str:
+    """Sign a body and its time."""
+    return "sha256=" + hmac.new(secret, timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()

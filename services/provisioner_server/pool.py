@@ -1,0 +1,101 @@
+"""What schedulers tell of a pool's requests, and what its rule makes of it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from protos.block.v1 import common_pb2
+from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.provisioning import Rule, Situation, rule_from
+from scheduler.provisioning.observed import Observed, Placed
+from scheduler.provisioning.planner import Decision, Planner
+from services.provisioner_server.measures import Measures
+from services.provisioner_server.settings import ProvisionerSettings
+from services.wire import require_name
+
+MOST_SCHEDULERS = 4096
+ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+class Pool:
+    """One pool's requests. Time is this machine's own: when something was heard, not when it is said to have been."""
+
+    def __init__(self, settings: ProvisionerSettings, measures: Measures) -> None:
+        """Have heard nothing yet."""
+        self.settings = settings
+        self.observed = Observed(settings.aims, settings.limits)
+        self._measures = measures
+        self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.observed)
+        self._sequences: dict[str, int] = {}
+
+    def rule_named(self, name: str) -> Rule:
+        """Make a rule; that of the settings by its own settings."""
+        return rule_from(name, self.settings.aims, self.settings.schedule if "schedule" in name else "")
+
+    def hear(self, report: pb.ReportRequest) -> bool:
+        """Take a report; what was heard already, or is of another pool, is left out."""
+        require_name("scheduler_id", report.scheduler_id)
+        event = report.WhichOneof("event") or "none"
+        taken = self._is_new(report) and self._heard(report, time.monotonic())
+        self._measures.reports.labels(event, "yes" if taken else "no").inc()
+        return taken
+
+    def _is_new(self, report: pb.ReportRequest) -> bool:
+        if report.sequence and report.sequence <= self._sequences.get(report.scheduler_id, 0):
+            return False
+        if report.scheduler_id not in self._sequences and len(self._sequences) >= MOST_SCHEDULERS:
+            del self._sequences[next(iter(self._sequences))]
+        self._sequences[report.scheduler_id] = report.sequence
+        return True
+
+    def _heard(self, report: pb.ReportRequest, now_s: float) -> bool:
+        if report.HasField("placement"):
+            return self._placed(report.placement, now_s)
+        if report.HasField("outcome"):
+            outcome = report.outcome
+            require_name("outcome.request_id", outcome.request_id)
+            whole = outcome.finish_reason in ENDED and outcome.HasField("e2e_s")
+            if whole and not (math.isfinite(outcome.e2e_s) and outcome.e2e_s >= 0):
+                raise ValueError(f"outcome.e2e_s: must be a time from 0 on, not {outcome.e2e_s}")
+            self.observed.ended(now_s, outcome.request_id, outcome.e2e_s if whole else None)
+            return True
+        return False
+
+    def _placed(self, placement: pb.Placement, now_s: float) -> bool:
+        if placement.pool not in ("", self.settings.pool) or not placement.HasField("forecast"):
+            return False
+        require_name("placement.request_id", placement.request_id)
+        require_name("placement.instance_id", placement.instance_id)
+        if math.isnan(placement.forecast.e2e_s) or placement.forecast.e2e_s < 0:
+            raise ValueError(f"placement.forecast.e2e_s: must be a time from 0 on, not {placement.forecast.e2e_s}")
+        self.observed.placed(
+            now_s,
+            Placed(
+                request_id=placement.request_id,
+                instance_id=placement.instance_id,
+                prompt_tokens=placement.prompt_tokens,
+                output_tokens=placement.output_tokens or placement.forecast.output_tokens,
+                e2e_s=placement.forecast.e2e_s,
+                next_best_e2e_s=placement.next_best_e2e_s if placement.HasField("next_best_e2e_s") else math.nan,
+            ),
+        )
+        return True
+
+    def situation(self, num_ready: int, num_starting: int) -> Situation:
+        """Sum up what there is now."""
+        return self.observed.situation(
+            time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time()
+        )
+
+    def plan(self, ready: list[str], num_starting: int, rule: Rule | None = None) -> Decision:
+        """Say what is to be done now."""
+        return self._planner.plan(time.monotonic(), ready, num_starting, unix_s=time.time(), rule=rule)
+
+    def begun(self, decision: Decision) -> None:
+        """Note that it is being done."""
+        self._planner.done(time.monotonic(), decision)
+
+    def cooldown_left_s(self) -> float:
+        """Tell how long nothing more will be started."""
+        return self._planner.cooldown_left_s(time.monotonic())

@@ -1,0 +1,275 @@
+"""Leading: what is written before what is done, and what a crash at any moment leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.provisioning.situation import Wish
+from services.provisioner_server.journal import Journal, entries
+from services.provisioner_server.lease import FileLease
+from services.provisioner_server.sidecars import Condition
+from tests.services.provisioner_server.acting import DeathError, Noting, dying, failing, leader
+
+PATIENCE_S = 90.0
+
+
+async def ticks(one: object, num: int) -> None:
+    """Let a leader look so often."""
+    for _ in range(num):
+        await one.tick()  # type: ignore[attr-defined]
+
+
+def states(folder: Path, action_id: str) -> list[str]:
+    """What became of an action, in order."""
+    return [
+        pb.ActionState.Name(entry.action.state).removeprefix("ACTION_STATE_").lower()
+        for entry in entries(folder / "journal.jsonl")
+        if entry.action.action_id == action_id
+    ]
+
+
+def test_an_action_is_on_the_disk_before_its_hook_hears_of_it(tmp_path: Path) -> None:
+    """The hook finds the action written, with its reason, before it does anything."""
+    hook = Noting(set())
+    seen: list[list[str]] = []
+    hook.before = lambda: seen.append(states(tmp_path, "default-1"))
+    one = leader(tmp_path, hook)
+    asyncio.run(ticks(one, 4))
+    assert seen == [["written"]]
+    assert states(tmp_path, "default-1") == ["written", "called", "done"]
+    assert hook.world == {"default-1-0", "default-1-1"}
+    shown = json.loads((tmp_path / "instances.json").read_text())["instances"]
+    assert [instance["state"] for instance in shown] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_crash_around_an_action_never_doubles_it(tmp_path: Path, moment: str) -> None:
+    """Whoever leads next does the same action again under the same id: two instances, not four."""
+    world: set[str] = set()
+    first = Noting(world)
+    setattr(first, moment, dying())
+    one = leader(tmp_path, first)
+
+    async def test() -> None:
+        with pytest.raises(DeathError):
+            await ticks(one, 3)
+        os.close(one._lease._handle)  # what the kernel does when a process ends
+        assert states(tmp_path, "default-1") == ["written"]
+        second = Noting(world)
+        await ticks(leader(tmp_path, second), 4)
+        assert [action.action_id for action in second.heard] == ["default-1"]
+
+    asyncio.run(test())
+    assert world == {"default-1-0", "default-1-1"}
+    assert states(tmp_path, "default-1") == ["written", "called", "done"]
+
+
+def test_a_crash_after_the_hook_was_heard_goes_on_waiting(tmp_path: Path) -> None:
+    """What was called is not called again, and ends as done when its instances are ready."""
+    world: set[str] = set()
+
+    async def test() -> None:
+        one = leader(tmp_path, Noting(world))
+        one._sidecars.condition = Condition()
+        await ticks(one, 3)
+        os.close(one._lease._handle)
+        assert states(tmp_path, "default-1") == ["written", "called"]
+        second = Noting(world)
+        await ticks(leader(tmp_path, second), 3)
+        assert second.heard == []
+
+    asyncio.run(test())
+    assert states(tmp_path, "default-1")[-1] == "done"
+
+
+def test_only_one_of_two_acts(tmp_path: Path) -> None:
+    """The second one waits until the first has let go of the lease."""
+    world: set[str] = set()
+
+    async def test() -> None:
+        hooks = [Noting(world), Noting(world)]
+        one, other = (leader(tmp_path, hook, own_id=name) for hook, name in zip(hooks, "ab", strict=True))
+        await ticks(one, 3)
+        await ticks(other, 3)
+        assert (one.leads, other.leads) == (True, False)
+        assert await other.holder() == "a"
+        assert hooks[1].heard == []
+        assert len(list(other.roster())) == 2
+        await one.close()
+        await ticks(other, 2)
+        assert other.leads
+        assert await other.holder() == "b"
+
+    asyncio.run(test())
+
+
+def test_a_hook_that_fails_is_asked_again_with_the_same_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After pauses; the attempt is counted, the id stays."""
+    monkeypatch.setattr("services.provisioner_server.leader.FIRST_PAUSE_S", 0.0)
+    hook = Noting(set())
+    hook.before = failing(2)
+    asyncio.run(ticks(leader(tmp_path, hook), 6))
+    assert [(action.action_id, action.attempt) for action in hook.heard] == [
+        ("default-1", 1), ("default-1", 2), ("default-1", 3),
+    ]  # fmt: skip
+    assert len(hook.world) == 2
+
+
+def test_a_refused_action_has_failed_and_says_why(tmp_path: Path) -> None:
+    """Nothing is tried again that would be refused again; what is still wanted is planned anew."""
+    hook = Noting(set())
+    hook.before = failing(1, useless=True)
+    asyncio.run(ticks(leader(tmp_path, hook), 5))
+    first = entries(tmp_path / "journal.jsonl")[1].action
+    assert first.state == pb.ACTION_STATE_FAILED
+    assert "not now" in first.why
+    assert len(hook.world) == 2
+
+
+def test_one_that_never_comes_up_is_given_up_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, reported, and another is started while it is wanted."""
+    monkeypatch.setattr("scheduler.provisioning.cold_starts.LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr("scheduler.provisioning.cold_starts.PATIENCE", 0.0)
+    hook = Noting(set())
+
+    async def test() -> None:
+        one = leader(tmp_path, hook)
+        one._sidecars.condition = Condition()
+        await ticks(one, 5)
+        assert one._measures.given_up._value.get() >= 2
+        one._sidecars.condition = Condition(is_ready=True, num_there=0)
+        await ticks(one, 6)
+
+    asyncio.run(test())
+    assert states(tmp_path, "default-1")[-1] == "given_up"
+    stops = [action for action in hook.heard if action.kind == pb.ACTION_KIND_STOP]
+    assert {name for action in stops for name in action.instance_ids} >= {"default-1-0", "default-1-1"}
+    assert len(hook.world) == 2
+
+
+def test_an_instance_leaves_only_when_it_has_nothing_left(tmp_path: Path) -> None:
+    """First schedulers are told, then what it has ends, and only then the hook hears of it."""
+    hook = Noting(set())
+
+    async def test() -> None:
+        one = leader(tmp_path, hook, limits={"calm_s": 0.0}, rule="relief")
+        one._pool._planner._rule = lambda _: Wish(num_wanted=3, num_enough=3, why="three")
+        await ticks(one, 6)
+        assert len(hook.world) == 3
+        one._sidecars.condition = Condition(is_ready=True, num_there=4)
+        one._pool._planner._rule = lambda _: Wish(num_wanted=2, num_enough=2, why="two")
+        one._pool._planner._limits = replace(one._pool._planner._limits, calm_s=0.0)
+        one._pool.observed.cold_starts = type(one._pool.observed.cold_starts)(0.0)
+        await ticks(one, 6)
+        shown = json.loads((tmp_path / "instances.json").read_text())["instances"]
+        assert sorted(instance["state"] for instance in shown) == ["draining", "ready", "ready"]
+        assert len(hook.world) == 3
+        one._sidecars.condition = Condition(is_ready=True, num_there=0)
+        await ticks(one, 2)
+
+    asyncio.run(test())
+    assert len(hook.world) == 2
+
+
+def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
+    """Planned once, not at every look, and nobody is told."""
+    hook = Noting(set())
+    asyncio.run(ticks(leader(tmp_path, hook, dry_run=True), 5))
+    assert hook.heard == []
+    (entry,) = entries(tmp_path / "journal.jsonl")
+    assert (entry.action.state, entry.action.dry_run, entry.action.num_instances) == (pb.ACTION_STATE_PLANNED, True, 2)
+
+
+def test_a_journal_that_was_cut_off_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
+    """Half a line was never written; a whole one that is none is refused by its place."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    action = pb.Action(action_id="p-1", kind=pb.ACTION_KIND_START, state=pb.ACTION_STATE_WRITTEN)
+    journal.write(action, 1.0)
+    with path.open("ab") as file:
+        file.write(b'{"at_unix_s": 2, "action"')
+    again = Journal(path)
+    assert [one.action_id for one in again.under_way()] == ["p-1"]
+    action.state = pb.ACTION_STATE_DONE
+    again.write(action, 3.0)
+    assert [entry.at_unix_s for entry in entries(path)] == [1.0, 3.0]
+    assert Journal(path).next_id("p") == "p-2"
+    with path.open("ab") as file:
+        file.write(b"nonsense\n")
+    with pytest.raises(ValueError, match="line 3"):
+        Journal(path)
+
+
+def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
+    """The kernel lets a lock go when its process is killed."""
+    code = (
+        "import asyncio, pathlib, sys, time\nfrom services.provisioner_server.lease import FileLease\n"
+        "assert asyncio.run(FileLease(pathlib.Path(sys.argv[1]), 'first').held())\nprint('held', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lease")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        lease = FileLease(tmp_path / "lease", "second")
+        assert not asyncio.run(lease.held())
+        assert asyncio.run(lease.holder()) == "first"
+        process.kill()
+        process.wait()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not asyncio.run(lease.held()):
+        assert time.monotonic() < deadline_s
+    assert asyncio.run(lease.holder()) == "second"
+
+
+COMMAND = """
+import json, os, pathlib, signal, sys
+folder = pathlib.Path(sys.argv[1])
+action = json.load(sys.stdin)
+with (folder / "heard").open("a") as file:
+    file.write(action["action_id"] + "\\n")
+when = folder / sys.argv[2]
+def die():
+    if not when.exists():
+        when.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+if sys.argv[2] == "before":
+    die()
+if not (folder / "heard").read_text().count("stop"):
+    (folder / ("made-" + action["action_id"])).touch()
+if sys.argv[2] == "after":
+    die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_killed_provisioner_goes_on_where_it_was(tmp_path: Path, moment: str) -> None:
+    """A real process, killed by its own hook before or after the hook's work: started again, it makes one, not two."""
+    script = tmp_path / "hook.py"
+    script.write_text(COMMAND)
+    words = [
+        sys.executable, "-m", "services.cli", "serve", "provisioner", "--port", "0", "--folder", str(tmp_path / "kept"),
+        "--hook", "exec", "--exec", f"{sys.executable} {script} {tmp_path} {moment}", "--tick-s", "0.1",
+    ]  # fmt: skip
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert states(tmp_path / "kept", "default-1") == ["written"]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "called" not in states(tmp_path / "kept", "default-1"):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+    assert (tmp_path / "heard").read_text().split() == ["default-1", "default-1"]
+    assert [path.name for path in tmp_path.glob("made-*")] == ["made-default-1"]
