@@ -51,6 +51,7 @@ class Candidate:
 
     `version` counts the promises that its forecast knows of, `promised` those that are known to have been made since.
     `indicators` are the last ones known, so old; `unseen` counts requests that were sent there since without a promise.
+    `read` is what the policy read of it when it decided without forecasts.
     """
 
     instance_id: str
@@ -61,6 +62,7 @@ class Candidate:
     promised: int = 0
     indicators: Mapping[str, float] = field(default_factory=dict)
     age_s: float = 0.0
+    read: Mapping[str, float] = field(default_factory=dict)
     unseen: int = 0
     engine_failed: bool = False  # lately, say those who sent requests there
     score: float | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from protos.block.v1 import common_pb2
 from services.wire import indicators_from
 
+MOST_READ = 6  # columns of what else a policy read
 MOST_IN_SHORT = 16  # candidates in a header
 SHOWN = ("num_running", "num_waiting", "num_reserved", "num_free_blocks", "queued_prefill_tokens")  # in a table
 
@@ -68,12 +69,14 @@ def table_of(decision: common_pb2.Decision) -> Iterator[str]:
     yield f"  by {decision.policy}, on {basis}, in {decision.decision_s * 1e3:.1f} ms, by {decision.scheduler_id}"
     if decision.HasField("tag"):
         yield f"  length {decision.tag.median_tokens:g} tokens, says {decision.tag.estimator or 'the request'}"
-    rows = [_row(one) for one in ranked(decision)]
+    read = sorted({name for one in decision.candidates for name in one.indicators.more} - set(SHOWN))[:MOST_READ]
+    shown = (*SHOWN, *read)
+    rows = [_row(one, shown) for one in ranked(decision)]
     if rows:
-        yield from aligned(("instance", "fate", "score", "ttft", "e2e", "age", *SHOWN, "note"), rows)
+        yield from aligned(("instance", "fate", "score", "ttft", "e2e", "age", *shown, "note"), rows)
 
 
-def _row(candidate: common_pb2.Candidate) -> tuple[str, ...]:
+def _row(candidate: common_pb2.Candidate, shown: Sequence[str]) -> tuple[str, ...]:
     forecast = candidate.forecast if candidate.HasField("forecast") else None
     values = indicators_from(candidate.indicators) if candidate.HasField("indicators") else {}
     return (
@@ -83,7 +86,7 @@ def _row(candidate: common_pb2.Candidate) -> tuple[str, ...]:
         f"{forecast.ttft_s:.3f} s" if forecast else "",
         f"{forecast.e2e_s:.3f} s" if forecast else "",
         f"{candidate.indicators.age_s * 1e3:.0f} ms" if values else "",
-        *(f"{values[name]:g}" if name in values else "" for name in SHOWN),
+        *(f"{values[name]:g}" if name in values else "" for name in shown),
         candidate.note,
     )
 

@@ -35,7 +35,8 @@ class PrefixIndex:
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         """Know of some instances, and how many blocks each has room for."""
         self._holders: dict[Hashable, int] = {}
-        self._caches: dict[str, OrderedDict[Hashable, None]] = {}  # by instance, least recently used first
+        self._caches: dict[str, OrderedDict[Hashable, float]] = {}  # by instance, least recently used first; its blocks
+        self._held: dict[str, float] = {}  # their sum
         self._sizes: dict[str, int] = {}
         self._bits: dict[str, int] = {}
         self._free_bits: list[int] = []
@@ -47,11 +48,11 @@ class PrefixIndex:
         """Take a new list of instances and their sizes in blocks; who goes is forgotten."""
         for instance_id in self._caches.keys() - sizes.keys():
             self.forget(instance_id)
-            del self._caches[instance_id]
+            del self._caches[instance_id], self._held[instance_id]
             self._free_bits.append(self._bits.pop(instance_id))
         for instance_id, size in sizes.items():
             if instance_id not in self._caches:
-                self._caches[instance_id] = OrderedDict()
+                self._caches[instance_id], self._held[instance_id] = OrderedDict(), 0.0
                 self._bits[instance_id] = self._free_bits.pop() if self._free_bits else len(self._bits)
             self._sizes[instance_id] = size
             self._shrink(instance_id)
@@ -65,16 +66,20 @@ class PrefixIndex:
         for name in cache:
             self._drop(name, bit)
         cache.clear()
+        self._held[instance_id] = 0.0
 
-    def sent(self, instance_id: str, names: Sequence[Hashable]) -> None:
-        """Note that a prompt of these blocks goes to an instance."""
+    def sent(self, instance_id: str, names: Sequence[Hashable], blocks_each: float = 1.0) -> None:
+        """Note that a prompt goes to an instance; each of its names stands for so many of the instance's blocks."""
         cache, holders, bit = self._caches[instance_id], self._holders, 1 << self._bits[instance_id]
+        held = self._held[instance_id]
         for name in reversed(names):  # so that each block is younger than those behind it
             if name in cache:
                 cache.move_to_end(name)
             else:
-                cache[name] = None
+                cache[name] = blocks_each
+                held += blocks_each
                 holders[name] = holders.get(name, 0) | bit
+        self._held[instance_id] = held
         self._shrink(instance_id)
 
     def look_up(self, names: Sequence[Hashable], instance_ids: tuple[str, ...]) -> Hits:
@@ -86,9 +91,9 @@ class PrefixIndex:
             deepest, so_far = names[num_blocks - 1], num_blocks
         return Hits(num_blocks=held, deepest=deepest)
 
-    def num_held(self, instance_id: str) -> int:
+    def num_held(self, instance_id: str) -> float:
         """Count the blocks that an instance is thought to hold."""
-        return len(self._caches[instance_id])
+        return self._held[instance_id]
 
     def _levels(self, names: Sequence[Hashable]) -> list[tuple[int, int]]:
         """Give numbers of leading blocks at which somebody holds no more, and who holds so many or more."""
@@ -120,11 +125,14 @@ class PrefixIndex:
         return np.unpackbits(packed, bitorder="little")[self._seats]
 
     def _shrink(self, instance_id: str) -> None:
-        cache, size = self._caches[instance_id], self._sizes[instance_id]
-        if len(cache) > size:
+        cache, size, held = self._caches[instance_id], self._sizes[instance_id], self._held[instance_id]
+        if held > size:
             bit = 1 << self._bits[instance_id]
-            while len(cache) > size:
-                self._drop(cache.popitem(last=False)[0], bit)
+            while held > size and cache:
+                name, num_blocks = cache.popitem(last=False)
+                held -= num_blocks
+                self._drop(name, bit)
+            self._held[instance_id] = held if cache else 0.0
 
     def _drop(self, name: Hashable, bit: int) -> None:
         left = self._holders[name] & ~bit

@@ -71,11 +71,15 @@ class Fleet:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         if self._watched:
-            self.watch()
+            self._watch_all()
 
     def watch(self) -> None:
         """Have all sidecars tell of themselves from now on; many of them more seldom."""
-        self._watched = True
+        if not self._watched:
+            self._watched = True
+            self._watch_all()
+
+    def _watch_all(self) -> None:
         interval_s = max(self._settings.watch_s, len(self._sidecars) / MOST_TOLD_PER_S)
         for sidecar in self._sidecars.values():
             sidecar.watch(interval_s)

@@ -39,9 +39,13 @@ class Placer:
 
     def use(self, text: str) -> None:
         """Decide by this policy from now on, where requests ask for none; those under way go on by theirs."""
-        if self._policy(text).needs_told:
-            self._fleet.watch()
+        self._listen_for(self._policy(text))
         self.policy = text
+
+    def _listen_for(self, policy: Policy) -> None:
+        """Have instances tell of themselves, where a policy reads that, or how large their caches are."""
+        if policy.needs_told or policy.needs_prefix:
+            self._fleet.watch()
 
     def _policy(self, text: str) -> Policy:
         policy = self._policies.get(text)
@@ -59,8 +63,7 @@ class Placer:
         """
         start_s = time.monotonic()
         policy = self._policy(wish.policy or self.policy)
-        if policy.needs_told:
-            self._fleet.watch()
+        self._listen_for(policy)
         group = self._fleet.serving(wish.request.model)
         await self._complete(
             wish, for_forecasts=policy.needs_forecast or policy.needs_tag or self._settings.forecast_always
@@ -123,12 +126,14 @@ def _scored(policy: Policy, looked: Candidates, group: Group) -> list[Candidate]
     if not len(looked):
         return []
     scores = policy.scores(looked)
+    columns = {name: looked[name] for name in policy.needs}
     ranked = []
     for place in policy.order(looked, scores)[:MOST_RANKED].tolist():
         candidate = group.sidecars[looked.instance_id(place)].as_known(
             Fate.UNASKED if policy.is_blind else Fate.INDICATORS
         )
         candidate.score = float(scores[place])
+        candidate.read = {name: float(column[place]) for name, column in columns.items()}
         ranked.append(candidate)
     return ranked
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from scheduler.candidates import Candidates
 from scheduler.indicators import ROW_OF
 from scheduler.prefix import PrefixIndex, text_blocks
@@ -34,6 +36,7 @@ class Prefixes:
         self._table = table
         self._index = PrefixIndex()
         self._following: tuple[str, ...] = ()
+        self._sizes = np.zeros(0)
 
     def of(self, wish: Wish) -> Prompt:
         """Name a request's blocks."""
@@ -61,18 +64,18 @@ class Prefixes:
         """Note where a prompt goes."""
         if prompt.names and instance_id in self._table.place_of:
             self._follow()
-            self._index.sent(instance_id, prompt.names)
+            self._index.sent(instance_id, prompt.names, max(1.0, prompt.block_tokens / USUAL_BLOCK_TOKENS))
 
     def _follow(self) -> None:
-        """Take instances' sizes over when instances have come or gone."""
+        """Take instances' sizes over when instances have come or gone, or told theirs."""
         known = self._table.known
-        if known.instance_ids is self._following:
+        sizes = known.told[ROW_OF["num_total_blocks"]]
+        if known.instance_ids is self._following and np.array_equal(sizes, self._sizes, equal_nan=True):
             return
-        blocks = known.told[ROW_OF["num_total_blocks"]].tolist()
         self._index.follow(
             {
                 name: int(number) if number == number else USUAL_BLOCKS  # noqa: PLR0124 - NaN: not told
-                for name, number in zip(known.instance_ids, blocks, strict=True)
+                for name, number in zip(known.instance_ids, sizes.tolist(), strict=True)
             }
         )
-        self._following = known.instance_ids
+        self._following, self._sizes = known.instance_ids, sizes.copy()

@@ -193,8 +193,12 @@ class Sidecar:
     def _keep(self, indicators: Mapping[str, float], age_s: float) -> None:
         self._indicators, self._age_s, self._heard_s = indicators, age_s, time.monotonic()
         self.unseen = 0
+        if self._watching is not None:  # else nobody reads the table
+            self._tell_table()
+
+    def _tell_table(self) -> None:
         if self.name in self._table.place_of:  # it may have gone meanwhile
-            self._table.tell(self.name, indicators, self._heard_s, age_s)
+            self._table.tell(self.name, self._indicators, self._heard_s, self._age_s)
 
     # What it tells by itself.
 
@@ -202,6 +206,8 @@ class Sidecar:
         """Have it tell of itself whenever something changes, as often as this at most."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._follow(interval_s))
+            if self._indicators:
+                self._tell_table()
 
     async def _follow(self, interval_s: float) -> None:
         """Listen as long as it talks; call again after a pause that grows until it does."""

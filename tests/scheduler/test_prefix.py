@@ -16,17 +16,16 @@ from scheduler.prefix import PrefixIndex, text_blocks
 from scheduler.prefix.text import BLOCK_BYTES
 
 
-def plain_hits(cache: OrderedDict[Hashable, None], names: Sequence[Hashable]) -> int:
+def plain_hits(cache: OrderedDict[Hashable, float], names: Sequence[Hashable]) -> int:
     """How many leading blocks are in a cache, counted one by one."""
     return next((place for place, name in enumerate(names) if name not in cache), len(names))
 
 
-def plain_sent(cache: OrderedDict[Hashable, None], names: Sequence[Hashable], size: int) -> None:
+def plain_sent(cache: OrderedDict[Hashable, float], names: Sequence[Hashable], size: int, each: float = 1.0) -> None:
     """Put blocks in, and drop the oldest that are too many, of one prompt the last first."""
     for name in reversed(names):
-        cache.pop(name, None)
-        cache[name] = None
-    while len(cache) > size:
+        cache[name] = cache.pop(name, each)
+    while sum(cache.values()) > size:
         cache.popitem(last=False)
 
 
@@ -52,9 +51,10 @@ def test_the_index_knows_what_a_plain_reckoning_knows() -> None:
             index.forget(name)
             plain[name].clear()
         names = prompt(rng)
-        index.sent(name, names)
-        plain_sent(plain[name], names, sizes[name])
-        assert index.num_held(name) == len(plain[name])
+        each = rng.choice([1.0, 1.0, 4.0, 0.5])
+        index.sent(name, names, each)
+        plain_sent(plain[name], names, sizes[name], each)
+        assert index.num_held(name) == sum(plain[name].values())
         asked = prompt(rng)
         ids = (*sorted(sizes), "nobody")
         hits = index.look_up(asked, ids)

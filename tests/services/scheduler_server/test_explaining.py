@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.explanations import in_short, table_of
 from services.recordings import decisions_in, is_recording, requests_in
+from services.scheduler_server.measures import Measures
 from services.scheduler_server.recent import RecentDecisions
+from services.scheduler_server.recording import MOST_WAITING, Recorder
+from services.scheduler_server.service import is_local
 from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
 from tests.services.stub_sidecars import sidecars
 
@@ -149,6 +154,42 @@ def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -
     assert requests_in(str(path))[-1].request_id == "r100"
 
 
+def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too much until the disk has taken what came before is lost and counted; the rest is written."""
+    path, registry, goes_on = tmp_path / "slow.jsonl", CollectorRegistry(), threading.Event()
+    write = Recorder._write
+
+    def held(recorder: Recorder, line: bytes) -> None:
+        goes_on.wait()
+        write(recorder, line)
+
+    monkeypatch.setattr(Recorder, "_write", held)
+    recorder = Recorder(str(path), share=1.0, most_bytes=2**30, measures=Measures(registry))
+    for number in range(MOST_WAITING + 10):
+        recorder.ended(common_pb2.Outcome(request_id=str(number)))
+    lost = recorded(registry, "lost")
+    assert lost in (9, 10)  # one may be in the writer's hands
+    goes_on.set()
+    recorder.close()
+    assert len(path.read_text().splitlines()) == recorded(registry, "written") == MOST_WAITING + 10 - lost
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
+    """And the scheduler goes on."""
+    registry = CollectorRegistry()
+    recorder = Recorder("/dev/full", share=1.0, most_bytes=2**30, measures=Measures(registry))
+    for _ in range(3):
+        recorder.ended(common_pb2.Outcome(request_id="r"))
+    recorder.close()
+    assert (recorded(registry, "lost"), recorded(registry, "written")) == (3, 0)
+
+
+def recorded(registry: CollectorRegistry, result: str) -> float:
+    """How many lines were recorded, or lost."""
+    return registry.get_sample_value("block_recorded_lines_total", {"result": result}) or 0.0
+
+
 def test_a_recording_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     """Two schedulers do not write one file; senseless sizes are named."""
 
@@ -227,3 +268,21 @@ def test_the_policy_is_switched_without_losing_a_request() -> None:
             assert sum(len(stub.ever) for stub in stubs) >= 4
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        ("ipv4:127.0.0.1:41234", True),
+        ("ipv6:%5B::1%5D:41234", True),
+        ("unix:", True),
+        ("ipv4:10.0.0.7:41234", False),
+        ("ipv4:128.0.0.1:127", False),
+        ("ipv6:%5Bfe80::1%5D:41234", False),
+        ("ipv6:%5B::127.0.0.1%5D:1", False),
+        ("", False),
+    ],
+)
+def test_policies_are_switched_from_the_schedulers_own_machine_only(peer: str, local: bool) -> None:
+    """Callers are told apart as gRPC names them; who is not known is not let in."""
+    assert is_local(peer) == local

@@ -46,6 +46,7 @@ def test_a_heuristic_decides_by_what_it_hears_and_asks_nobody() -> None:
             assert fates(decision) == dict.fromkeys("abc", "INDICATORS")
             assert all(0 < one.indicators.age_s < 50 for one in decision.candidates)
             assert [one.instance_id for one in decision.next_best] == ["c", "a"]
+            assert decision.candidates[0].indicators.more == {"num_queued": 0.0}
             assert not any(stub.questions for stub in stubs)
             # the reservation counts four, so that c is next
             assert await client.choose() == "c"
