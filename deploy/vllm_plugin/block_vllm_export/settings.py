@@ -1,0 +1,59 @@
+"""Where a scheduler's state goes, and what is told of its engine once and for all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer makes private
+MOST_STEPS = 2
+
+
+class UnsupportedError(ValueError):
+    """An engine whose state would not be understood."""
+
+
+def state_file(scheduler: Any) -> str:
+    """Name the file of this scheduler's data-parallel rank."""
+    path = Path(os.environ.get("BLOCK_STATE_FILE") or DEFAULT_FILE)
+    rank = int(scheduler.vllm_config.parallel_config.data_parallel_index)
+    return str(path.with_name(f"{path.stem}-dp{rank}{path.suffix}") if rank else path)
+
+
+def require_supported(scheduler: Any) -> None:
+    """Refuse engines whose steps are of another kind than those that sidecars know."""
+    config = scheduler.vllm_config
+    if scheduler.num_sampled_tokens_per_step != 1:
+        raise UnsupportedError("pooling and diffusion models are not supported")
+    if scheduler.num_spec_tokens:
+        raise UnsupportedError("speculative decoding is not supported")
+    if config.max_concurrent_batches > MOST_STEPS:
+        raise UnsupportedError(f"{config.max_concurrent_batches} steps under way are not supported")
+
+
+def settings_of(scheduler: Any) -> dict[str, Any]:
+    """What a state file tells of the engine: `engine` has the fields of Block's engine model, which are vLLM's."""
+    import vllm
+
+    rules, cache = scheduler.scheduler_config, scheduler.cache_config
+    engine = {
+        "batcher": "vllm_v1",
+        "max_num_seqs": int(min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs)),
+        "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
+        "block_size": int(scheduler.block_size),
+        "num_gpu_blocks": int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks),
+        "max_model_len": int(scheduler.max_model_len),
+        "scheduling_policy": str(rules.policy),
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "enable_chunked_prefill": bool(rules.enable_chunked_prefill),
+        "async_scheduling": bool(rules.async_scheduling),
+        "long_prefill_token_threshold": int(rules.long_prefill_token_threshold),
+        "watermark": float(rules.watermark),
+        "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
+    }
+    return {
+        "engine": engine,
+        "model": str(scheduler.vllm_config.model_config.model),
+        "source": f"vllm {vllm.__version__}",
+    }

@@ -1,0 +1,278 @@
+"""Writing an engine's state file."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import layout, process
+from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
+
+NEVER = -1.0
+UNKNOWN = -1
+DIGEST_BYTES = 16
+
+
+class Writer:
+    """One engine's state file: fill in the arrays, then `publish` everything at once.
+
+    The arrays (`state`, `running`, `waiting`, `batch`, `live`, `blocks`) are this process's own, and nobody sees them
+    before they are published. A file that is too small is replaced by a larger one, by `grow`. System calls write it
+    and not a mapping, for a mapped page kills the process when the memory behind it runs out. What goes wrong is an
+    OSError, after which the file can only be closed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        settings: Mapping[str, Any],
+        *,
+        num_slots: int,
+        num_blocks: int = 0,
+        blocks_per_request: int = 0,
+    ) -> None:
+        """Put an idle engine's file in place; `num_blocks` is 0 where nothing is told of the blocks' contents."""
+        self.path = Path(path).absolute()
+        self._settings = json.dumps(settings).encode()
+        if len(self._settings) > layout.LARGEST_SETTINGS:
+            raise ValueError(f"settings: {len(self._settings)} bytes are more than {layout.LARGEST_SETTINGS}")
+        self._blocks_per_request = blocks_per_request
+        self._sequence = self._generation = 0
+        self._life = int.from_bytes(os.urandom(8))
+        self._descriptor = -1
+        self._num_steps = 0
+        self._rows: list[tuple[str, int, bytes]] = []  # to be written with the next publication: where, what
+        self.blocks = np.zeros(num_blocks, layout.BLOCK)
+        self._allocate(num_slots)
+        self.state["clock_rate"] = 1.0
+        _refuse_to_replace(self.path)
+        self._put_file_in_place()
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that there is room for."""
+        return len(self.live)
+
+    def put_request(  # noqa: PLR0913 - the fields of a row
+        self,
+        slot: int,
+        *,
+        serial: int,
+        request_id: str,
+        arrival_s: float,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        tag_tokens: float = math.nan,
+        tag_spread: float = 0.0,
+    ) -> None:
+        """Note what will not change of the request in a slot; its `serial` is above 0 and never used again."""
+        row = (
+            serial, short_id(request_id), arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens,
+        )  # fmt: skip
+        self._put("requests", slot, 0, np.array([row], layout.REQUEST))
+        live = self.live[slot]
+        live["serial"] = serial
+        live["scheduled_s"] = live["first_token_s"] = NEVER
+        live["prefill_tokens"] = UNKNOWN
+
+    def put_hashes(self, slot: int, hashes: np.ndarray, start: int = 0) -> None:
+        """Note what a request's full blocks hold, from its block `start` on."""
+        self._put("hashes", slot, start, np.ascontiguousarray(hashes, layout.HASH))
+
+    def put_blocks(self, slot: int, block_ids: np.ndarray, start: int = 0) -> None:
+        """Note which blocks a request holds, from its block `start` on."""
+        self._put("tables", slot, start, np.ascontiguousarray(block_ids, layout.TABLE_ENTRY))
+
+    def free_slot(self, slot: int) -> None:
+        """Forget a request."""
+        self.live[slot] = np.zeros((), layout.LIVE)
+
+    def add_step(self, row: tuple[float, ...]) -> None:
+        """Record a step that was taken: the fields of `layout.STEP`."""
+        place = self._num_steps % layout.NUM_STEPS
+        self._rows.append(("steps", place * layout.STEP_ROW.size, layout.STEP_ROW.pack(*row)))
+        self._num_steps += 1
+        self.state["num_steps"] = self._num_steps
+        self.state["last_step_s"] = row[2]
+
+    def add_outcome(  # noqa: PLR0913 - the fields of a row
+        self,
+        *,
+        serial: int,
+        request_id: str,
+        arrival_s: float,
+        scheduled_s: float | None,
+        first_token_s: float | None,
+        finished_s: float | None,
+        prompt_tokens: int,
+        output_tokens: int,
+        hit_tokens: int,
+        num_preemptions: int,
+        reason: str,
+    ) -> None:
+        """Record what became of a request."""
+        times = (NEVER if time_s is None else time_s for time_s in (scheduled_s, first_token_s, finished_s))
+        row = (
+            serial, short_id(request_id), arrival_s, *times, prompt_tokens, output_tokens, hit_tokens,
+            num_preemptions, REASONS.index(reason), 0,
+        )  # fmt: skip
+        place = int(self.state["num_outcomes"][0]) % layout.NUM_OUTCOMES
+        self._put("outcomes", place, 0, np.array([row], layout.OUTCOME))
+        self.state["num_outcomes"] += 1
+
+    def publish(self) -> None:
+        """Let readers see everything as it is now."""
+        self._sequence += 2
+        self.state["sequence"] = self._sequence
+        self.state["written_ns"] = time.monotonic_ns()
+        self._write(SEQUENCE.pack(self._sequence - 1), SEQUENCE_AT)
+        self._write(self._core, HEADER_SIZE)
+        for name, offset, row in self._rows:
+            self._write(row, self._places[name].offset + offset)
+        self._rows.clear()
+        if len(self.blocks):
+            self._write(self.blocks.data, self._places["blocks"].offset)
+        self._write(SEQUENCE.pack(self._sequence), SEQUENCE_AT)
+
+    def grow(self, num_slots: int) -> None:
+        """Go on in a larger file, with all that was noted; readers find it where this one was."""
+        old_places, old_descriptor, old_arrays = self._places, self._descriptor, self._arrays()
+        self._allocate(num_slots)
+        for old, new in zip(old_arrays, self._arrays(), strict=True):
+            new[: len(old)] = old
+        rows = []
+        for name in ("requests", "steps", "outcomes"):
+            place = old_places[name]
+            rows.append((name, 0, os.pread(old_descriptor, place.size, place.offset)))
+        for slot in np.flatnonzero(self.live["serial"]).tolist():
+            live = self.live[slot]
+            for name, count, dtype in (
+                ("hashes", live["num_hashes"], layout.HASH),
+                ("tables", max(live["num_blocks"], live["full_blocks"]), layout.TABLE_ENTRY),
+            ):
+                offset, row_size, _ = old_places[name]
+                size = min(int(count) * dtype.itemsize, row_size)
+                rows.append((name, slot * row_size, os.pread(old_descriptor, size, offset + slot * row_size)))
+        self._rows[:0] = rows
+        try:
+            self._put_file_in_place()
+        finally:
+            os.pwrite(old_descriptor, layout.STATUS.pack(layout.SUPERSEDED), layout.STATUS_AT)
+            os.close(old_descriptor)
+
+    def close(self) -> None:
+        """Say that the engine is gone, and take its file away."""
+        if self._descriptor < 0:
+            return
+        with suppress(OSError):
+            os.pwrite(self._descriptor, layout.STATUS.pack(layout.CLOSED), layout.STATUS_AT)
+        with suppress(OSError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                self.path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _allocate(self, num_slots: int) -> None:
+        """Lay the file out, and make the arrays over what is written each time."""
+        self._places = layout.places(
+            num_slots=num_slots,
+            num_blocks=len(self.blocks),
+            blocks_per_request=self._blocks_per_request,
+            settings_bytes=len(self._settings),
+        )
+        live = self._places["live"]
+        self._core = bytearray(live.offset + live.size - HEADER_SIZE)
+        self.state = self._over("state", layout.STATE)
+        self.running = self._over("running", layout.SLOT)
+        self.waiting = self._over("waiting", layout.SLOT)
+        self.batch = self._over("batch", layout.SCHEDULED).reshape(layout.MOST_STEPS_UNDER_WAY, num_slots)
+        self.live = self._over("live", layout.LIVE)
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.state, self.running, self.waiting, *self.batch, self.live
+
+    def _over(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        place = self._places[name]
+        return np.frombuffer(self._core, dtype, place.rows, place.offset - HEADER_SIZE)
+
+    def _put(self, name: str, row: int, item: int, items: np.ndarray) -> None:
+        place = self._places[name]
+        if not 0 <= row < place.rows or (item + len(items)) * items.itemsize > place.row_size:
+            raise ValueError(f"{name}: row {row}, items {item} to {item + len(items)} lie outside the state file")
+        self._rows.append((name, row * place.row_size + item * items.itemsize, items.tobytes()))
+
+    def _put_file_in_place(self) -> None:
+        """Write a whole file beside, and let it appear at once."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            process.lock_as_writer(self._descriptor)
+            os.truncate(self._descriptor, layout.end_of(self._places))
+            certain = self._places["tables"].offset  # what follows may stay a hole for long
+            os.posix_fallocate(self._descriptor, 0, certain)
+            self._generation += 1
+            self._write(self._header(), 0)
+            self._write(self._settings, self._places["settings"].offset)
+            self.publish()
+            beside.replace(self.path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+            raise
+
+    def _header(self) -> bytes:
+        header = bytearray(HEADER_SIZE)
+        pid = os.getpid()
+        layout.IDENTITY.pack_into(
+            header, 0, layout.MAGIC, layout.VERSION, HEADER_SIZE, self._generation, self._life, pid,
+            process.start_ticks(pid) or 0, process.pid_namespace(), process.boot_id(), time.time_ns(),
+            layout.end_of(self._places),
+        )  # fmt: skip
+        for number, name in enumerate(layout.SECTIONS):
+            layout.SECTION.pack_into(header, layout.TABLE_AT + number * layout.SECTION.size, *self._places[name])
+        layout.CHECKSUM.pack_into(header, layout.CHECKSUM_AT, layout.checksum(bytes(header), self._settings))
+        return bytes(header)
+
+    def _write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        if os.pwrite(self._descriptor, data, offset) != memoryview(data).nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+def short_id(request_id: str) -> bytes:
+    """Fit a request's id into its field: one that is too long keeps its beginning, and a digest of the whole."""
+    data = request_id.encode("utf-8", "surrogatepass").replace(b"\0", b"?")
+    if len(data) <= layout.ID_BYTES:
+        return data
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest().encode()
+    return data[: layout.ID_BYTES - len(digest) - 1] + b"#" + digest
+
+
+def _refuse_to_replace(path: Path) -> None:
+    """Refuse a path where another engine writes, or where something else than a state file lies."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        header = os.pread(descriptor, layout.IDENTITY.size, 0)
+        if not header.startswith(layout.MAGIC):
+            raise ValueError(f"state file: {path} is there, and is none")
+        if process.is_held(descriptor):
+            raise ValueError(f"state file: {path} is being written by another engine")
+    finally:
+        os.close(descriptor)

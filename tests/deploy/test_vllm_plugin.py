@@ -1,0 +1,383 @@
+"""The plug-in without vLLM: its copies of the writer, a scheduler of these tests' own, and what goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import services.export
+from deploy.vllm_plugin import block_vllm_export as plugin
+from deploy.vllm_plugin.block_vllm_export import wrapping
+from deploy.vllm_plugin.block_vllm_export.settings import state_file
+from predictor.config import EngineConfig
+from predictor.lengths import DEFAULT_RESIDUAL
+from predictor.profile import load_profile
+from services.export.identity import short_hash
+from services.export.reader import Reader
+from services.export.snapshot import config_of, snapshot_from_view
+from services.export.view import ENDED, UnreadableError
+from services.predictor_server.exported import ExportedEngine
+
+PLUGIN, EXPORT = Path(plugin.__file__).parent, Path(services.export.__file__).parent
+NUM_BLOCKS, BLOCK_SIZE = 17, 4
+
+
+class FullAttentionSpec:
+    """Bears the name by which the plug-in knows plain blocks."""
+
+
+class Queue:
+    """A free queue with vLLM's methods."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        self.blocks = list(blocks)
+
+    def popleft(self) -> Any:
+        """Take the first block."""
+        return self.blocks.pop(0)
+
+    def popleft_n(self, n: int) -> list[Any]:
+        """Take the first blocks."""
+        taken, self.blocks = self.blocks[:n], self.blocks[n:]
+        return taken
+
+    def remove(self, block: Any) -> None:
+        """Take a block from within."""
+        self.blocks.remove(block)
+
+    def append(self, block: Any) -> None:
+        """Put a block last."""
+        self.blocks.append(block)
+
+    def append_n(self, blocks: list[Any]) -> None:
+        """Put blocks last."""
+        self.blocks += blocks
+
+    def prepend_n(self, blocks: list[Any]) -> None:
+        """Put blocks first."""
+        self.blocks = [*blocks, *self.blocks]
+
+    def get_all_free_blocks(self) -> list[Any]:
+        """Give all, in order."""
+        return list(self.blocks)
+
+
+class Table:
+    """What is cached where."""
+
+    def insert(self, key: bytes, block: Any) -> None:
+        """Cache a block."""
+        block.block_hash = key
+
+    def pop(self, key: bytes, block_id: int) -> None:
+        """Forget a block."""
+
+
+class Scheduler:
+    """As much of a scheduler as the plug-in looks at; its steps are made by the tests."""
+
+    def __init__(self, max_num_seqs: int = 4) -> None:
+        self.scheduler_config = SimpleNamespace(
+            policy="fcfs", enable_chunked_prefill=True, async_scheduling=False, long_prefill_token_threshold=0,
+            watermark=0.0, scheduler_reserve_full_isl=True,
+        )  # fmt: skip
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+            model_config=SimpleNamespace(model="tiny"),
+            max_concurrent_batches=1,
+        )
+        self.num_sampled_tokens_per_step, self.num_spec_tokens = 1, 0
+        self.max_num_running_reqs = self.max_num_active_reqs = max_num_seqs
+        self.max_num_scheduled_tokens, self.max_model_len = 64, 32
+        self.block_size = self.hash_block_size = BLOCK_SIZE
+        blocks = [SimpleNamespace(block_id=number, block_hash=None) for number in range(NUM_BLOCKS)]
+        self.queue = Queue(blocks[1:])
+        self.pool = SimpleNamespace(
+            num_gpu_blocks=NUM_BLOCKS, blocks=blocks, free_block_queue=self.queue, cached_block_hash_to_block=Table(),
+            get_num_free_blocks=lambda: len(self.queue.blocks),
+        )  # fmt: skip
+        self.kind = SimpleNamespace(
+            req_to_blocks=defaultdict(list), num_cached_block={}, kv_cache_spec=FullAttentionSpec(),
+            block_size=BLOCK_SIZE,
+        )  # fmt: skip
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=self.pool, coordinator=SimpleNamespace(single_type_managers=[self.kind])
+        )
+        self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
+
+    def add(self, name: str, prompt_tokens: int = 6, hashes: tuple[bytes, ...] = ()) -> Any:
+        """Let a request wait."""
+        request = SimpleNamespace(
+            request_id=f"cmpl-{name}-0-0123abcd", num_prompt_tokens=prompt_tokens, num_tokens=prompt_tokens,
+            num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0, num_in_flight_tokens=0,
+            num_stale_output_tokens=0, num_preemptions=0, max_tokens=8, priority=0, arrival_time=time.time(),
+            sampling_params=SimpleNamespace(extra_args={"block_tag_tokens": 5, "block_tag_spread": "x"}),
+            status=SimpleNamespace(name="WAITING"), block_hashes=list(hashes), is_prefill_chunk=False,
+        )  # fmt: skip
+        request.is_finished = lambda: request.status.name.startswith("FINISHED")
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        return request
+
+    def schedule(self) -> Any:
+        """Admit whoever waits, whole."""
+        scheduled = {}
+        for request in self.waiting:
+            request.status = SimpleNamespace(name="RUNNING")
+            held = self.queue.popleft_n(-(-request.num_prompt_tokens // BLOCK_SIZE))
+            self.kind.req_to_blocks[request.request_id] = held
+            for block, digest in zip(held, request.block_hashes, strict=False):
+                self.pool.cached_block_hash_to_block.insert(digest + b"\0\0\0\0", block)
+            self.kind.num_cached_block[request.request_id] = len(request.block_hashes)
+            scheduled[request.request_id] = request.num_in_flight_tokens = request.num_prompt_tokens
+            request.num_computed_tokens = request.num_prompt_tokens
+        self.running += self.waiting
+        self.waiting = []
+        return SimpleNamespace(num_scheduled_tokens=scheduled)
+
+    def update_from_output(self, output: Any, _model_output: Any) -> None:
+        """Give everybody one token."""
+        for name in output.num_scheduled_tokens:
+            if (request := self.requests.get(name)) is not None:
+                request.num_in_flight_tokens = 0
+                request.num_output_tokens += 1
+                request.num_tokens += 1
+
+    def finish_requests(self, name: str, status: str) -> None:
+        """End a request."""
+        request = self.requests.pop(name)
+        request.status = SimpleNamespace(name=status)
+        self.running = [one for one in self.running if one is not request]
+        self.waiting = [one for one in self.waiting if one is not request]
+        self.queue.append_n(self.kind.req_to_blocks.pop(name, [])[::-1])
+
+    def shutdown(self) -> str:
+        """Say that it was told to end."""
+        return "down"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the state goes; there is a vLLM to import, which has nothing but a version."""
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "0.32.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setenv("BLOCK_STATE_FILE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def complaints(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the plug-in says."""
+    caplog.set_level(logging.WARNING, "vllm.block_export")
+    return caplog
+
+
+@pytest.mark.parametrize("name", ["layout.py", "process.py", "writer.py"])
+def test_its_writer_is_ours(name: str) -> None:
+    """The plug-in's copies are the same to the byte: what one writes the other's reader understands."""
+    assert (PLUGIN / name).read_bytes() == (EXPORT / name).read_bytes(), f"cp services/export/{name} {PLUGIN}"
+
+
+def test_it_depends_on_nothing_of_ours() -> None:
+    """No file of the plug-in imports another package of this project."""
+    sources = "".join(file.read_text() for file in PLUGIN.glob("*.py"))
+    assert not [name for name in ("services", "predictor", "protos", "scheduler") if f"from {name}" in sources]
+    assert not [name for name in ("services", "predictor", "protos", "scheduler") if f"import {name}" in sources]
+
+
+def test_it_shows_a_scheduler(path: Path) -> None:
+    """Settings, requests, queues, the step under way, blocks and outcomes come out as the scheduler has them."""
+    scheduler = wrapping.showing(Scheduler)()
+    reader = Reader(str(path))
+    assert config_of(reader.read()) == EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, max_model_len=32,
+        enable_prefix_caching=True, enable_chunked_prefill=True, async_scheduling=False, watermark=0.0,
+    )  # fmt: skip
+    first = scheduler.add("first", 6, (b"abcdefgh-first",))
+    output = scheduler.schedule()
+    snapshot = snapshot_from_view(reader.read(contents=True))
+    (live,) = snapshot.running
+    assert (live.request.request_id, live.request.prompt_tokens, live.computed_tokens) == (first.request_id, 6, 6)
+    assert live.request.tag.median_tokens == 5
+    assert (live.block_ids, live.full_blocks, live.prefill_tokens) == ((0, 1), 1, 6)
+    assert live.request.prefix_hashes == (short_hash(b"abcdefgh"),)
+    assert snapshot.steps[0].scheduled == {first.request_id: 6}
+    assert snapshot.kv_cache.free_block_ids == tuple(range(2, NUM_BLOCKS - 1))
+    assert snapshot.kv_cache.contents == {0: short_hash(b"abcdefgh")}
+    scheduler.update_from_output(output, None)
+    (step,) = reader.new_steps().tolist()
+    assert step[3:7] == (6, 1, 0, 1)
+    scheduler.finish_requests(first.request_id, "FINISHED_STOPPED")
+    snapshot = snapshot_from_view(reader.read(contents=True))
+    assert (snapshot.running, snapshot.steps) == ((), ())
+    assert snapshot.kv_cache.free_block_ids == (*range(2, NUM_BLOCKS - 1), 1, 0)
+    (outcome,) = reader.new_outcomes()
+    assert (int(outcome["output_tokens"]), int(outcome["reason"])) == (1, 0)
+    assert scheduler.shutdown() == "down"
+    assert not path.exists()
+
+
+def test_a_sidecar_understands_it(path: Path) -> None:
+    """The sidecar stands as the scheduler does, knows what its blocks hold, and looks on when it grows."""
+    scheduler = wrapping.showing(Scheduler)()
+    sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
+    scheduler.add("first", 6, (b"abcdefgh-first",))
+    scheduler.schedule()
+    assert sidecar.look().engine.tracks_blocks
+    assert list(sidecar.newly_shown()) == ["first"]
+    for number in range(200):  # more than there were slots
+        scheduler.add(f"more{number}")
+    scheduler.block_export("publish")
+    sidecar.look()
+    assert {f"more{number}" for number in range(200)} <= set(sidecar.newly_shown())
+    sidecar.close()
+    scheduler.shutdown()
+
+
+def test_the_order_of_reuse_is_followed(path: Path) -> None:
+    """Blocks that are put first, last, or taken from within are shown in the queue's own order."""
+    scheduler = wrapping.showing(Scheduler)()
+    queue, reader = scheduler.queue, Reader(str(path))
+    taken = [queue.popleft(), *queue.popleft_n(3)]
+    queue.prepend_n(taken[2:])
+    queue.append(taken[0])
+    queue.remove(queue.blocks[4])
+    queue.prepend_n(taken[1:2])
+    scheduler.block_export("publish")
+    contents = snapshot_from_view(reader.read(contents=True)).kv_cache
+    assert contents.free_block_ids == tuple(block.block_id - 1 for block in queue.blocks)
+    scheduler.shutdown()
+
+
+def test_a_cache_that_is_reset_is_shown_empty(path: Path) -> None:
+    """When the pool takes a new hash table, nothing is shown to be held, and the new one is followed."""
+    scheduler = wrapping.showing(Scheduler)()
+    scheduler.pool.cached_block_hash_to_block.insert(b"12345678....", scheduler.pool.blocks[3])
+    scheduler.block_export("publish")
+    reader = Reader(str(path))
+    assert snapshot_from_view(reader.read(contents=True)).kv_cache.contents == {2: short_hash(b"12345678")}
+    scheduler.pool.cached_block_hash_to_block = Table()
+    scheduler.pool.blocks[3].block_hash = None
+    scheduler.block_export("publish")
+    assert snapshot_from_view(reader.read(contents=True)).kv_cache.contents == {}
+    scheduler.pool.cached_block_hash_to_block.insert(b"87654321....", scheduler.pool.blocks[4])
+    scheduler.block_export("publish")
+    assert snapshot_from_view(reader.read(contents=True)).kv_cache.contents == {3: short_hash(b"87654321")}
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize("broken", ["running", "queue"])
+def test_a_failure_is_said_once_and_the_engine_runs_on(
+    path: Path, complaints: pytest.LogCaptureFixture, broken: str
+) -> None:
+    """Whatever goes wrong inside, the scheduler's own answers come out, and sidecars see that the file is over."""
+    scheduler = wrapping.showing(Scheduler)()
+    reader = Reader(str(path))
+    reader.read()
+    request = scheduler.add("first")
+    if broken == "running":
+        del request.arrival_time
+    else:
+        scheduler.queue.append_n([SimpleNamespace(block_id="none")])
+    for _ in range(3):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, None)
+    assert request.num_output_tokens == 1
+    assert len(complaints.records) == 1
+    assert "runs on" in complaints.records[0].message
+    with pytest.raises(UnreadableError) as refusal:
+        reader.read()
+    assert refusal.value.reason == ENDED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_spec_tokens", 2), ("num_sampled_tokens_per_step", 0), ("max_concurrent_batches", 3)]
+)
+def test_engines_of_another_kind_are_left_alone(
+    path: Path, complaints: pytest.LogCaptureFixture, name: str, value: int
+) -> None:
+    """Beside speculative decoding, pooling and deep pipelines it says why it does nothing, and does nothing."""
+
+    class Other(Scheduler):
+        """A scheduler that is not supported."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self.vllm_config if name.startswith("max") else self, name, value)
+
+    scheduler = wrapping.showing(Other)()
+    scheduler.add("first")
+    scheduler.schedule()
+    assert not path.exists()
+    assert "not supported" in complaints.text
+
+
+def test_a_file_that_cannot_be_is_no_reason_not_to_start(path: Path, complaints: pytest.LogCaptureFixture) -> None:
+    """Where the file cannot be made the engine starts all the same."""
+    path.write_text("something else")
+    scheduler = wrapping.showing(Scheduler)()
+    scheduler.add("first")
+    assert scheduler.schedule().num_scheduled_tokens
+    assert path.read_text() == "something else"
+    assert "cannot begin" in complaints.text
+
+
+def test_any_scheduler_class_stays_in_charge() -> None:
+    """What the configuration chooses is derived from, whichever it is, and wrapped but once."""
+
+    class Config:
+        """Chooses its scheduler."""
+
+        def get_scheduler_cls(self) -> type:
+            """The user's own."""
+            return Scheduler
+
+    wrapping.wrap_scheduler_choice(Config)
+    wrapping.wrap_scheduler_choice(Config)
+    chosen = Config().get_scheduler_cls()
+    assert chosen.__mro__[1] is Scheduler
+    assert chosen is Config().get_scheduler_cls()
+    assert chosen.__name__ == "Scheduler"
+
+
+def test_each_data_parallel_rank_has_its_file(path: Path) -> None:
+    """The first writes where it is told, the others beside it."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0))
+    scheduler = SimpleNamespace(vllm_config=config)
+    assert state_file(scheduler) == str(path)
+    config.parallel_config.data_parallel_index = 3
+    assert state_file(scheduler) == str(path.with_name("state-dp3"))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.32.0", True), ("0.32.1+cpu", True), ("0.320.0", False), ("0.31.2", False), ("1.32.0", False), ("dev", False)],
+)
+def test_other_versions_are_refused(complaints: pytest.LogCaptureFixture, version: str, supported: bool) -> None:
+    """A vLLM that is not known is left alone, and told so."""
+    assert plugin.is_supported(version) == supported
+    if not supported:
+        sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
+        plugin.register()
+        assert f"not {version}" in complaints.text
+
+
+@pytest.mark.usefixtures("path")
+def test_it_can_be_switched_off(complaints: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With BLOCK_EXPORT=0 nothing is even looked at."""
+    monkeypatch.setenv("BLOCK_EXPORT", "0")
+    sys.modules["vllm"].__version__ = "0.1"  # type: ignore[attr-defined]
+    plugin.register()
+    assert not complaints.records

@@ -1,0 +1,121 @@
+"""The state file that the plug-in writes in vLLM's real schedulers, against what these hold, at every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from predictor.lengths import DEFAULT_RESIDUAL
+from predictor.profile import load_profile
+from predictor.snapshot import LiveRequest
+from services.export.reader import Reader
+from services.export.snapshot import config_of, snapshot_from_view
+from services.predictor_server.exported import ExportedEngine
+from tests.conformance.ours import our_config
+from tests.conformance.vllm_side import interpreter
+from tests.conformance.workloads import workload
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = Path(__file__).with_name("vllm_steps.py")
+DEFAULT_RUNS = 24
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has vLLM, with the plug-in writing into a file of this test's."""
+    if not interpreter().exists():
+        pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [interpreter(), "-I", SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "BLOCK_STATE_FILE": str(tmp_path / "state")},
+        )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_file_shows_what_the_scheduler_holds(scheduler: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Requests, queues, steps under way, and which blocks hold what, sync and async, fcfs and priority."""
+    seen: Counter[str] = Counter()
+    for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
+        load = workload(seed)
+        say(scheduler, json.dumps(load))
+        reader = Reader(str(tmp_path / "state"))
+        sidecar = ExportedEngine(str(tmp_path / "state"), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
+        caching = load["engine"]["enable_prefix_caching"]
+        while (truth := json.loads(scheduler.stdout.readline() or "null")) != "end":
+            assert truth is not None, (tmp_path / "log").read_text()[-3000:]
+            view = reader.read(contents=True)
+            assert config_of(view) == our_config(load)
+            snapshot = snapshot_from_view(view)
+            where = f"seed {seed}, publication {view.sequence}"
+            assert [shown(one) for one in snapshot.running] == [held(one, caching) for one in truth["running"]], where
+            assert [shown(one) for one in snapshot.waiting] == [
+                held(one, caching) | {"blocks": [] if caching else one["blocks"]} for one in truth["waiting"]
+            ], where
+            steps = [{"scheduled": step.scheduled, "sampled": list(step.sampled)} for step in snapshot.steps]
+            assert steps == truth["steps"], where
+            assert snapshot.num_free_blocks == len(truth["free"]), where
+            if caching:
+                assert list(snapshot.kv_cache.free_block_ids) == truth["free"], where
+                assert {str(k): v for k, v in snapshot.kv_cache.contents.items()} == truth["contents"], where
+            picture = sidecar.look()  # understood as a whole, or it would refuse to forecast
+            assert picture.engine.tracks_blocks == caching, where
+            seen["async"] += load["engine"]["async_scheduling"]
+            seen["two under way"] += len(steps) == 2
+            seen["preempted"] += any(one["preemptions"] for one in truth["waiting"])
+            seen["cached"] += bool(truth["contents"])
+            seen["waiting"] += bool(truth["waiting"])
+            say(scheduler, "on")
+        reader.close()
+        sidecar.close()
+        assert not (tmp_path / "state").exists()
+    assert all(seen[what] for what in ("async", "two under way", "preempted", "cached", "waiting")), seen
+
+
+def say(process: subprocess.Popen[str], line: str) -> None:
+    """Send a line."""
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def shown(live: LiveRequest) -> dict[str, Any]:
+    """A request as the file has it."""
+    return {
+        "id": live.request.request_id,
+        "prompt": live.request.prompt_tokens,
+        "output": live.produced_tokens,
+        "computed": live.computed_tokens,
+        "placeholders": live.placeholders,
+        "in_flight": live.in_flight_tokens,
+        "stale": live.stale_tokens,
+        "preemptions": live.num_preemptions,
+        "priority": live.request.priority,
+        "blocks": list(live.block_ids),
+        "hashes": list(live.request.prefix_hashes),
+        "num_blocks": live.num_blocks,
+    }
+
+
+def held(request: dict[str, Any], caching: bool) -> dict[str, Any]:
+    """A request as the scheduler has it; without a prefix cache the file does not tell which blocks it holds."""
+    blocks = request["blocks"]
+    return {
+        **request,
+        "num_blocks": len(blocks),
+        "blocks": blocks if caching else [],
+        "hashes": request["hashes"] if caching else [],
+    }
