@@ -12,7 +12,8 @@ import pytest
 
 import scheduler.policies
 from scheduler.candidates import Facts
-from scheduler.indicators import require_indicator, roots_of
+from scheduler.dispatch import Candidate, Fate, by_forecasts, order
+from scheduler.indicators import Source, require_indicator, roots_of
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.table import Table
@@ -38,114 +39,189 @@ def ranked(text: str, columns: Columns) -> str:
     return "".join(candidates.instance_id(place) for place in order)
 
 
-CASES: list[tuple[str, Columns, str]] = [
-    # Block and its kin: the lowest of what is foreseen.
-    ("block", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac"),
-    ("block", {"predicted_e2e_s": [2.0, 2.0, 1.0]}, "cab"),
-    ("block", {"predicted_e2e_s": [None, math.inf, 9.0]}, "cba"),
-    ("block_ttft", {"predicted_ttft_s": [0.3, 0.1, 0.2], "predicted_e2e_s": [1.0, 9.0, 9.0]}, "bca"),
-    ("block_mean", {"predicted_e2e_s": [1.0, 2.0, 3.0], "delay_sum_s": [5.0, 3.5, 0.0]}, "cba"),
-    ("marginal", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "bac"),  # 1.25, 1.15, 3
-    ("marginal: lambda = 0", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "abc"),
-    ("marginal", {"predicted_e2e_s": [1.0, 2.0], "delay_sum_s": [None, 0.0]}, "ba"),
-    # LMetric: P-token x batch size: (100 + 100) x 4, (0 + 100) x 5, (300 + 20) x 2.
-    (
-        "lmetric",
-        {
-            "queued_prefill_tokens": [100, 0, 300],
-            "prefix_hit_tokens": [0, 0, 80],
-            "num_running": [3, 5, 1],
-            "num_waiting": [1, 0, 1],
-        },
-        "bca",
-    ),
-    # Nobody is busy: the product is zero for all, and the one that has the prefix cached is to be preferred.
-    (
-        "lmetric",
-        {
-            "queued_prefill_tokens": [0, 0, 0],
-            "prefix_hit_tokens": [0, 96, 96],
-            "num_running": [0, 0, 0],
-            "num_waiting": [0, 0, 0],
-        },
-        "bca",
-    ),
-    # A reserved request is one that is there.
-    (
-        "lmetric",
-        {"queued_prefill_tokens": [0, 0], "num_running": [2, 2], "num_waiting": [0, 0], "num_reserved": [1, 0]},
-        "ba",
-    ),
-    # 1 - hit ratio: 1 x 3, 0.2 x 10, 0.5 x 8.
-    ("lmetric_hits", {"prefix_hit_tokens": [0, 80, 50], "num_running": [3, 10, 8], "num_waiting": [0, 0, 0]}, "bac"),
-    # P-token x total tokens: 100 x 1000, 200 x 600, 100 x 2000.
-    (
-        "lmetric_tokens",
-        {"queued_prefill_tokens": [0, 100, 0], "context_tokens": [1000, 500, 2000]},
-        "abc",
-    ),
-    # λ = 0.7: 0.7 + 0.3 x 2/10, 0.7 x 0.2 + 0.3, 0.7 x 0.5 + 0.3 x 5/10.
-    ("linear", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 10, 5], "num_waiting": [0, 0, 0]}, "bca"),
-    ("linear: lambda=0", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5], "num_waiting": [0] * 3}, "acb"),
-    ("linear: lambda=1", {"prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5], "num_waiting": [0] * 3}, "bca"),
-    # All idle: no division by zero, and the hits decide.
-    ("linear", {"prefix_hit_tokens": [0, 80], "num_running": [0, 0], "num_waiting": [0, 0]}, "ba"),
-    # λ = 0.5: P-tokens 100, 400, 200 of 400; totals 1000, 300, 700 of 1000: 0.625, 0.65, 0.6.
-    ("dynamo", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "cab"),
-    # Batch sizes 1 to 9 range over 8, which is not more than 8: the best hits; over 9: the least loaded.
-    ("filter", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 9], "num_waiting": [0, 0, 0]}, "cba"),
-    ("filter", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 10], "num_waiting": [0, 0, 0]}, "abc"),
-    ("filter: range=3", {"prefix_hit_tokens": [0, 10, 90], "num_running": [1, 3, 9], "num_waiting": [0] * 3}, "abc"),
-    # Without hits anywhere, the smaller batch.
-    ("filter", {"prefix_hit_tokens": [0, 0, 0], "num_running": [3, 2, 4], "num_waiting": [0, 0, 0]}, "bac"),
-    # Free after the waiting, for each running request: (500 - 100)/10, (300 - 0)/5, (900 - 0)/30.
-    (
-        "llumnix",
-        {"num_free_blocks": [500, 300, 900], "num_waiting_blocks": [100, 0, 0], "num_running": [10, 5, 30]},
-        "bac",
-    ),
-    # An idle instance counts as one that runs one.
-    ("llumnix", {"num_free_blocks": [1000, 1000], "num_waiting_blocks": [0, 0], "num_running": [1, 0]}, "ab"),
-    # More is needed than is free: last, however many run there.
-    (
-        "llumnix",
-        {"num_free_blocks": [0, 1, 10], "num_waiting_blocks": [500, 0, 11], "num_running": [48, 48, 1]},
-        "bca",
-    ),
-    (
-        "llumnix",
-        {
-            "num_free_blocks": [9, 9],
-            "num_waiting_blocks": [0, 0],
-            "num_reserved_blocks": [8, 0],
-            "num_running": [1, 1],
-        },
-        "ba",
-    ),
-    # As printed: (100 + 20)/1, (900 + 0)/48, (500 + 0)/5: the full one looks best.
-    (
-        "llumnix_paper",
-        {
-            "num_total_blocks": [1000, 1000, 1000],
-            "num_free_blocks": [900, 100, 500],
-            "num_waiting_blocks": [20, 0, 0],
-            "num_running": [1, 48, 5],
-        },
-        "bca",
-    ),
-    ("infaas", {"num_free_blocks": [500, 300, 900], "num_running": [10, 5, 30]}, "bac"),
-    (
-        "infaas_paper",
-        {"num_total_blocks": [1000, 1000], "num_free_blocks": [900, 100], "num_running": [1, 48]},
-        "ba",
-    ),
-    # 4 x waiting + running: 4 x 1 + 10, 4 x 3 + 1, 4 x 0 + 12.
-    ("jsq", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "cba"),
-    ("jsq: waiting_weight = 1", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "bac"),
-    ("jsq", {"num_waiting": [0, 0], "num_reserved": [1, 0], "num_running": [0, 3]}, "ba"),
-    ("least_loaded", {"num_running": [3, 2, 4], "num_waiting": [0, 2, 0], "num_reserved": [0, 0, 1]}, "abc"),
-    ("min_qpm", {"requests_per_minute": [30, 10, 20]}, "bca"),
-    ("round_robin", {"num_running": [30, 10, 20]}, "abc"),
+NOTHING_QUEUED: Columns = {"queued_prefill_tokens": [0, 0, 0], "num_waiting": [0, 0, 0]}
+
+# By policy: its parameters, what is known of instances a, b and c, and in which order it ranks them.
+TABLES: dict[str, list[tuple[str, Columns, str]]] = {
+    # The lowest of what is foreseen; what never ends comes after what ends, what is not known after both.
+    "block": [
+        ("", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac"),
+        ("", {"predicted_e2e_s": [2.0, 2.0, 1.0]}, "cab"),
+        ("", {"predicted_e2e_s": [None, math.inf, 9.0]}, "cba"),
+    ],
+    "block_ttft": [
+        ("", {"predicted_ttft_s": [0.3, 0.1, 0.2], "predicted_e2e_s": [1.0, 9.0, 9.0]}, "bca"),
+        ("", {"predicted_ttft_s": [0.2, None, 0.2]}, "acb"),
+    ],
+    "block_mean": [
+        ("", {"predicted_e2e_s": [1.0, 2.0, 3.0], "delay_sum_s": [5.0, 3.5, 0.0]}, "cba"),
+        ("", {"predicted_e2e_s": [1.0, 9.0], "delay_sum_s": [None, 9.0]}, "ba"),
+    ],
+    "marginal": [
+        ("", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "bac"),  # 1.25, 1.15, 3
+        ("lambda = 0", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "abc"),
+        ("lambda = 1", {"predicted_e2e_s": [1.0, 1.1, 3.0], "delay_sum_s": [5.0, 1.0, 0.0]}, "bca"),  # 6, 2.1, 3
+        ("", {"predicted_e2e_s": [1.0, 2.0], "delay_sum_s": [None, 0.0]}, "ba"),
+    ],
+    "lmetric": [
+        # P-token x batch size: (100 + 100) x 4, (0 + 100) x 5, (300 + 20) x 2.
+        (
+            "",
+            {
+                "queued_prefill_tokens": [100, 0, 300],
+                "prefix_hit_tokens": [0, 0, 80],
+                "num_running": [3, 5, 1],
+                "num_waiting": [1, 0, 1],
+            },
+            "bca",
+        ),
+        # Nobody is busy: the product is zero for all, and the one that has the prefix cached is to be preferred.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 96, 96], "num_running": [0, 0, 0]}, "bca"),
+        # Whole hits still cost the last token: 1 x 40 against 100 x 1 and 50 x 1.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 50, 100], "num_running": [1, 1, 40]}, "cba"),
+        # A reserved request is one that is there.
+        ("", {**NOTHING_QUEUED, "num_running": [2, 2, 2], "num_reserved": [1, 0, 2]}, "bac"),
+        # What is cached is not known of a: no guess is made.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [None, 0, 50], "num_running": [1, 9, 9]}, "cba"),
+    ],
+    "lmetric_hits": [
+        # 1 - hit ratio: 1 x 3, 0.2 x 10, 0.5 x 8.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 80, 50], "num_running": [3, 10, 8]}, "bac"),
+        # Blind to what is queued, and to load where all is cached.
+        (
+            "",
+            {
+                "queued_prefill_tokens": [900, 0, 0],
+                "prefix_hit_tokens": [100, 90, 0],
+                "num_running": [40, 1, 1],
+                "num_waiting": [0, 0, 0],
+            },
+            "abc",
+        ),
+    ],
+    "lmetric_tokens": [
+        # P-token x total tokens: 100 x 1000, 200 x 600, 100 x 2000.
+        ("", {"queued_prefill_tokens": [0, 100, 0], "context_tokens": [1000, 500, 2000]}, "abc"),
+        # Empty ones are equal in that: the less to be computed there, the better.
+        ("", {"queued_prefill_tokens": [0, 0], "context_tokens": [0, 0], "prefix_hit_tokens": [0, 16]}, "ba"),
+    ],
+    "linear": [
+        # λ = 0.7: 0.7 + 0.3 x 2/10, 0.7 x 0.2 + 0.3, 0.7 x 0.5 + 0.3 x 5/10.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 80, 50], "num_running": [2, 10, 5]}, "bca"),
+        ("lambda=0", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5]}, "acb"),
+        ("lambda=1", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5]}, "bca"),
+        # All idle: no division by zero, and the hits decide.
+        ("", {"prefix_hit_tokens": [0, 80], "num_running": [0, 0], "num_waiting": [0, 0]}, "ba"),
+        # The highest is the highest that is known: 0.7 + 0.3, not known, 0.7 + 0.3 x 2/4.
+        ("", {**NOTHING_QUEUED, "num_running": [4, None, 2]}, "cab"),
+    ],
+    "dynamo": [
+        # λ = 0.5: P-tokens 100, 400, 200 of 400; totals 1000, 300, 700 of 1000: 0.625, 0.65, 0.6.
+        ("", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "cab"),
+        ("lambda = 1", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "acb"),
+        ("lambda = 0", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "bca"),
+        # All empty: no division by zero.
+        ("", {"queued_prefill_tokens": [0, 0], "context_tokens": [0, 0], "prefix_hit_tokens": [0, 50]}, "ba"),
+        ("", {"queued_prefill_tokens": [0, 0], "context_tokens": [None, 900]}, "ba"),
+    ],
+    "filter": [
+        # Batch sizes 1 to 9 range over 8, which is not more than 8: the best hits; over 9: the least loaded.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 9]}, "cba"),
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 10, 90], "num_running": [1, 5, 10]}, "abc"),
+        ("range=3", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 10, 90], "num_running": [1, 3, 9]}, "abc"),
+        # Without hits anywhere, the smaller batch.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 0, 0], "num_running": [3, 2, 4]}, "bac"),
+        # Whose size is not known widens no range, and the best hits do not help it.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [90, 10, 20], "num_running": [None, 2, 4]}, "cba"),
+    ],
+    "llumnix": [
+        # Free after the waiting, for each running request: (500 - 100)/10, (300 - 0)/5, (900 - 0)/30.
+        (
+            "",
+            {"num_free_blocks": [500, 300, 900], "num_waiting_blocks": [100, 0, 0], "num_running": [10, 5, 30]},
+            "bac",
+        ),
+        # An idle instance counts as one that runs one.
+        ("", {"num_free_blocks": [1000, 1000], "num_waiting_blocks": [0, 0], "num_running": [1, 0]}, "ab"),
+        # More is needed than is free: last, however many run there.
+        (
+            "",
+            {"num_free_blocks": [0, 1, 10], "num_waiting_blocks": [500, 0, 11], "num_running": [48, 48, 1]},
+            "bca",
+        ),
+        # What is reserved is needed as well.
+        (
+            "",
+            {
+                "num_free_blocks": [9, 9],
+                "num_waiting_blocks": [0, 0],
+                "num_reserved_blocks": [8, 0],
+                "num_running": [1, 1],
+            },
+            "ba",
+        ),
+        # Nothing free is better than less than nothing, and that the worse the less.
+        ("", {"num_free_blocks": [-9, 0, -1], "num_waiting_blocks": [0, 0, 0], "num_running": [9, 9, 9]}, "bca"),
+        ("", {"num_free_blocks": [-48, 1], "num_waiting_blocks": [0, 0], "num_running": [48, 48]}, "ba"),
+    ],
+    "llumnix_paper": [
+        # As printed: (100 + 20)/1, (900 + 0)/48, (500 + 0)/5: the full one looks best.
+        (
+            "",
+            {
+                "num_total_blocks": [1000, 1000, 1000],
+                "num_free_blocks": [900, 100, 500],
+                "num_waiting_blocks": [20, 0, 0],
+                "num_running": [1, 48, 5],
+            },
+            "bca",
+        ),
+        # Less than nothing free is more than all used: 110 against 100, over five each.
+        (
+            "",
+            {
+                "num_total_blocks": [100, 100],
+                "num_free_blocks": [-10, 0],
+                "num_waiting_blocks": [0, 0],
+                "num_running": [5, 5],
+            },
+            "ba",
+        ),
+    ],
+    "infaas": [
+        ("", {"num_free_blocks": [500, 300, 900], "num_running": [10, 5, 30]}, "bac"),
+        # Blind to what waits; idle counts as one that runs one.
+        ("", {"num_free_blocks": [500, 500], "num_waiting_blocks": [400, 0], "num_running": [1, 0]}, "ab"),
+        # Less than nothing free comes last, however many run there.
+        ("", {"num_free_blocks": [-1, 0, 1], "num_running": [48, 1, 48]}, "cba"),
+    ],
+    "infaas_paper": [
+        ("", {"num_total_blocks": [1000, 1000], "num_free_blocks": [900, 100], "num_running": [1, 48]}, "ba"),
+        ("", {"num_total_blocks": [100, 100], "num_free_blocks": [-10, 0], "num_running": [5, 5]}, "ba"),
+    ],
+    "jsq": [
+        # 4 x waiting + running: 4 x 1 + 10, 4 x 3 + 1, 4 x 0 + 12.
+        ("", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "cba"),
+        ("waiting_weight = 1", {"num_waiting": [1, 3, 0], "num_running": [10, 1, 12]}, "bac"),
+        ("", {"num_waiting": [0, 0], "num_reserved": [1, 0], "num_running": [0, 3]}, "ba"),
+        ("", {"num_waiting": [1, 0, 0], "num_running": [0, 4, None]}, "abc"),  # 4 and 4
+    ],
+    "least_loaded": [
+        ("", {"num_running": [3, 2, 4], "num_waiting": [0, 2, 0], "num_reserved": [0, 0, 1]}, "abc"),
+        ("", {"num_running": [3, 3, 0], "num_waiting": [0, 0, None]}, "abc"),
+    ],
+    "min_qpm": [
+        ("", {"requests_per_minute": [30, 10, 20]}, "bca"),
+        ("", {"requests_per_minute": [10, 10, 0], "num_running": [0, 0, 99]}, "cab"),
+        ("", {"requests_per_minute": [2, None, 1]}, "bca"),  # this scheduler's own count is known, and it is zero
+    ],
+    # Without looking.
+    "round_robin": [("", {"num_running": [30, 10, 20]}, "abc")],
+}
+CASES = [
+    (f"{name}: {parameters}" if parameters else name, columns, expected)
+    for name, table in TABLES.items()
+    for parameters, columns, expected in table
 ]
 
 
@@ -158,8 +234,15 @@ def test_a_policy_ranks_as_worked_out_by_hand(text: str, columns: Columns, expec
 
 def test_every_policy_has_a_case_or_a_test_of_its_own() -> None:
     """No policy joins the table without one."""
-    named = {text.split(":")[0] for text, _, _ in CASES}
-    assert set(POLICIES) - named == {"random", "power_of_two"}
+    assert set(POLICIES) - set(TABLES) == {"random", "power_of_two"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_equals_go_by_their_ids(name: str) -> None:
+    """Whether all is known of three that are alike, or nothing at all."""
+    columns: Columns = {root.name: [7.0] * 3 for root in _roots(name) if root.name != "prompt_tokens"}
+    assert ranked(name, columns or {"num_running": [7.0] * 3}) == "abc"
+    assert ranked(name, {"num_running": [None] * 3}) == "abc"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -168,21 +251,84 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
     assert chosen(name, {"num_running": [None]}) == "a"
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("random", "power_of_two", "round_robin")])
+@pytest.mark.parametrize("name", [name for name in TABLES if name not in ("min_qpm", "round_robin")])
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
     needs = [root.name for root in _roots(name)]
     told = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
-    for missing, values in told.items():
-        columns = {need: [5.0, 5.0, 5.0] for need in told} | {missing: values}
-        if require_indicator(missing).otherwise == 0.0 or missing == "requests_per_minute":
-            continue  # no promise known is no promise, and this scheduler's own count is known
+    at_risk = [need for need in told if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
+    assert at_risk
+    for missing in at_risk:
+        columns = {need: [5.0, 5.0, 5.0] for need in told} | {missing: told[missing]}
         assert chosen(name, columns) == "b", missing
         assert ranked(name, columns) == "bca", missing
 
 
 def _roots(name: str) -> list:
     return list(dict.fromkeys(roots_of(POLICIES[name].needs)))
+
+
+BEST: dict[str, Columns] = {  # what makes an instance better than one of which all is fives, by policy
+    **{name: {"num_running": [0.0, 5.0, 5.0]} for name in ("lmetric", "lmetric_hits", "linear", "jsq", "least_loaded")},
+    **{name: {"num_free_blocks": [9.0, 5.0, 5.0]} for name in ("llumnix", "infaas", "llumnix_paper", "infaas_paper")},
+    **{name: {"context_tokens": [0.0, 5.0, 5.0]} for name in ("lmetric_tokens", "dynamo")},
+    "filter": {"num_running": [0.0, 50.0, 50.0]},
+    "min_qpm": {"requests_per_minute": [0.0, 5.0, 5.0]},
+    "power_of_two": {"num_running": [0.0, 5.0, 5.0]},
+}
+
+
+def test_stale_cases_cover_all_that_read_what_instances_tell() -> None:
+    """A policy that joins them needs one."""
+    assert set(BEST) == {name for name in POLICIES if any(root.source is Source.TOLD for root in _roots(name))}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
+    """The best one told of itself long ago; a filter by age leaves it out, unless all are as old."""
+    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is Source.TOLD} | dict(BEST[name])
+
+    def first(text: str, ages_s: list[float]) -> str:
+        policy, candidates = policy_from(text, seed=1), fleet(facts=HUNDRED, **columns)
+        candidates.known.told_s[:] = [-age_s for age_s in ages_s]
+        looked = policy.among(candidates)
+        return looked.instance_id(policy.choose(looked))
+
+    everybody = ", sample = 3" if name == "power_of_two" else ""
+    fresh = f"{name}: filter = 'age_s < 5'{everybody}"
+    assert first(fresh, [0.0, 0.0, 0.0]) == "a"
+    assert first(fresh, [30.0, 0.0, 0.0]) == "b"
+    assert first(fresh, [math.inf, 9.0, 1.0]) == "c"  # nothing was ever heard of a
+    assert first(fresh, [30.0, 30.0, 30.0]) == "a"
+    assert first(f"{name}: filter = 'age_s >= 0'{everybody}", [30.0, 0.0, 1.0]) == "a"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_where_none_is_healthy_the_last_resort_needs_no_policy(name: str) -> None:
+    """All are late, down or draining: those that may work come first, the less busy ones of them; none is scored."""
+    fates = {"a": Fate.DRAINING, "b": Fate.DOWN, "c": Fate.LATE, "d": Fate.LATE, "e": Fate.STOPPED}
+    loads = dict(zip("abcde", (0.0, 0.0, 9.0, 4.0, 0.0), strict=True))
+    candidates = [
+        Candidate(instance_id=one, fate=fate, indicators={"num_running": loads[one]}) for one, fate in fates.items()
+    ]
+    ranking = by_forecasts(policy_from(name, seed=1), Table("abcde").candidates(HUNDRED))
+    assert "".join(one.instance_id for one in order(candidates, ranking)) == "dcba"
+    assert all(one.score is None for one in candidates)
+    assert order([], ranking) == []
+
+
+@pytest.mark.parametrize("name", ["llumnix", "infaas"])
+def test_who_is_short_of_blocks_never_comes_before_who_is_not(name: str) -> None:
+    """Also where an engine tells of less than no free block, and whatever else it tells."""
+    rng, policy = np.random.default_rng(7), policy_from(name)
+    for _ in range(2000):
+        num = int(rng.integers(2, 17))
+        free, waiting = rng.integers(-20, 20, num), rng.integers(0, 20, num)
+        running = rng.integers(0, 50, num)
+        candidates = fleet(num_free_blocks=free, num_waiting_blocks=waiting, num_running=running)
+        short = free - waiting < 0 if name == "llumnix" else free < 0
+        places = policy.order(candidates, policy.scores(candidates))
+        assert short[places].tolist() == sorted(short.tolist())
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in STATEFUL])
