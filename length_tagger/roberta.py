@@ -16,9 +16,12 @@ from tokenizers import Tokenizer
 
 from length_tagger.encoder import LengthNetwork, batch_of, counts_of, encoded, encoder_from
 from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.linear import LinearTagger
+from length_tagger.linear import load as load_linear
 from length_tagger.served import places_of
 
 NAME = "roberta"
+SHIPPED = Path(__file__).parent / "models" / "encoder"
 FORMAT = "block-roberta-1"
 LONGEST_LOG = math.log(1_000_000)
 WEIGHTS, ABOUT, CONFIG, TOKENS = "model.safetensors", "block.json", "config.json", "tokenizer.json"
@@ -26,7 +29,11 @@ WEIGHTS, ABOUT, CONFIG, TOKENS = "model.safetensors", "block.json", "config.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A trained network and what it needs beside its weights; a folder of safetensors and JSON."""
+    """A trained network and what it needs beside its weights; a folder of safetensors and JSON.
+
+    `beside_linear` is the share that the package's `linear` has in its estimates: a small encoder of one's own and
+    `linear` err differently, and their mean errs less than either.
+    """
 
     network: LengthNetwork
     tokenizer: Tokenizer
@@ -34,6 +41,7 @@ class Checkpoint:
     most_tokens: int
     padding: int
     spread_scale: float
+    beside_linear: float
     card: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -51,6 +59,7 @@ class RobertaTagger:
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint that is loaded already."""
         self.checkpoint = checkpoint
+        self._linear = LinearTagger(load_linear()) if checkpoint.beside_linear else None
         checkpoint.network.eval()
 
     @classmethod
@@ -74,7 +83,11 @@ class RobertaTagger:
                 for row, places in enumerate(places_of(query.model, self.checkpoint.models) for query in asked)
             ]
         )
-        return [next(made) if query.prompt else None for query in queries]
+        own = [next(made) if query.prompt else None for query in queries]
+        if self._linear is None:
+            return own
+        beside = self._linear.estimate_many(queries)
+        return [_mean(one, other, self.checkpoint.beside_linear) for one, other in zip(own, beside, strict=True)]
 
     def observe(self, outcome: Outcome) -> None:
         """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""
@@ -86,6 +99,26 @@ def _estimate(medians: Any, spreads: Any) -> Estimate:
     spread = min(MOST_SPREAD, max(0.01, spread))
     return Estimate(
         median_tokens=max(1.0, math.exp(min(LONGEST_LOG, log))),
+        spread=spread,
+        confidence=chance_within_factor_two(spread),
+        estimator=NAME,
+    )
+
+
+def _share(value: Any) -> float:
+    share = float(value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"beside_linear: must lie between 0 and 1, not {value}")
+    return share
+
+
+def _mean(one: Estimate | None, other: Estimate | None, share: float) -> Estimate | None:
+    """Give the weighted geometric mean of two estimates."""
+    if one is None or other is None:
+        return one
+    spread = one.spread ** (1 - share) * other.spread**share
+    return Estimate(
+        median_tokens=one.median_tokens ** (1 - share) * other.median_tokens**share,
         spread=spread,
         confidence=chance_within_factor_two(spread),
         estimator=NAME,
@@ -106,6 +139,7 @@ def save(checkpoint: Checkpoint, folder: str | Path) -> None:
         "most_tokens": checkpoint.most_tokens,
         "padding": checkpoint.padding,
         "spread_scale": checkpoint.spread_scale,
+        "beside_linear": checkpoint.beside_linear,
         "card": dict(checkpoint.card),
     }
     _whole(folder / ABOUT, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
@@ -139,6 +173,7 @@ def load(folder: str | Path) -> Checkpoint:
             most_tokens=int(about["most_tokens"]),
             padding=int(about["padding"]),
             spread_scale=float(about["spread_scale"]),
+            beside_linear=_share(about["beside_linear"]),
             card=dict(about["card"]),
             config=config,
         )

@@ -41,6 +41,7 @@ class EncoderRecipe:
     decay: float = 0.05
     hide: float = 0.15  # share of tokens that are masked while learning
     patience: int = 4  # epochs without a better one until it ends
+    beside_linear: float = 0.0  # share of `linear` in the estimates
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,6 +51,10 @@ class EncoderRecipe:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.size % self.heads:
             raise ValueError(f"size: {self.size} is no multiple of heads, {self.heads}")
+        if not 0 <= self.beside_linear <= 1:
+            raise ValueError(f"beside_linear: must lie between 0 and 1, not {self.beside_linear}")
+        if not 0 <= self.hide < 1:
+            raise ValueError(f"hide: must be at least 0 and below 1, not {self.hide}")
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise ValueError(f"rate: must be above 0, not {self.rate}")
 
@@ -154,7 +159,8 @@ def _start(
         encoder = encoder_from(config)
     return Checkpoint(
         network=LengthNetwork(encoder, int(config["hidden_size"]), len(names)),
-        tokenizer=tokenizer, models=names, most_tokens=most_tokens, padding=padding, spread_scale=1.0, card=card,
+        tokenizer=tokenizer, models=names, most_tokens=most_tokens, padding=padding, spread_scale=1.0,
+        beside_linear=recipe.beside_linear, card=card,
         config=config,
     )  # fmt: skip
 

@@ -13,8 +13,10 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from length_tagger.estimate import Estimate, Query
+from length_tagger.linear import SHIPPED
 
 ENCODER = "roberta"
+SMALL = "small"
 GATHER_S = 0.002
 MOST_QUEUED = 256
 MOST_TOGETHER = 16
@@ -32,7 +34,7 @@ class Batched(Protocol):
 class Encoder:
     """Where an encoder's checkpoint is, and how it may be used."""
 
-    folder: str
+    folder: str  # "small" is the package's own
     threads: int = 1
     deadline_s: float = 0.04
 
@@ -46,7 +48,7 @@ class Encoder:
     @property
     def file(self) -> str:
         """The file of the checkpoint that is written last."""
-        return str(Path(self.folder) / "block.json")
+        return str(encoder_folder(self.folder) / "block.json")
 
     def loaded(self) -> Batched:
         """Load it; torch is needed by nobody else."""
@@ -57,7 +59,12 @@ class Encoder:
         except ImportError:
             raise ValueError("encoder: needs torch: pip install 'block-serving[tagger]'") from None
         torch.set_num_threads(self.threads)
-        return RobertaTagger.load(self.folder)
+        return RobertaTagger.load(encoder_folder(self.folder))
+
+
+def encoder_folder(given: str) -> Path:
+    """Find a checkpoint's folder; `small` is the one that comes with the package."""
+    return SHIPPED.parent / "encoder" if given == SMALL else Path(given)
 
 
 class Batches:

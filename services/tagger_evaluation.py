@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -19,9 +20,10 @@ from length_tagger.linear import SHIPPED, LinearTagger, load
 from length_tagger.samples import Sample, part_of
 from length_tagger.scores import Numbers, sampling_ceiling, scores
 from length_tagger.settings import TaggerSettings
+from services.tagger_batches import SMALL, encoder_folder
 
 UNITS = {"mae": "tokens", "pinball": "tokens"}
-BATCH = 256
+BATCH = 64
 ALL, CHAT = "all", "chat"
 
 Bar = Callable[[list[Any], str], Iterable[Any]]
@@ -41,7 +43,12 @@ def batched_from(linear_model: str | None, encoder: str | None) -> Batched:
         return LinearTagger(load(linear_model or SHIPPED))
     from length_tagger.roberta import RobertaTagger
 
-    return RobertaTagger.load(encoder)
+    return RobertaTagger.load(encoder_folder(encoder))
+
+
+def has_torch() -> bool:
+    """Tell whether what encoders need is installed."""
+    return all(find_spec(name) is not None for name in ("torch", "transformers", "tokenizers", "safetensors"))
 
 
 def evaluated(  # noqa: PLR0913 - the command's options
@@ -56,8 +63,8 @@ def evaluated(  # noqa: PLR0913 - the command's options
     """Score every estimator on the test part of the samples, or on all of them."""
     linear = LinearTagger(load(linear_model or SHIPPED))
     learned: dict[str, Batched] = {"linear": linear}
-    if encoder is not None:
-        learned["roberta"] = batched_from(None, encoder)
+    if encoder is not None or has_torch():
+        learned["roberta"] = batched_from(None, encoder or SMALL)
     if seed is None:
         seed = int(linear.model.card.get("seed", 0))
     tests = [sample for sample in samples if not held_out or part_of(sample.prompt, seed) == "test"]

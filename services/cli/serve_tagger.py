@@ -23,7 +23,12 @@ PORT = 50053
     "Of those joined by | the one that was closest lately is believed.",
 )
 @server_flag("tagger", "--linear-model", default="", help="A model for `linear` instead of the package's own (.npz).")
-@server_flag("tagger", "--encoder", default="", help="Folder of a checkpoint for `roberta`; needs torch.")
+@server_flag(
+    "tagger",
+    "--encoder",
+    default="",
+    help="Checkpoint for `roberta`: a folder, or small, the package's own; needs torch.",
+)
 @server_flag("tagger", "--encoder-threads", type=int, default=1, help="Threads that torch may use.")
 @server_flag("tagger", "--encoder-deadline-s", type=float, default=0.04, help="Longest wait for `roberta`.")
 @server_flag("tagger", "--record", default="", help="Append outcomes to this file, for `block tagger evaluate`.")

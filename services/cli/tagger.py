@@ -76,6 +76,7 @@ def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bo
 @click.option("--patience", type=int, default=None, help="Passes without a better one until it ends.")
 @click.option("--batch", type=int, default=None)
 @click.option("--rate", type=float, default=None, help="Learning rate; with a checkpoint 3e-5 is usual.")
+@click.option("--beside-linear", type=float, default=None, help="Share of the package's `linear` in its estimates.")
 @click.option("--hide", type=float, default=None, help="Share of tokens that are masked while learning.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def roberta(
@@ -112,7 +113,7 @@ def roberta(
 @tagger.command(epilog=DATA_HELP)
 @click.argument("data", required=False, default=CASTILLO)
 @click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
-@click.option("--encoder", metavar="FOLDER", default=None, help="Judge `roberta` of this checkpoint too.")
+@click.option("--encoder", metavar="FOLDER", default=None, help="For `roberta`, instead of the package's own.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=None, help="Of the split; the model's own by default.")
 @click.option("--part", type=click.Choice(["held-out", "all"]), default="held-out", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -122,7 +123,8 @@ def evaluate(
     """Judge the estimators on DATA's held-out prompts, or on outcomes that a tagger has recorded.
 
     Beside them stand `median`, one length for all, and `ceiling`, the mean of the other answers of the same model to
-    the same prompt. `cached` has been told one answer to each prompt, `history` those to the prompts not held out.
+    the same prompt. `roberta` is judged where torch is installed. `cached` has been told one answer to each prompt,
+    `history` those to the prompts not held out.
     """
     from services.tagger_evaluation import evaluated, evaluated_outcomes, outcomes_from
 
@@ -144,7 +146,12 @@ def evaluate(
 @click.argument("prompts", default="-")
 @click.option("--model", default="", help="The served model's name.")
 @click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
-@click.option("--encoder", metavar="FOLDER", default=None, help="Ask `roberta` of this checkpoint instead.")
+@click.option(
+    "--encoder",
+    metavar="FOLDER",
+    default=None,
+    help="Ask `roberta` of this checkpoint instead; small is the package's own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def predict(prompts: str, model: str, linear_model: str | None, encoder: str | None, *, as_json: bool) -> None:
     """Say how long answers will be: to the text in PROMPTS (a file, or - for standard input), or to JSON lines.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from length_tagger.estimate import Query
+from length_tagger.linear import LinearTagger
+from length_tagger.linear import load as load_linear
 from length_tagger.samples import split
 from length_tagger.scores import scores
 from tests.length_tagger.test_learning import HOSTILE, taught
@@ -18,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs the extra `tagger`")
 pytest.importorskip("transformers", reason="needs the extra `tagger`")
 
 from length_tagger.encoder import encoded, loss_of  # noqa: E402 - they need torch
-from length_tagger.roberta import RobertaTagger, load  # noqa: E402
+from length_tagger.roberta import SHIPPED, RobertaTagger, load  # noqa: E402
 from length_tagger.roberta_training import EncoderRecipe, fit  # noqa: E402
 
 TINY = EncoderRecipe(
@@ -112,6 +115,22 @@ def test_of_a_long_prompt_head_and_tail_are_read(folder: Path) -> None:
     whole = tokenizer.encode("first one " + "king " * 100 + "last two").ids
     (cut,) = encoded(tokenizer, ["first one " + "king " * 100 + "last two"], 24)
     assert cut == whole[:16] + whole[-8:]
+
+
+def test_the_shipped_encoder_speaks_for_itself_and_linear() -> None:
+    """It loads, bears anything, and its estimate lies between its own and that of `linear`."""
+    shipped = RobertaTagger.load(SHIPPED)
+    assert shipped.checkpoint.beside_linear == 0.5
+    said = shipped.estimate_many([Query(prompt=prompt) for prompt in HOSTILE])
+    assert said[0] is None
+    assert all(one is not None and 1 <= one.median_tokens <= 100_000 for one in said[1:])
+    query = Query(prompt="Write a long story about a river.", model="google/gemma-3-4b-it")
+    own = RobertaTagger(replace(shipped.checkpoint, beside_linear=0.0)).estimate(query)
+    linear, mean = LinearTagger(load_linear()).estimate(query), shipped.estimate(query)
+    assert own is not None
+    assert linear is not None
+    assert mean is not None
+    assert mean.median_tokens == pytest.approx((own.median_tokens * linear.median_tokens) ** 0.5)
 
 
 def test_unknown_lengths_teach_nothing() -> None:
