@@ -12,7 +12,9 @@ from services.simulator.spreading import Runner
 
 T = TypeVar("T")
 
+LONGEST_NOTE = 200
 SOURCES = ("predictor", "scheduler", "services/simulator")
+NO_PART = ("provisioning", "charts", "experiment", "ledger", "recommending", "report")  # in what a run measures
 
 
 def source_digest() -> str:
@@ -21,7 +23,8 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in (".py", ".json"):
+            named = {*path.relative_to(root).with_suffix("").parts}
+            if path.suffix in (".py", ".json") and not named & {*NO_PART}:
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -61,7 +64,8 @@ class Ledger:
                 for place, value in runner(measure, [tasks[place] for place in missing]):
                     key = keys[missing[place]]
                     self._known[key] = value
-                    out.write(json.dumps({"key": key, "value": value}) + "\n")
+                    what = repr(tasks[missing[place]])[-LONGEST_NOTE:]  # for people
+                    out.write(json.dumps({"key": key, "value": value, "what": what}) + "\n")
                     out.flush()
                     yield missing[place], value
 
