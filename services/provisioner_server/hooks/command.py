@@ -50,6 +50,7 @@ class Command:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                await process.communicate()
         if process.returncode:
             words = complaint.decode(errors="replace").strip().splitlines()
             raise HookError(f"{self._words[0]}: status {process.returncode}: {words[-1] if words else 'said nothing'}")

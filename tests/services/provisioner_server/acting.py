@@ -74,8 +74,8 @@ class Answering:
         self.condition = Condition(is_ready=True, num_there=0)
 
     async def conditions(self, members: Any) -> dict[str, Condition]:
-        """Answer for all."""
-        return {member.instance_id: self.condition for member in members}
+        """Answer for all that can be asked."""
+        return {member.instance_id: self.condition for member in members if member.has_address}
 
     async def forget(self, *_: str) -> None:
         """Have nothing to forget."""
