@@ -112,8 +112,8 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("lambda=1", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 80, 50], "num_running": [2, 9, 5]}, "bca"),
         # All idle: no division by zero, and the hits decide.
         ("", {"prefix_hit_tokens": [0, 80], "num_running": [0, 0], "num_waiting": [0, 0]}, "ba"),
-        # The highest is the highest that is known: 0.7 + 0.3, not known, 0.7 + 0.3 x 2/4.
-        ("", {**NOTHING_QUEUED, "num_running": [4, None, 2]}, "cab"),
+        # The highest is the highest that is known: 0.7 x 0.5 + 0.3, not known, 0.7 + 0.3 x 2/4.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [50, 0, 0], "num_running": [4, None, 2]}, "acb"),
     ],
     "dynamo": [
         # λ = 0.5: P-tokens 100, 400, 200 of 400; totals 1000, 300, 700 of 1000: 0.625, 0.65, 0.6.
@@ -191,7 +191,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "infaas": [
         ("", {"num_free_blocks": [500, 300, 900], "num_running": [10, 5, 30]}, "bac"),
         # Blind to what waits; idle counts as one that runs one.
-        ("", {"num_free_blocks": [500, 500], "num_waiting_blocks": [400, 0], "num_running": [1, 0]}, "ab"),
+        ("", {"num_free_blocks": [500, 500, 600], "num_waiting_blocks": [400, 0, 0], "num_running": [1, 0, 2]}, "abc"),
         # Less than nothing free comes last, however many run there.
         ("", {"num_free_blocks": [-1, 0, 1], "num_running": [48, 1, 48]}, "cba"),
     ],
