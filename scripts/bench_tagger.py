@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
+from threadpoolctl import threadpool_limits
 
 from length_tagger import TAGGERS
 from length_tagger.estimate import Outcome, Query
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="Of torch.")
     parser.add_argument("--offered", type=float, default=64.0, help="Requests a second.")
     arguments = parser.parse_args()
+    threadpool_limits(1)  # as the server does
     queries = [
         Query(prompt=prompt, model=MODEL, keys=prompt_keys(MODEL, prompt)) for prompt in prompts(arguments.prompts)
     ]

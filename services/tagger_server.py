@@ -10,6 +10,7 @@ from functools import partial
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from threadpoolctl import threadpool_limits
 
 from length_tagger.chain import Chain
 from length_tagger.estimate import Outcome, Query
@@ -36,6 +37,7 @@ def serve(
     chain: Chain, settings: ServerSettings, *, linear_model: str = "", encoder: Encoder | None = None, record: str = ""
 ) -> None:
     """Run the service until it is told to stop; estimators have warmed up before anybody can ask."""
+    threadpool_limits(1)  # matrices of one prompt are small: more threads would only wait for each other
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     chain.estimate(Query(prompt="Warm up."))
