@@ -13,6 +13,7 @@ from scheduler.provisioning.limits import Aims
 from scheduler.provisioning.situation import Rule, Situation, Wish
 
 SPARE = 1.15  # what must still fit when an instance has left
+TRIFLE = 0.2  # of an instance, for which none is started: what it would do the others have room for
 REACTION_S = 5.0  # from an arrival to its being seen in the trend
 
 
@@ -28,7 +29,7 @@ def headroom(aims: Aims) -> Rule:
             return Wish(num_wanted=now.num_present, num_enough=now.num_present, why="nothing is known of requests yet")
         share = comes / bears
         foreseen = _alarm(now, aims)
-        wanted = max(math.ceil(share), now.num_present + foreseen)
+        wanted = max(math.ceil(share - TRIFLE), now.num_present + foreseen)
         enough = max(math.ceil(share * SPARE), math.ceil(now.trend.at(0.0) * SPARE / bears))
         alarm = f", and forecasts reach {now.forecast_p_s:.1f} s" if foreseen else ""
         return Wish(

@@ -16,8 +16,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 WEIGHT_OF_GUESS = 1.0  # spans that the guess below counts for
-GUESS = 0.5  # as long as nothing else was seen: a full instance takes this share longer for a token than one with few
+GUESS = 0.3  # as long as nothing else was seen: a full instance takes this share longer for a token than one with few
 LEAST_COMPANY = 1.0
+USUAL, ENOUGH = 0.9, 3  # of an instance's room; spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,8 @@ def load_of(
 
 def _fit(spans: Floats, full: float) -> tuple[float, float]:
     """Fit a line that neither falls nor begins below nothing; a guess keeps it sane where company never changed."""
+    within = spans[spans[:, 0] <= USUAL * full]  # what preempts and queues says little of what does not
+    spans = within if len(within) >= ENOUGH else spans
     beyond = np.maximum(1.0, spans[:, 0] / full)  # who waits takes longer, and nothing is done faster
     company, took_s = spans[:, 0] / beyond, spans[:, 1] / beyond
     usual_s, middle = float(took_s.mean()), float(company.mean())

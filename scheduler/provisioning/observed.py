@@ -23,6 +23,7 @@ LATELY_S = 30.0
 LONGEST_S = 600.0  # beyond what was foreseen, after which a request is thought to have ended unheard
 FEWEST = 8  # placements in a bin whose pace is believed
 FEW = 256
+FEWEST_BINS = 3  # before which a rate is too rough to act on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,8 @@ class Observed:
         if self._bins[-1].start_s == self._summed_s and len(self._lately) > FEW:
             return
         self._summed_s = self._bins[-1].start_s
-        self._trend = trend_of(np.array([float(one.num) for one in list(self._bins)[:-1]]), BIN_S)
+        over = [float(one.num) for one in self._bins][:-1]
+        self._trend = trend_of(np.array(over), BIN_S) if len(over) >= FEWEST_BINS else Trend()
         spans = [(one.company / one.num, one.seconds / one.tokens) for one in self._bins if one.num >= FEWEST]
         prompts = np.array([float(one.prompt_tokens) for _, one in self._lately])
         outputs = np.array([float(one.output_tokens) for _, one in self._lately])

@@ -16,15 +16,16 @@ import numpy as np
 
 from predictor.config import require_count
 from scheduler.policy import policy_from
+from services.simulator import growth
 from services.simulator.assembly import simulate
 from services.simulator.capacity import Capacity, Objective, Search, capacities, gain, half_width
 from services.simulator.measures import cdf, latencies, summary
 from services.simulator.ranks import ranked
-from services.simulator.scenario import Scenario, scenario_from
+from services.simulator.scenario import Scenario, as_table, scenario_from
 from services.simulator.spreading import Runner
 
-CAPACITY, SWEEP, FORECASTS = "capacity", "sweep", "forecasts"
-KINDS = (CAPACITY, SWEEP, FORECASTS)
+CAPACITY, SWEEP, FORECASTS, PROVISIONING = "capacity", "sweep", "forecasts", "provisioning"
+KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
 KEYS = (
     "title", "about", "kind", "seeds", "policies", "baseline", "rates", "first_rate", "resolution", "objective",
     "scenario", "settings", "variants", "paper", "differences", "plots",
@@ -237,7 +238,45 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
 
 def measure(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
     """Measure everything; `told` hears how much is done, and of how much."""
+    if experiment.kind == PROVISIONING:
+        return _provisioning(experiment, runner, told)
     return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, told)
+
+
+def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    names = [setting.name for setting in experiment.settings]
+    scenario = experiment.settings[0].scenario
+    found = growth.measured(as_table(scenario), names, experiment.seeds, runner, told)
+    rows: list[Row] = []
+    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    for (shape, rule), results in found.items():
+        for number, unit in zip(growth.NUMBERS, growth.UNITS, strict=True):
+            values = [one[number] for one in results]
+            mean, half = float(np.mean(values)), half_width(values) if len(values) > 1 else 0.0
+            rows.append(Row(name=f"{number}.{rule}.{shape}", value=mean, unit=unit, n=len(values), ci95=half))
+            curves.setdefault(number, {}).setdefault(shape, {})[rule] = [(0.0, mean, half)]
+            if shape == growth.FIGURE:
+                rows.append(Row(name=f"{number}.{rule}", value=mean, unit=unit, n=len(values), ci95=half))
+    return Findings(rows=rows + growth_rows(found), curves=curves)
+
+
+def growth_rows(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[Row]:
+    """Compare rules: the paper's with each other, and headroom with both."""
+    rows = []
+    if (growth.FIGURE, "preempt") in found:
+        pairs = zip(found[growth.FIGURE, "preempt"], found[growth.FIGURE, "relief"], strict=True)
+        shares = [one["p99_e2e_s"] / other["p99_e2e_s"] for one, other in pairs]
+        half = half_width(shares) if len(shares) > 1 else None
+        mean = float(np.mean(shares))
+        rows.append(Row(name="p99_e2e_s.preempt_over_relief", value=mean, unit="ratio", n=len(shares), ci95=half))
+    for suffix in ("", "_cold300"):
+        names = [f"{name}{suffix}" for name in growth.SHAPES if (f"{name}{suffix}", "headroom") in found]
+        if names:
+            num = sum(growth.dominates(found, name) for name in names)
+            rows.append(
+                Row(name=f"headroom.dominates_shapes{suffix}", value=num, unit=f"of {len(names)} shapes", n=len(names))
+            )
+    return rows
 
 
 def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
