@@ -245,6 +245,21 @@ def test_a_sidecar_understands_it(path: Path) -> None:
     scheduler.shutdown()
 
 
+def test_a_step_whose_outputs_never_come_is_dropped(path: Path) -> None:
+    """When a later step's outputs come, an earlier one is not shown to be under way any more."""
+    scheduler = wrapping.showing(Scheduler)()
+    reader = Reader(str(path))
+    scheduler.add("lost")
+    scheduler.schedule()
+    scheduler.add("taken")
+    output = scheduler.schedule()
+    assert len(reader.read().steps) == 2
+    scheduler.update_from_output(output, None)
+    assert reader.read().steps == ()
+    assert len(reader.new_steps()) == 1
+    scheduler.shutdown()
+
+
 def test_the_order_of_reuse_is_followed(path: Path) -> None:
     """Blocks that are put first, last, or taken from within are shown in the queue's own order."""
     scheduler = wrapping.showing(Scheduler)()

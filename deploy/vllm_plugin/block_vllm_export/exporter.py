@@ -109,8 +109,10 @@ class Exporter:
     def taken(self, output: Any) -> None:
         """Show the state after a step's outputs were taken."""
         now_s = time.monotonic()
-        if self._steps and self._steps[0].output is output:
+        while any(step.output is output for step in self._steps):
             step = self._steps.popleft()
+            if step.output is not output:
+                continue  # it was given up: its outputs will not come any more
             start_s = max(step.start_s, self._last_end_s)
             self._last_end_s = now_s
             done = int(self._writer.state["num_steps"][0])
