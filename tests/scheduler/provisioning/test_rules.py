@@ -57,13 +57,20 @@ def test_headroom_divides_what_comes_by_what_an_instance_bears() -> None:
     assert wish.num_enough == 4  # six with room to spare, but it asks for no more by that
 
 
-def test_headroom_looks_a_cold_start_ahead() -> None:
-    """10 requests/s that grow by 0.1 every second are 16.5 after 60 + 5 s."""
+def test_headroom_starts_none_for_a_trifle() -> None:
+    """4.15 instances' worth of requests is what four have room for; 4.25 is not."""
     rule = rule_from("headroom", AIMS)
-    wish = rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.1)))
-    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(16.5)
+    assert rule(situation(trend=Trend(level_per_s=16.6))).num_wanted == 4
+    assert rule(situation(trend=Trend(level_per_s=17.0))).num_wanted == 5
+
+
+def test_headroom_looks_a_cold_start_ahead() -> None:
+    """10 requests/s that grow by 0.12 every second are 17.8 after 60 + 5 s."""
+    rule = rule_from("headroom", AIMS)
+    wish = rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.12)))
+    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(17.8)
     assert wish.num_wanted == 5
-    assert rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.1), cold_start_s=300.0)).num_wanted == 11
+    assert rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.12), cold_start_s=300.0)).num_wanted == 12
 
 
 def test_headroom_counts_instances_that_are_starting() -> None:
