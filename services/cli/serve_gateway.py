@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from services.block_names import SEED
 from services.cli import serve_scheduler
 from services.cli.server_options import server_flag, server_options, server_settings
 
@@ -52,6 +53,15 @@ def parts(values: tuple[str, ...]) -> tuple[str, ...]:
     default=4.0,
     help="Of prompts, until engines' own counts have told better.",
 )
+@server_flag(
+    "gateway",
+    "--tokenizer",
+    metavar="FILE",
+    default="",
+    help="The model's tokenizer.json: sizes prompts exactly, and finds their blocks in engines' prefix caches.",
+)
+@server_flag("gateway", "--block-tokens", type=int, default=16, help="Of the engines' KV blocks.")
+@server_flag("gateway", "--hash-seed", default=SEED, help="The engines' PYTHONHASHSEED, where they have one.")
 def gateway(
     scheduler: tuple[str, ...],
     engine_url: tuple[str, ...],

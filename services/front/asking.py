@@ -10,6 +10,7 @@ from typing import Any
 MOST_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
 PROMPT_END_BYTES = 64 * 1024  # of a longer prompt, schedulers and taggers get head and tail
+MOST_TOKEN_IDS = 8192  # of a prompt that came as token ids, that are kept
 MESSAGE_TOKENS = 4  # what a chat template puts around each message, about
 
 
@@ -29,6 +30,8 @@ class Ask:
     expected_tokens: int | None
     priority: int | None  # as the engine will read it: lower runs first
     hinted_priority: int | None  # likewise, from a hint that engines do not read
+    token_ids: tuple[int, ...] = ()  # the first of them, where the client sent those of one prompt
+    num_prompts: int = 1
 
 
 def read_body(body: bytes, *, chat: bool) -> Ask:
@@ -39,12 +42,11 @@ def read_body(body: bytes, *, chat: bool) -> Ask:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError("the body must be a JSON object")
+    prompts: list[list[int]] = []
     if chat:
         parts, num_messages = _messages(data)
-        tokens = None
     else:
-        parts, tokens = _prompt(data)
-        num_messages = 0
+        (parts, prompts), num_messages = _prompt(data), 0
     text = "\n".join(parts).encode("utf-8", "replace")
     limit = _count(data, "max_completion_tokens") if chat else None
     hints = _hints(data)
@@ -53,7 +55,7 @@ def read_body(body: bytes, *, chat: bool) -> Ask:
         stream=_flag(data, "stream"),
         prompt=text if len(text) <= 2 * PROMPT_END_BYTES else text[:PROMPT_END_BYTES] + text[-PROMPT_END_BYTES:],
         prompt_bytes=len(text),
-        prompt_tokens=tokens,
+        prompt_tokens=sum(map(len, prompts)) if prompts else None,
         num_messages=num_messages,
         max_tokens=_count(data, "max_tokens") if limit is None else limit,
         min_tokens=_count(data, "min_tokens"),
@@ -61,6 +63,8 @@ def read_body(body: bytes, *, chat: bool) -> Ask:
         expected_tokens=_hinted_length(hints),
         priority=_signed(data.get("priority"), "priority"),
         hinted_priority=_hinted_priority(hints),
+        token_ids=tuple(prompts[0][:MOST_TOKEN_IDS]) if len(prompts) == 1 else (),
+        num_prompts=1 if chat else max(len(parts), len(prompts)),
     )
 
 
@@ -78,20 +82,20 @@ def _model(data: Mapping[str, Any]) -> str:
     return model
 
 
-def _prompt(data: Mapping[str, Any]) -> tuple[list[str], int | None]:
-    """Read a text, token ids, or a list of either."""
+def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
+    """Read a text, token ids, or a list of either; give texts or token ids."""
     prompt = data.get("prompt")
     if prompt is None:
         raise ValueError("prompt: is missing")
     if isinstance(prompt, str):
-        return [prompt], None
+        return [prompt], []
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, str) for item in prompt):
-            return prompt, None
+            return prompt, []
         if all(type(item) is int for item in prompt):
-            return [], len(prompt)
+            return [], [prompt]
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
-            return [], sum(len(item) for item in prompt)
+            return [], prompt
     raise ValueError("prompt: must be a string, a list of token ids, or a list of either")
 
 

@@ -127,8 +127,11 @@ class Gateway:
         with self._counted(client.request_id) as name:
             body = await received(headers, receive, shared.settings.max_body_bytes)
             ask, wishes = self._read(body, headers, chat=chat)
-            num_tokens = shared.sizes.tokens(ask)
+            num_tokens, names = shared.prompts.read(ask)
             request = request_message(ask, wishes, request_id=name, client_id=holder, prompt_tokens=num_tokens)
+            if names:
+                request.prefix_hashes.extend(names)
+                request.prefix_block_tokens = shared.settings.block_tokens
             request.arrival_unix_s = client.arrived_unix_s
             incoming = Incoming(
                 arrived_s=client.arrived_s,

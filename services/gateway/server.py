@@ -13,6 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.front.prompt_sizes import PromptSizes
+from services.front.prompt_tokens import PromptTokens
 from services.front.serving import answering, listening
 from services.gateway.app import Gateway
 from services.gateway.keys import ApiKeys
@@ -64,6 +65,10 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
     """Serve while the block runs; then take nothing new, and let what is under way end, `drain_s` at most."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
+    sizes = PromptSizes(settings.bytes_per_token)
+    prompts = PromptTokens(
+        sizes, tokenizer=settings.tokenizer, block_tokens=settings.block_tokens, seed=settings.hash_seed
+    )
     with listening(server.host, server.port) as own, metrics_served(server, registry):
         schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
         releases = Releases(schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost)
@@ -77,7 +82,8 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
             engines=engines,
             releases=releases,
             budget=RetryBudget(most=settings.max_concurrency, per_request=settings.retry_ratio),
-            sizes=PromptSizes(settings.bytes_per_token),
+            sizes=sizes,
+            prompts=prompts,
             last_resort=last_resort,
             failed_lately=FailedLately(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),

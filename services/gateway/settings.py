@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from services.block_names import SEED
 from services.http_client import origin_of
 
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s")
@@ -30,6 +31,9 @@ class GatewaySettings:
     max_answer_bytes: int = 64 * 2**20  # of one that is not streamed
     max_concurrency: int = 1024
     bytes_per_token: float = 4.0  # of prompts, until engines have told better
+    tokenizer: str = ""  # the model's tokenizer.json: sizes prompts, and names their blocks as engines do
+    block_tokens: int = 16  # of an engine's KV block
+    hash_seed: str = SEED  # the engines' PYTHONHASHSEED, where they have one
     releases_kept: int = 4096  # waiting to be told to a scheduler
 
     def __post_init__(self) -> None:
@@ -51,6 +55,13 @@ class GatewaySettings:
                 raise ValueError(f"{name}: must be a number above 0, not {value}")
         if not (math.isfinite(self.retry_ratio) and self.retry_ratio >= 0):
             raise ValueError(f"retry_ratio: must be a number from 0 on, not {self.retry_ratio}")
-        for name in ("attempts", "max_body_bytes", "max_answer_bytes", "max_concurrency", "releases_kept"):
+        for name in (
+            "attempts",
+            "max_body_bytes",
+            "max_answer_bytes",
+            "max_concurrency",
+            "block_tokens",
+            "releases_kept",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")

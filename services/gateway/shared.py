@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from services.front.prompt_sizes import PromptSizes
+from services.front.prompt_tokens import PromptTokens
 from services.gateway.metrics import Metrics
 from services.gateway.models import Models
 from services.gateway.places import FailedLately, LastResort
@@ -27,6 +28,7 @@ class Shared:
     releases: Releases
     budget: RetryBudget
     sizes: PromptSizes
+    prompts: PromptTokens
     last_resort: LastResort
     failed_lately: FailedLately
     models: Models

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.front.asking import MOST_TOKEN_IDS
 from services.http_client import Connection, Headers, HttpClient, origin_of, request_head
 from services.instances import Instance
 
@@ -59,6 +60,7 @@ class Question:
     prompt: bytes  # as text, for the tagger
     num_prompt_tokens: int  # 0: not known
     output_tokens: int | None = None  # of an emulated answer
+    token_ids: tuple[int, ...] = ()  # the first of them, where the client sent those
 
     def body_for(self, models: tuple[str, ...]) -> bytes:
         """Write the body; an engine is asked by its own model's name where the request has none."""
@@ -89,6 +91,7 @@ def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
         prompt=prompt,
         num_prompt_tokens=num_prompt_tokens,
         output_tokens=request.output_tokens if request.HasField("output_tokens") else None,
+        token_ids=tuple(message.prompt_token_ids.ids[:MOST_TOKEN_IDS]),
     )
 
 

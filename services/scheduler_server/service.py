@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.block_names import block_names
 from services.failures import NotAllowedError
 from services.http_client import HttpClient
 from services.log_lines import say
@@ -28,7 +29,7 @@ from services.scheduler_server.recent import RecentDecisions
 from services.scheduler_server.recording import Recorder
 from services.scheduler_server.reporting import Reports
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import Sidecar
+from services.scheduler_server.sidecar import USUAL_BLOCK_TOKENS, Sidecar
 from services.scheduler_server.wish import BASES, Placement, Wish
 from services.wire import require_name
 
@@ -93,6 +94,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         taken_s = time.monotonic()
         if not request.request.prompt_tokens:
             request.request.prompt_tokens = question.num_prompt_tokens
+        if question.token_ids and not request.request.prefix_hashes:
+            request.request.prefix_hashes.extend(block_names(question.token_ids, USUAL_BLOCK_TOKENS))
+            request.request.prefix_block_tokens = USUAL_BLOCK_TOKENS
         wish = Wish(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
         require(wish)
         for attempt in range(1, self._settings.attempts + 1):

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from predictor.config import EngineConfig
-from predictor.prefix import block_hashes
 from protos.block.v1 import common_pb2, predictor_pb2_grpc, scheduler_pb2
+from services.block_names import block_names
 from services.emulator.tokens import token_ids
 from services.grpc_server import ServerSettings, serving
 from services.instances import Instance, Listed
@@ -87,16 +87,19 @@ class Seen:
 
 
 async def asked(client: Client, policies: Sequence[str], *, named: bool) -> list[Seen]:
-    """Have one answer after the other, by policies in turn."""
+    """Have one answer after the other, by policies in turn; prompts are sent as token ids, or as text."""
     seen, sent = [], {"a": set[bytes](), "b": set[bytes]()}
     for prompt, policy in zip(talks(random.Random(5)), cycle(policies), strict=False):
-        ids = token_ids(prompt)
-        names = [bytes.fromhex(name) for name in block_hashes(ids, BLOCK_TOKENS)]
+        ids = [one % 2**31 if named else one for one in token_ids(prompt)]  # as far as the wire carries them
+        names = block_names(ids, BLOCK_TOKENS)
         request = client.request(
-            model="tiny", prompt_tokens=len(ids), output_tokens=None, max_tokens=4, ignore_eos=True,
-            prefix_hashes=names if named else (), prefix_block_tokens=BLOCK_TOKENS if named else 0,
-        )  # fmt: skip
-        message = scheduler_pb2.GenerateRequest(request=request, prompt=prompt, explain=True, policy=policy)
+            model="tiny", prompt_tokens=len(ids), output_tokens=None, max_tokens=4, ignore_eos=True
+        )
+        message = scheduler_pb2.GenerateRequest(request=request, explain=True, policy=policy)
+        if named:
+            message.prompt_token_ids.ids.extend(ids)
+        else:
+            message.prompt = prompt
         first, *_, last = [event async for event in client.stub.Generate(message)]
         there = sent[first.decision.instance.instance_id]
         most_tokens = BLOCK_TOKENS * sum(name in there for name in names)

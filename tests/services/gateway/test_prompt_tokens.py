@@ -1,0 +1,99 @@
+"""Prompts whose tokens are known: their size, and the names of their blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.block_names import SEED, block_names
+from services.front.asking import MOST_TOKEN_IDS, read_body
+from services.front.prompt_sizes import PromptSizes
+from services.front.prompt_tokens import MOST_BYTES, PromptTokens
+from tests.services.gateway.stubs import completes, run, scene
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model's tokenizer.json: a token a word, after one that begins each prompt."""
+    vocabulary = {"<s>": 0, "[UNK]": 1, **{f"w{number}": number + 2 for number in range(100)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106 - no secret
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    path = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
+
+
+def read(prompts: PromptTokens, *, chat: bool = False, **body: Any) -> tuple[int, list[bytes]]:
+    """Size and name a prompt as a client sent it."""
+    return prompts.read(read_body(json.dumps(body).encode(), chat=chat))
+
+
+def words(numbers: list[int]) -> tuple[str, list[int]]:
+    """Write a prompt, and what it is to the engine."""
+    return " ".join(f"w{number}" for number in numbers), [0, *(number + 2 for number in numbers)]
+
+
+def test_a_text_is_what_the_tokenizer_makes_of_it(tokenizer: str) -> None:
+    """Its size is exact and its blocks have the engine's names; of several prompts and of chats only the size is told."""
+    prompts = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, seed=SEED)
+    text, ids = words([number % 100 for number in range(50)])
+    assert read(prompts, prompt=text) == (51, block_names(ids, 16))
+    assert len(block_names(ids, 16)) == 3
+    assert read(prompts, prompt=[text]) == (51, block_names(ids, 16))
+    assert read(prompts, prompt=[text, text])[1] == []
+    size, names = read(prompts, chat=True, messages=[{"role": "user", "content": text}])
+    assert (51 <= size <= 60, names) == (True, [])
+
+
+def test_a_long_text_is_named_by_its_beginning(tokenizer: str) -> None:
+    """The size of the rest is reckoned from it; no name is of a token that the cut made."""
+    prompts = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, seed=SEED)
+    text, ids = words([number % 90 + 10 for number in range(30_000)])
+    assert len(text) > 2 * MOST_BYTES
+    size, names = read(prompts, prompt=text)
+    assert size == pytest.approx(len(ids), rel=0.01)
+    assert 100 < len(names) <= MOST_TOKEN_IDS // 16
+    assert names == block_names(ids, 16)[: len(names)]
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    """Their blocks are named with any ids that JSON can carry; several prompts are sized only."""
+    prompts = PromptTokens(PromptSizes(4.0), block_tokens=4, seed="0")
+    assert read(prompts, prompt=[1, 2, 3, 4, 5]) == (5, block_names([1, 2, 3, 4], 4, "0"))
+    assert read(prompts, prompt=[[1, 2, 3, 4]]) == (4, block_names([1, 2, 3, 4], 4, "0"))
+    assert read(prompts, prompt=[[1, 2, 3, 4], [5, 6]]) == (6, [])
+    assert len(read(prompts, prompt=[10**30, -1, 0, 2**64])[1]) == 1
+    assert read(prompts, prompt=[7] * 20_000)[0] == 20_000
+    assert len(read(prompts, prompt=[7] * 20_000)[1]) == MOST_TOKEN_IDS // 4
+    assert read(prompts, prompt="w1 w2 w3 w4")[1] == []
+
+
+def test_schedulers_are_told_the_names(tokenizer: str) -> None:
+    """With each request, and the size of a block."""
+    text, ids = words(list(range(40)))
+
+    async def test() -> None:
+        async with scene(completes, tokenizer=tokenizer, block_tokens=8) as here:
+            for prompt in (text, ids):
+                assert (await here.post(prompt=prompt)).status_code == 200
+            for asked in here.scheduler.asked:
+                assert list(asked.request.prefix_hashes) == block_names(ids, 8)
+                assert (asked.request.prefix_block_tokens, asked.request.prompt_tokens) == (8, 41)
+            assert len(here.scheduler.asked) == 2
+
+    run(test)
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    """At the start, by its name."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    for bad in (path, tmp_path / "missing.json"):
+        with pytest.raises(ValueError, match=r"tokenizer: .*json cannot be read"):
+            PromptTokens(PromptSizes(4.0), tokenizer=str(bad))
