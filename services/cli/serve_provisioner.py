@@ -12,14 +12,14 @@ import click
 
 from scheduler.provisioning import RULE_NAMES
 from scheduler.provisioning.limits import AIM_NAMES, LIMIT_NAMES, Aims, Limits
-from services.cli.server_options import server_flag, server_options, server_settings
+from services.cli.server_options import F, server_flag, server_options, server_settings
 
 PORT = 50054
 HOOKS = ("process", "exec", "webhook", "kubernetes")
 AIMS, LIMITS = Aims(), Limits()
 
 
-def flag(name: str, **attributes: Any) -> Any:
+def flag(name: str, **attributes: Any) -> Callable[[F], F]:
     """Make one of this server's flags."""
     return server_flag("provisioner", name, **attributes)
 
