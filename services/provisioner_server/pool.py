@@ -7,9 +7,10 @@ import time
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from scheduler.provisioning import Rule, Situation, rule_from
+from scheduler.provisioning import rule_from
 from scheduler.provisioning.observed import Observed, Placed
 from scheduler.provisioning.planner import Decision, Planner
+from scheduler.provisioning.situation import Rule, Situation
 from services.provisioner_server.measures import Measures
 from services.provisioner_server.settings import ProvisionerSettings
 from services.wire import require_name

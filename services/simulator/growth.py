@@ -121,9 +121,9 @@ def measured(
         found[place] = result
         told(done, len(runs))
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run, result in zip(runs, found, strict=True):
-        assert result is not None
-        by_case.setdefault((run.shape.name, run.rule), []).append(result)
+    for run, outcome in zip(runs, found, strict=True):
+        assert outcome is not None
+        by_case.setdefault((run.shape.name, run.rule), []).append(outcome)
     return by_case
 
 
