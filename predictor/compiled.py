@@ -74,8 +74,9 @@ def direct(function: F) -> F:
         if entry is not None:
             return entry(*arguments)
         result = function(*arguments)
-        (compiled,) = function.overloads.values()
-        entry = compiled.entry_point  # type: ignore[attr-defined]  # a named tuple that numba makes at run time
+        # other kernels may have had it compiled for theirs
+        types = tuple(function.typeof_pyval(argument) for argument in arguments)
+        entry = function.overloads[types].entry_point  # type: ignore[attr-defined]  # numba makes it at run time
         return result
 
     return cast("F", call)

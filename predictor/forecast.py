@@ -140,7 +140,7 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
             drive(after, FOREVER, any_number, nobody if delays else slot)
             read_result(after, slot, now_s, results[place])
             if delays:
-                compare(source, alone, after, slot, results[place])
+                compare(source, shared, alone, after, slot, results[place])
 
     return simulate
 
@@ -172,22 +172,24 @@ def read_result(after: State, slot: int, now_s: float, result: np.record) -> Non
 
 
 @kernel
-def compare(source: State, alone: State, after: State, slot: int, result: np.record) -> None:
+def compare(source: State, shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
     """Note how much later than without the candidate the others end, and how many more preemptions they suffer."""
     engine = source.engine[0]
     result.delay_sum_s = result.delay_worst_s = 0.0
     for place in range(engine.num_running):
-        _add_delay(alone, after, source.running[place], result)
+        _add_delay(shared, alone, after, source.running[place], result)
     for place in range(engine.num_waiting):
-        _add_delay(alone, after, queues.waiting_at(source, place), result)
+        _add_delay(shared, alone, after, queues.waiting_at(source, place), result)
     for place in range(engine.num_pending):
-        _add_delay(alone, after, source.pending[(engine.pending_head + place) % len(source.pending)], result)
+        _add_delay(shared, alone, after, source.pending[(engine.pending_head + place) % len(source.pending)], result)
     preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions
     result.others_preempted = preemptions - after.requests[slot].num_preemptions
 
 
 @kernel
-def _add_delay(alone: State, after: State, slot: int, result: np.record) -> None:
+def _add_delay(shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
+    if shared.requests[slot].status == FINISHED:
+        return  # before the candidate came; the copies know nothing of it
     if alone.requests[slot].status != FINISHED:
         return  # it would never have ended
     delay_s = np.inf

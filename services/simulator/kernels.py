@@ -439,7 +439,7 @@ def foretell(
         loop.drive(after, FOREVER, any_number, nobody if with_delays else slot)
         read_result(after, slot, now_s, results[place])
         if with_delays:
-            compare(seen, layer(workspace, source, 2), after, slot, results[place])
+            compare(seen, seen, layer(workspace, source, 2), after, slot, results[place])
 
 
 @kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from predictor.batching import BATCHERS
 from predictor.engine import Engine
 from predictor.forecast import Forecast, Forecaster
 from predictor.request import Request
+from predictor.state import FINISHED
 from tests.inspecting import frozen
 from tests.strategies import AFFINE, Load, examples, load_of, loads
 
@@ -197,3 +199,24 @@ def test_a_forecaster_follows_an_engine_that_grows() -> None:
 def test_no_candidates_no_forecasts() -> None:
     """An empty question has an empty answer."""
     assert Forecaster(load_of("vllm_v1", (8, 3)).loaded(AFFINE)).forecast([], 0.0) == []
+
+
+@every_batcher
+def test_a_forecast_does_not_depend_on_those_before(batcher: str) -> None:
+    """What is left in the forecaster's room shows in no result, also where requests end before the candidate comes."""
+
+    @examples(30)
+    @given(LOADS[batcher], moments, moments)
+    def check(load: Load, moment: float, later: float) -> None:
+        others, candidates = split(load, 2)
+        engine, now_s = at_moment(others, moment, reserve=True)
+        whole = others.loaded(AFFINE)
+        whole.advance()
+        later_s = now_s + later * max(0.0, whole.now_s - now_s)
+        clean, dirty = Forecaster(engine), Forecaster(engine)
+        dirty._make_room(len(candidates))
+        dirty._workspace.requests["finished_s"] = 1e6 * np.arange(3)[:, None]
+        dirty._workspace.requests["status"] = FINISHED
+        assert dirty.forecast(candidates, later_s) == clean.forecast(candidates, later_s)
+
+    check()
