@@ -65,7 +65,11 @@ class StateFile:
 
     def is_over(self) -> bool:
         """Tell whether nothing will be written to the file any more."""
-        return self._status() != layout.LIVE_FILE or not process.is_held(self._descriptor)
+        return self.is_given_up() or not process.is_held(self._descriptor)
+
+    def is_given_up(self) -> bool:
+        """Tell whether the writer has said that nothing will be written any more: it grew out of the file, or ended."""
+        return self._status() != layout.LIVE_FILE
 
     def sequence(self) -> int:
         """Read the number of the last publication; it is odd while one is being written."""
@@ -281,7 +285,7 @@ class StateFile:
         raise self._wrong(BUSY, "stays half written: its engine has stopped, or the file is damaged")
 
     def _refuse_if_ended(self, core: Core) -> None:
-        if self._status() != layout.LIVE_FILE:
+        if self.is_given_up():
             raise self._wrong(ENDED, "is closed: its engine has ended")
         if not process.is_held(self._descriptor):
             raise self._wrong(ENDED, f"is nobody's: its engine, process {self._pid}, has ended")

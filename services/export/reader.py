@@ -41,8 +41,9 @@ class Reader:
         return view
 
     def has_news(self) -> bool:
-        """Tell whether what `read` would give is not what it gave last; costs next to nothing."""
-        return self._file is None or self._last_read != (self._file.life, self._file.generation, self._file.sequence())
+        """Tell whether `read` would give something else than it gave last, if only a refusal; costs next to nothing."""
+        file = self._file
+        return file is None or file.is_given_up() or self._last_read != (file.life, file.generation, file.sequence())
 
     def new_steps(self) -> np.ndarray:
         """Give the records of steps (`layout.STEP`) that this reader has not given yet and that are still kept."""

@@ -164,10 +164,13 @@ def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
     reader = Reader(str(writer.path))
     before = snapshot_from_view(reader.read(contents=True))
     reader.new_steps()
+    assert not reader.has_news()
     old = writer.path.stat().st_ino
     writer.grow(64)
     assert writer.path.stat().st_ino != old
+    assert reader.has_news()
     view = reader.read(contents=True)
+    assert not reader.has_news()
     assert (view.generation, len(view.live)) == (2, 64)
     after = snapshot_from_view(view)
     assert (after.running, after.waiting, after.kv_cache) == (before.running, before.waiting, before.kv_cache)
