@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_instances_come_and_go_with_their_file(tmp_path: Path) -> None:
                 assert await client.choose() == "b"
                 write(stubs[1], state="draining")
                 while (await client.decide()).basis != LAST_RESORT:
-                    pass
+                    await asyncio.sleep(0.005)
 
     run(test)
 
