@@ -109,7 +109,7 @@ def percentiles(prefix: str, name: str, times: Sequence[float]) -> Iterator[dict
 
 def encoder_measured(queries: Sequence[Query], folder: str, threads: int, offered: float) -> Iterator[dict[str, Any]]:
     """Measure the encoder alone, and through the server's batches."""
-    from services.tagger_batches import Batches, Encoder
+    from services.tagger_server.batches import Batches, Encoder
 
     encoder = Encoder(folder=folder, threads=threads, deadline_s=10.0).loaded()
     some = queries[:800]

@@ -82,8 +82,8 @@ def tagger(
 ) -> None:
     """Tell how long answers will be: gRPC, block.v1.LengthTagger."""
     from length_tagger import chained
-    from services.tagger_batches import ENCODER, Encoder
-    from services.tagger_server import serve
+    from services.tagger_server.batches import ENCODER, Encoder
+    from services.tagger_server.server import serve
 
     server = server_settings(flags)
     order = [place.strip() for place in estimator.split(",") if place.strip()]

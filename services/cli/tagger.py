@@ -126,7 +126,7 @@ def evaluate(
     the same prompt. `roberta` is judged where torch is installed. `cached` has been told one answer to each prompt,
     `history` those to the prompts not held out.
     """
-    from services.tagger_evaluation import evaluated, evaluated_outcomes, outcomes_from
+    from services.tagger_server.evaluation import evaluated, evaluated_outcomes, outcomes_from
 
     recorded = outcomes_from(data) if data != CASTILLO else None
     if recorded is not None:
@@ -160,7 +160,7 @@ def predict(prompts: str, model: str, linear_model: str | None, encoder: str | N
     """
     from length_tagger.estimate import Query
     from length_tagger.scores import P90
-    from services.tagger_evaluation import batched_from
+    from services.tagger_server.evaluation import batched_from
 
     asked = _queries(prompts, model) if prompts.endswith(".jsonl") else [Query(prompt=read_text(prompts), model=model)]
     if not all(query.prompt for query in asked):

@@ -20,7 +20,7 @@ from length_tagger.linear import SHIPPED, LinearTagger, load
 from length_tagger.samples import Sample, part_of
 from length_tagger.scores import Numbers, sampling_ceiling, scores
 from length_tagger.settings import TaggerSettings
-from services.tagger_batches import SMALL, encoder_folder
+from services.tagger_server.batches import SMALL, encoder_folder
 
 UNITS = {"mae": "tokens", "pinball": "tokens"}
 BATCH = 64

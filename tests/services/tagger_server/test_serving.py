@@ -29,7 +29,7 @@ from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services import log_lines
 from services.cli import serve_tagger
 from services.grpc_server import ServerSettings, serving
-from services.tagger_server import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
+from services.tagger_server.service import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 STOP = common_pb2.FINISH_REASON_STOP

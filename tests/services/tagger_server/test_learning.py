@@ -18,11 +18,11 @@ from length_tagger import DEFAULT_ORDER, chained
 from length_tagger.estimate import Estimate, Query
 from length_tagger.linear import SHIPPED, load, save
 from protos.block.v1 import common_pb2, tagger_pb2
-from services.tagger_batches import Batches
-from services.tagger_drift import Drift
-from services.tagger_outcomes import recording
-from services.tagger_reloading import Watched, linear_from, reloading
-from services.tagger_server import TaggerService
+from services.tagger_server.batches import Batches
+from services.tagger_server.drift import Drift
+from services.tagger_server.outcomes import recording
+from services.tagger_server.reloading import Watched, linear_from, reloading
+from services.tagger_server.service import TaggerService
 from tests.services.cli.running import answer, block, refusal
 
 PATIENCE_S = 60.0

@@ -1,0 +1,1 @@
+"""The length tagger as a service, and how its estimators are judged."""

@@ -1,0 +1,49 @@
+"""The length tagger as a process: loads, warms up, serves, reloads, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from threadpoolctl import threadpool_limits
+
+from length_tagger.chain import Chain
+from length_tagger.estimate import Query
+from protos.block.v1 import common_pb2, tagger_pb2_grpc
+from services.grpc_server import ServerSettings, serve_until_signalled
+from services.tagger_server.batches import Batches, Encoder
+from services.tagger_server.outcomes import recording
+from services.tagger_server.reloading import Watched, linear_from, reloading
+from services.tagger_server.service import TaggerService
+
+NAME = "tagger"
+
+
+def serve(
+    chain: Chain, settings: ServerSettings, *, linear_model: str = "", encoder: Encoder | None = None, record: str = ""
+) -> None:
+    """Run the service until it is told to stop; estimators have warmed up before anybody can ask."""
+    threadpool_limits(1)  # matrices of one prompt are small: more threads would only wait for each other
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    chain.estimate(Query(prompt="Warm up."))
+    batches = None
+    if encoder is not None:
+        batches = Batches(encoder.loaded(), registry, deadline_s=encoder.deadline_s)
+        batches.warm_up()
+    watched = []
+    if linear_model:
+        watched.append(Watched(path=linear_model, load=linear_from, take=partial(chain.replaced, "linear")))
+    if encoder is not None and batches is not None:
+        watched.append(Watched(path=encoder.file, load=lambda _: encoder.loaded(), take=batches.take))
+
+    async def run(told: Callable[[common_pb2.Outcome], None]) -> None:
+        service = TaggerService(chain, registry, batches, told)
+        register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
+        async with reloading(watched, registry):
+            await serve_until_signalled(NAME, settings, [register], registry)
+
+    with recording(record) as told:
+        asyncio.run(run(told))
