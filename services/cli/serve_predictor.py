@@ -1,4 +1,4 @@
-"""`block serve predictor`: the sidecar of one engine."""
+"""`block serve predictor`: the sidecar of an engine, or of all engines of a node."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def engine_flags(command: Any) -> Any:
 )
 @server_flag(
     "predictor",
+    "--engine",
+    multiple=True,
+    metavar="ID=STATE_FILE[,ENGINE_URL]",
+    help="One of several engines on this node, instead of --instance-id, --state-file and --engine-url. Repeatable.",
+)
+@server_flag(
+    "predictor",
     "--engine-url",
     default="",
     help="The engine's HTTP server, to ask whether it is well; to mirror an engine it must be told.",
@@ -85,46 +92,66 @@ def engine_flags(command: Any) -> Any:
 @engine_flags
 def predictor(
     instance_id: str,
+    engine: tuple[str, ...],
     profile: str,
-    poll_ms: float,
     *,
+    poll_ms: float,
+    state_file: str,
+    engine_url: str,
     proxy_host: str,
     proxy_port: int,
     engine_speed: float,
     count_prompts: bool,
     **flags: Any,
 ) -> None:
-    """Tell what requests would experience on one engine: gRPC, block.v1.Predictor.
+    """Tell what requests would experience on an engine, or on several: gRPC, block.v1.Predictor.
 
     An engine that exports its state is read (--state-file). Any other is mirrored: with --engine-url alone the sidecar
     stands as a proxy before the engine, and needs a --profile; clients, and so the schedulers' list of instances, are
     to use the proxy's address.
+
+    Engines of one node are best read by one process (--engine, for each): a scheduler then asks for all of them at
+    once.
     """
     from services.predictor_server import MirrorSettings, SidecarSettings, serve
     from services.warmup import warm_up
 
     server = server_settings(flags)
     told = {name: flags.pop(name) for name in FIELD_NAMES}
-    if not flags["state_file"] and not flags["engine_url"]:
-        raise ValueError("state_file: is missing, and so is engine_url: an engine is read, or mirrored, or neither")
-    mirror = None
-    if not flags["state_file"]:
-        if not profile:
-            raise ValueError("profile: is missing, and an engine that exports nothing names none")
-        mirror = MirrorSettings(
-            engine_url=flags["engine_url"],
-            host=proxy_host or server.host,
-            port=proxy_port,
-            engine={name: value for name, value in told.items() if value is not None},
-            speed=engine_speed,
-            counts_prompts=count_prompts,
-            max_concurrency=server.max_concurrency,
-            max_body_bytes=server.max_message_mib * MEBIBYTE,
-            drain_s=server.drain_s,
-        )
-    settings = SidecarSettings(
-        instance_id=instance_id or socket.gethostname(), poll_s=poll_ms / 1e3, mirror=mirror, **flags
-    )
+    closely = {"poll_s": poll_ms / 1e3, **flags}
+    if engine:
+        if instance_id or state_file or engine_url:
+            raise ValueError("engine: goes without instance_id, state_file and engine_url")
+        engines = [SidecarSettings(**{**_engine_from_flag(text), **closely}) for text in engine]
+    else:
+        if not state_file and not engine_url:
+            raise ValueError("state_file: is missing, and so is engine_url: an engine is read, or mirrored, or neither")
+        mirror = None
+        if not state_file:
+            if not profile:
+                raise ValueError("profile: is missing, and an engine that exports nothing names none")
+            mirror = MirrorSettings(
+                engine_url=engine_url,
+                host=proxy_host or server.host,
+                port=proxy_port,
+                engine={name: value for name, value in told.items() if value is not None},
+                speed=engine_speed,
+                counts_prompts=count_prompts,
+                max_concurrency=server.max_concurrency,
+                max_body_bytes=server.max_message_mib * MEBIBYTE,
+                drain_s=server.drain_s,
+            )
+        named = {"instance_id": instance_id or socket.gethostname(), "state_file": state_file, "engine_url": engine_url}
+        engines = [SidecarSettings(**{**named, "mirror": mirror, **closely})]
     known = profile_named(profile) if profile else None
     warm_up()
-    serve(settings, server, known)
+    serve(engines, server, known)
+
+
+def _engine_from_flag(text: str) -> dict[str, str]:
+    """Read ID=STATE_FILE[,ENGINE_URL]."""
+    instance_id, equals, rest = text.partition("=")
+    state_file, _, engine_url = rest.partition(",")
+    if not (equals and instance_id.strip() and state_file.strip()):
+        raise ValueError(f"engine: {text!r} must be ID=STATE_FILE or ID=STATE_FILE,ENGINE_URL")
+    return {"instance_id": instance_id.strip(), "state_file": state_file.strip(), "engine_url": engine_url.strip()}

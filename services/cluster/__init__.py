@@ -24,7 +24,7 @@ AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more woul
 
 @dataclass(slots=True)
 class Cluster:
-    """What runs, by name: engine-0, predictor-0, …, tagger, scheduler-block-0, …, gateway-block."""
+    """What runs, by name: engine-0, …, predictor-0, …, tagger, scheduler-block-0, …, gateway-block."""
 
     settings: ClusterSettings
     folder: Path
@@ -46,10 +46,15 @@ class Cluster:
 
     def engine_url_of(self, number: int) -> str:
         """Where clients reach an engine: by the proxy of its sidecar, where that mirrors it."""
-        proxy_port = self.children[f"predictor-{number}"].proxy_port
+        proxy_port = self.sidecar_of(number).proxy_port
         if proxy_port is None:
             return self.url_of(f"engine-{number}")
         return f"http://{self.settings.host}:{proxy_port}"
+
+    def sidecar_of(self, number: int) -> Child:
+        """Which process knows an engine: its own, where it mirrors one, or that of several."""
+        together = 1 if self.settings.mirror else self.settings.engines_per_sidecar
+        return self.children[f"predictor-{number // together}"]
 
     def address_of(self, name: str) -> str:
         """The address of a part that speaks gRPC."""
@@ -84,16 +89,29 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
-    mirror = cluster.settings.mirror
+    settings = cluster.settings
+    everybody = range(settings.instances)
+    if settings.mirror:
+        return [
+            Child(
+                f"predictor-{number}", "predictor", *_common(settings), "--instance-id", f"engine-{number}",
+                "--engine-url", cluster.url_of(f"engine-{number}"), proxy_port=0,
+            )
+            for number in everybody
+        ]  # fmt: skip
+    together = settings.engines_per_sidecar
     return [
         Child(
-            f"predictor-{number}", "predictor", *_common(cluster.settings), "--instance-id", f"engine-{number}",
-            *(() if mirror else ("--state-file", _state_file(cluster, number))),
-            "--engine-url", cluster.url_of(f"engine-{number}"),
-            proxy_port=0 if mirror else None,
+            f"predictor-{place}", "predictor", *_common(settings),
+            *(word for number in numbers for word in ("--engine", _engine_flag(cluster, number))),
         )
-        for number in range(cluster.settings.instances)
+        for place, numbers in enumerate(everybody[first : first + together] for first in everybody[::together])
     ]  # fmt: skip
+
+
+def _engine_flag(cluster: Cluster, number: int) -> str:
+    """Tell a sidecar of an engine that it is to know."""
+    return f"engine-{number}={_state_file(cluster, number)},{cluster.url_of(f'engine-{number}')}"
 
 
 def _schedulers(cluster: Cluster) -> list[Child]:
@@ -143,7 +161,7 @@ def _write_instances(cluster: Cluster) -> None:
         {
             "instance_id": f"engine-{number}",
             "engine_url": cluster.engine_url_of(number),
-            "sidecar_address": cluster.address_of(f"predictor-{number}"),
+            "sidecar_address": cluster.address_of(cluster.sidecar_of(number).name),
         }
         for number in range(cluster.settings.instances)
     ]

@@ -22,6 +22,7 @@ class ClusterSettings:
     """
 
     instances: int = 4
+    engines_per_sidecar: int = 16  # read by one process, of which a scheduler asks for all at once
     schedulers: int = 1
     policies: tuple[str, ...] = ("block",)
     host: str = "127.0.0.1"
@@ -34,7 +35,11 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         """Refuse what could not be started."""
-        for name, most in (("instances", MOST_INSTANCES), ("schedulers", 16)):
+        for name, most in (
+            ("instances", MOST_INSTANCES),
+            ("engines_per_sidecar", MOST_INSTANCES),
+            ("schedulers", 16),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}: must be a whole number from 1 to {most}, not {value!r}")

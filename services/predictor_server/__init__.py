@@ -1,10 +1,10 @@
-"""The sidecar of one engine as a service: what a request would experience there, and promises of places."""
+"""The sidecars of a node's engines as a service: what a request would experience there, and promises of places."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import uvloop
@@ -14,39 +14,46 @@ from predictor.profile import Profile
 from protos.block.v1 import common_pb2, predictor_pb2_grpc
 from services.grpc_server import ServerSettings, serve_until_signalled
 from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.measures import Measures
+from services.predictor_server.measures import InstanceMeasures, Measures
 from services.predictor_server.mirroring import mirroring
 from services.predictor_server.picture import EngineSource
 from services.predictor_server.service import PredictorService
-from services.predictor_server.settings import MirrorSettings, SidecarSettings
+from services.predictor_server.settings import MirrorSettings, SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
 
-__all__ = ["MirrorSettings", "PredictorService", "SidecarSettings", "serve", "standing_beside"]
+__all__ = ["ENDLESS", "MirrorSettings", "PredictorService", "SidecarSettings", "serve", "standing_beside"]
 
 NAME = "predictor"
 ENDLESS = ("/block.v1.Predictor/Watch", "/block.v1.Predictor/PredictStream")
 
 
-def serve(settings: SidecarSettings, server: ServerSettings, profile: Profile | None) -> None:
+def serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:
     """Run the service until it is told to stop."""
-    uvloop.run(_serve(settings, server, profile))
+    uvloop.run(_serve(engines, server, profile))
 
 
-async def _serve(settings: SidecarSettings, server: ServerSettings, profile: Profile | None) -> None:
+async def _serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    async with standing_beside(settings, profile, registry) as sidecar:
-        register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecar))
+    async with standing_beside(engines, profile, registry) as sidecars:
+        register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecars))
         await serve_until_signalled(NAME, server, [register], registry, endless=ENDLESS)
 
 
 @asynccontextmanager
 async def standing_beside(
-    settings: SidecarSettings, profile: Profile | None, registry: CollectorRegistry
-) -> AsyncIterator[Sidecar]:
-    """Follow an engine while the block runs."""
-    async with following(settings, profile, registry) as source, keeping_up(settings, source, registry) as sidecar:
-        yield sidecar
+    engines: Sequence[SidecarSettings], profile: Profile | None, registry: CollectorRegistry
+) -> AsyncIterator[list[Sidecar]]:
+    """Follow the engines of a node while the block runs."""
+    require_distinct(engines)
+    measures = Measures(registry)
+    async with AsyncExitStack() as stack:
+        sidecars = []
+        for settings in engines:
+            source = await stack.enter_async_context(following(settings, profile, registry))
+            counted = InstanceMeasures(measures, settings.instance_id)
+            sidecars.append(await stack.enter_async_context(keeping_up(settings, source, counted)))
+        yield sidecars
 
 
 @asynccontextmanager
@@ -57,9 +64,7 @@ async def following(
     if settings.mirror is not None:
         if profile is None:
             raise ValueError("profile: is missing, and an engine that shows nothing names none")
-        async with mirroring(
-            settings.mirror, profile, registry, residual=settings.residual, forget_s=settings.forget_s
-        ) as mirror:
+        async with mirroring(settings, profile, registry) as mirror:
             yield mirror.source
         return
     source = ExportedEngine(settings.state_file, profile, settings.residual, settings.forget_s)
@@ -71,11 +76,10 @@ async def following(
 
 @asynccontextmanager
 async def keeping_up(
-    settings: SidecarSettings, source: EngineSource, registry: CollectorRegistry
+    settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures
 ) -> AsyncIterator[Sidecar]:
     """Let a sidecar stand over what is known of the engine while the block runs."""
-    measures = Measures(registry)
-    measures.source.labels(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower()).set(1)
+    measures.comes_from(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
     sidecar = Sidecar(settings, source, measures)
     tasks = [asyncio.create_task(sidecar.health.watch()), asyncio.create_task(_keep_up(sidecar))]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler.reservations import Promise
-from services.predictor_server.measures import Measures
+from services.predictor_server.measures import InstanceMeasures
 from services.predictor_server.picture import Ended
 
 MOST_EXPECTED = 1 << 14
@@ -15,7 +15,7 @@ REMEMBERED = 0.95  # of the bias, from one request to the next
 class ForecastErrors:
     """Remembers what requests that the engine has taken over were told, until they end."""
 
-    def __init__(self, measures: Measures) -> None:
+    def __init__(self, measures: InstanceMeasures) -> None:
         """Expect nothing yet."""
         self._measures = measures
         self._promises: dict[str, Promise] = {}
@@ -51,7 +51,6 @@ class ForecastErrors:
         if actual is None or actual <= 0:
             return
         ratio = (predicted - actual) / actual
-        self._measures.error.labels(quantity).observe(abs(ratio))
         bias = REMEMBERED * self._bias.get(quantity, ratio) + (1 - REMEMBERED) * ratio
         self._bias[quantity] = bias
-        self._measures.bias.labels(quantity).set(bias)
+        self._measures.erred(quantity, ratio, bias)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import Profile
 from services.front.serving import answering, listening
 from services.http_client import HttpClient, Origin, origin_of
@@ -18,7 +17,7 @@ from services.log_lines import say
 from services.predictor_server.measures import MirrorMeasures
 from services.predictor_server.mirror import MirroredEngine
 from services.predictor_server.proxy import Proxy
-from services.predictor_server.settings import MirrorSettings
+from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.predictor_server.totals import model_length_from, totals_from
 
 log = logging.getLogger(__name__)
@@ -38,17 +37,15 @@ class Mirroring:
 
 @asynccontextmanager
 async def mirroring(
-    settings: MirrorSettings,
-    profile: Profile,
-    registry: CollectorRegistry,
-    *,
-    residual: str = DEFAULT_RESIDUAL,
-    forget_s: float = 30.0,
+    sidecar: SidecarSettings, profile: Profile, registry: CollectorRegistry
 ) -> AsyncIterator[Mirroring]:
     """Stand between an engine and its clients while the block runs."""
+    settings = sidecar.mirror
+    if settings is None:
+        raise ValueError("mirror: is missing")
     origin = origin_of(settings.engine_url)
-    source = MirroredEngine(settings, profile, residual, forget_s)
-    measures = MirrorMeasures(registry, source)
+    source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
+    measures = MirrorMeasures(registry, sidecar.instance_id, source)
     proxy = Proxy(settings, origin, source, measures.answered)
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]

@@ -1,42 +1,27 @@
-"""block.v1.Predictor, as gRPC has it, over a sidecar."""
+"""block.v1.Predictor, as gRPC has it, over the instances of one node."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from predictor.forecast import Forecast
-from predictor.request import Request
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from scheduler.reservations import Promise
-from services.codec import snapshot_json
-from services.failures import BusyError, MisdirectedError
-from services.predictor_server.picture import DownError, Picture
-from services.predictor_server.sidecar import Refused, Sidecar
-from services.wire import forecast_from, forecast_message, indicators_message, request_from, require_name
-
-LEAST_INTERVAL_S = 0.02
-USUAL_INTERVAL_S = 0.1
-
-RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
-EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
-CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
-REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
+from services.failures import MisdirectedError
+from services.predictor_server.instance import Instance
+from services.predictor_server.sidecar import Sidecar
 
 Context = Any
 
 
 class PredictorService(predictor_pb2_grpc.PredictorServicer):
-    """Translates; what it says is the sidecar's."""
+    """Finds out who is meant."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
-        """Answer for a sidecar."""
-        self._sidecar = sidecar
-        self._epoch = secrets.randbits(64)
-        self._summed_up: tuple[int, int, common_pb2.Indicators] | None = None
+    def __init__(self, sidecars: Iterable[Sidecar], *, most_at_once: int = 256) -> None:
+        """Answer for some sidecars; a question may be about so many requests."""
+        self._instances = {instance.name: instance for instance in map(Instance, sidecars)}
+        self._most_at_once = most_at_once
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Context) -> predictor_pb2.PredictResponse:
         """Forecast each request, and tell the indicators."""
@@ -51,199 +36,54 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
 
     async def Reserve(self, request: predictor_pb2.ReserveRequest, context: Context) -> predictor_pb2.ReserveResponse:
         """Promise a place, unless others came first."""
-        self._require_meant(request.instance_id)
-        require_name("request.request_id", request.request.request_id)
-        longest_s = self._sidecar.settings.longest_reservation_s
-        if not 0 < request.ttl_s <= longest_s:
-            raise ValueError(f"ttl_s: must be above 0 and at most {longest_s:g}, not {request.ttl_s}")
-        if request.HasField("if_version") != request.HasField("if_epoch"):
-            raise ValueError("if_version: goes with if_epoch")
-        async with self._sidecar.lock:
-            response = await self._reserve(request)
-        self._sidecar.measures.reserves.labels(predictor_pb2.ReserveResult.Name(response.result)[15:].lower()).inc()
-        return response
+        return await self._named(request.instance_id).reserve(request)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseResponse:
         """End a promise."""
-        self._require_meant(request.instance_id)
-        async with self._sidecar.lock:
-            released = self._sidecar.release(request.request_id)
-            try:
-                indicators = self._indicators(self._sidecar.picture())
-            except DownError:
-                indicators = None
-        return common_pb2.ReleaseResponse(released=released, indicators=indicators)
+        return await self._named(request.instance_id).release(request)
 
     async def Watch(
         self, request: predictor_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[predictor_pb2.WatchResponse]:
         """Tell the indicators whenever they change, and the whole state where it is wanted."""
-        self._require_meant(request.instance_id)
-        interval_s = max(LEAST_INTERVAL_S, request.min_interval_s or USUAL_INTERVAL_S)
-        sequence, told = 0, predictor_pb2.WatchResponse()
-        known: Mapping[str, float] = {}
-        while True:
-            async with self._sidecar.lock:
-                response, values = self._seen(with_snapshot=request.with_snapshots)
-            changed = {name: value for name, value in values.items() if known.get(name) != value}
-            gone = known.keys() - values.keys()
-            if changed or gone or sequence == 0 or (response.state, response.version) != (told.state, told.version):
-                sequence += 1
-                response.full = sequence == 1 or bool(gone)
-                response.sequence = sequence
-                age_s, source = response.indicators.age_s, response.indicators.source
-                shown = values if response.full else changed
-                response.indicators.CopyFrom(indicators_message(shown, age_s=age_s, source=source))
-                known, told = values, response
-                yield response
-            await asyncio.sleep(interval_s)
+        async for response in self._named(request.instance_id).watch(request):
+            yield response
 
     async def _predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
+        if len(request.requests) > self._most_at_once:
+            raise ValueError(f"requests: {len(request.requests)} are more than {self._most_at_once}, the most at once")
+        if not request.instance_ids:
+            return await self._named(request.instance_id).predict(request)
+        if request.instance_id:
+            raise ValueError("instance_ids: goes without instance_id")
         start_s = time.perf_counter()
-        self._require_meant(request.instance_id)
-        sidecar = self._sidecar
-        if len(request.requests) > sidecar.settings.most_at_once:
-            raise ValueError(
-                f"requests: {len(request.requests)} are more than {sidecar.settings.most_at_once}, the most at once"
-            )
-        async with sidecar.lock:
-            response = predictor_pb2.PredictResponse(
-                instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
-            )
-            try:
-                picture = sidecar.picture()
-            except DownError as error:
-                response.state = error.state
-                return response
-            response.state = sidecar.state_of()
-            response.indicators.CopyFrom(self._indicators(picture))
-            predictions = await self._predictions(
-                picture, request.requests, delays=request.with_delays, simulate=not request.without_forecasts
-            )
-            response.predictions.extend(predictions)
-        response.predict_s = time.perf_counter() - start_s
-        sidecar.measures.predict_s.observe(response.predict_s)
-        return response
+        named = [self._instances[name] for name in dict.fromkeys(request.instance_ids) if name in self._instances]
+        answers = await _answers(named, request)
+        return predictor_pb2.PredictResponse(answers=answers, predict_s=time.perf_counter() - start_s)
 
-    async def _predictions(
-        self, picture: Picture, messages: Any, *, delays: bool, simulate: bool
-    ) -> list[predictor_pb2.Prediction]:
-        """Forecast what makes sense, refuse what does not, in the order of the questions."""
-        sidecar = self._sidecar
-        block_size = picture.engine.config.block_size
-        read: list[Request | Refused] = [_request_or_refusal(one, picture.now_s, block_size) for one in messages]
-        requests = [one for one in read if isinstance(one, Request)]
-        made = await sidecar.forecast(picture, requests, delays=delays) if simulate else [None] * len(requests)
-        forecasts = iter(made)
-        answers = [one if isinstance(one, Refused) else next(forecasts) for one in read]
-        for answer in answers if simulate else ():
-            sidecar.measures.forecasts.labels("refused" if isinstance(answer, Refused) else "made").inc()
-        return [_prediction(message, answer, picture) for message, answer in zip(messages, answers, strict=True)]
-
-    async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
-        sidecar = self._sidecar
-        response = predictor_pb2.ReserveResponse(
-            instance_id=sidecar.settings.instance_id, epoch=self._epoch, expires_in_s=request.ttl_s
-        )
-        try:
-            picture = sidecar.picture()
-        except DownError as error:
-            raise ConnectionError(f"the engine is not there: {error}") from None
-        again = request.request.request_id in sidecar.reservations
-        stale = (request.if_version, request.if_epoch) != (sidecar.reservations.version, self._epoch)
-        if sidecar.is_draining and not again:
-            response.result = REFUSED
-            response.prediction.refusal.reason = "takes nothing new, as it is about to end"
-        elif request.HasField("if_version") and stale and not again:
-            response.result = CONFLICT
-            (prediction,) = await self._predictions(picture, [request.request], delays=False, simulate=True)
-            response.prediction.CopyFrom(prediction)
-        elif sidecar.reservations.is_full and not again:
-            raise BusyError(f"{len(sidecar.reservations)} requests are promised, as many as may be")
-        else:
-            self._promise(request, picture, response)
-        response.version = sidecar.reservations.version
-        response.indicators.CopyFrom(self._indicators(picture))
-        if response.result in (CONFLICT, REFUSED):
-            response.expires_in_s = 0.0
-        return response
-
-    def _promise(
-        self,
-        request: predictor_pb2.ReserveRequest,
-        picture: Picture,
-        response: predictor_pb2.ReserveResponse,
-    ) -> None:
-        promised = _request_or_refusal(request.request, picture.now_s, picture.engine.config.block_size)
-        if isinstance(promised, Request):
-            promise = Promise(
-                request=promised,
-                until_s=time.monotonic() + request.ttl_s,
-                forecast=forecast_from(request.forecast) if request.HasField("forecast") else None,
-                policy=request.policy,
-                holder=request.holder,
-            )
-            try:
-                new = self._sidecar.reserve(promise)
-            except ValueError as error:
-                field, _, reason = str(error).partition(": ")
-                promised = Refused(field=field, reason=reason)
-            else:
-                response.result = RESERVED if new else EXTENDED
-                return
-        response.result = REFUSED
-        response.prediction.CopyFrom(_prediction(request.request, promised, picture))
-
-    def _seen(self, *, with_snapshot: bool) -> tuple[predictor_pb2.WatchResponse, dict[str, float]]:
-        sidecar = self._sidecar
-        response = predictor_pb2.WatchResponse(
-            instance_id=sidecar.settings.instance_id, version=sidecar.reservations.version, epoch=self._epoch
-        )
-        try:
-            picture = sidecar.picture()
-        except DownError as error:
-            response.state = error.state
-            response.indicators.source = sidecar.source.kind
-            return response, {}
-        response.state = sidecar.state_of()
-        response.indicators.age_s, response.indicators.source = picture.age_s, sidecar.source.kind
-        if with_snapshot:
-            response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
-        return response, sidecar.indicators(picture)
-
-    def _indicators(self, picture: Picture) -> common_pb2.Indicators:
-        """Sum a picture up, unless that has been done already."""
-        key = (picture.serial, len(self._sidecar.reservations))
-        if self._summed_up is None or self._summed_up[:2] != key:
-            told = indicators_message(self._sidecar.indicators(picture), age_s=0.0, source=self._sidecar.source.kind)
-            self._summed_up = (*key, told)
-        message = self._summed_up[2]
-        message.age_s = picture.age_s
-        return message
-
-    def _require_meant(self, instance_id: str) -> None:
-        mine = self._sidecar.settings.instance_id
-        if instance_id not in ("", mine):
-            raise MisdirectedError(f"instance_id: this is {mine!r}, not {instance_id!r}")
+    def _named(self, instance_id: str) -> Instance:
+        """Find who is meant."""
+        if instance_id in self._instances:
+            return self._instances[instance_id]
+        here = ", ".join(map(repr, self._instances))
+        if instance_id:
+            raise MisdirectedError(f"instance_id: {instance_id!r} is not here, but {here}")
+        if len(self._instances) > 1:
+            raise ValueError(f"instance_id: is missing; here are {here}")
+        return next(iter(self._instances.values()))
 
 
-def _request_or_refusal(message: common_pb2.Request, now_s: float, block_size: int) -> Request | Refused:
+async def _answers(
+    instances: Sequence[Instance], request: predictor_pb2.PredictRequest
+) -> Iterable[predictor_pb2.PredictResponse]:
+    """Have those answer side by side that need a thread; for the others a task would cost more than it saves."""
+    num_requests = len(request.requests)
+    slow = {one.name: one for one in instances if not one.answers_at_once(num_requests)}
+    under_way = {name: asyncio.ensure_future(one.predict(request)) for name, one in slow.items()}
     try:
-        return request_from(message, now_s=now_s, block_size=block_size)
-    except ValueError as error:
-        field, _, reason = str(error).partition(": ")
-        return Refused(field=field, reason=reason)
-
-
-def _prediction(
-    message: common_pb2.Request, answer: Forecast | Refused | None, picture: Picture
-) -> predictor_pb2.Prediction:
-    prediction = predictor_pb2.Prediction(request_id=message.request_id)
-    if isinstance(answer, Refused):
-        prediction.refusal.field, prediction.refusal.reason = answer.field, answer.reason
-    elif answer is not None:
-        prediction.forecast.CopyFrom(forecast_message(answer))
-        if picture.engine.tracks_blocks:
-            prediction.prefix_hit_tokens = answer.prefix_hit_tokens
-            prediction.new_prefill_tokens = max(0, message.prompt_tokens - answer.prefix_hit_tokens)
-    return prediction
+        answers = {one.name: await one.predict(request) for one in instances if one.name not in slow}
+        answers |= dict(zip(under_way, await asyncio.gather(*under_way.values()), strict=True))
+    finally:
+        for task in under_way.values():
+            task.cancel()
+    return [answers[one.name] for one in instances]

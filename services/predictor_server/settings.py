@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,6 @@ class SidecarSettings:
 
     most_reservations: int = 4096
     longest_reservation_s: float = 600.0
-    most_at_once: int = 256  # requests in one question
     thread_from_s: float = 0.001  # simulations that take longer leave the event loop to others
 
     def __post_init__(self) -> None:
@@ -87,6 +86,17 @@ class SidecarSettings:
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if not (math.isfinite(self.fresh_s) and self.fresh_s >= 0):
             raise ValueError(f"fresh_s: must be a time from 0 on, not {self.fresh_s}")
-        for name in ("most_reservations", "most_at_once"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.most_reservations < 1:
+            raise ValueError(f"most_reservations: must be at least 1, not {self.most_reservations}")
+
+
+def require_distinct(engines: Sequence[SidecarSettings]) -> None:
+    """Refuse engines that no process could stand beside at the same time."""
+    if not engines:
+        raise ValueError("engine: name at least one")
+    names = [settings.instance_id for settings in engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"engine: {name!r} is there twice")
+    if len(engines) > 1 and any(settings.mirror is not None for settings in engines):
+        raise ValueError("engine: one that is mirrored has a sidecar of its own")

@@ -20,7 +20,7 @@ from services.log_lines import say
 from services.predictor_server.errors import ForecastErrors
 from services.predictor_server.health import EngineHealth
 from services.predictor_server.indicators import indicators_of
-from services.predictor_server.measures import Measures
+from services.predictor_server.measures import InstanceMeasures
 from services.predictor_server.picture import DownError, EngineSource, Picture
 from services.predictor_server.settings import SidecarSettings
 
@@ -48,7 +48,7 @@ class Refused:
 class Sidecar:
     """Answers for one engine; whoever uses it holds `lock` meanwhile, as simulations may run in a thread."""
 
-    def __init__(self, settings: SidecarSettings, source: EngineSource, measures: Measures) -> None:
+    def __init__(self, settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures) -> None:
         """Stand beside an engine."""
         self.settings = settings
         self.source = source
@@ -64,7 +64,7 @@ class Sidecar:
         self._was_down = ""
         self._seen: Picture | None = None
         self._seen_s = self._seen_engine_s = self._seen_age_s = 0.0  # when, and what the picture said then
-        measures.reserved.set_function(lambda: len(self.reservations))
+        measures.reservations.set_function(lambda: len(self.reservations))
 
     def picture(self) -> Picture:
         """Give a picture that is fresh enough: the engine model runs from it to now; DownError as in `look`."""
@@ -99,7 +99,7 @@ class Sidecar:
             self._shows.succeeded()
             promises = self.reservations.shown(shown)
             self.errors.expect(promises)
-            self.measures.ended.labels("shown").inc(len(promises))
+            self.measures.ended("shown", len(promises))
 
     def catch_up(self) -> None:
         """Look, and learn from what has ended."""
@@ -152,12 +152,16 @@ class Sidecar:
             return Refused(field=field, reason=reason)
         return forecast
 
+    def simulates_here(self, num_requests: int) -> bool:
+        """Tell whether forecasts are so quick, by the last one, that they need no thread."""
+        return self._forecast_s * num_requests < self.settings.thread_from_s
+
     async def _simulated(self, picture: Picture, requests: Sequence[Request], *, delays: bool) -> list[Forecast]:
         """Simulate here and now if that is quick, else in a thread: it needs no interpreter lock."""
         if not requests:
             return []
         simulate = partial(_timed, picture.forecaster, requests, picture.now_s, delays=delays)
-        if self._forecast_s * len(requests) < self.settings.thread_from_s:
+        if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
         else:
             forecasts, took_s = await asyncio.to_thread(simulate)
@@ -190,13 +194,13 @@ class Sidecar:
             return False
         self.source.withdraw(request_id)
         self.source.forget([request_id])
-        self.measures.ended.labels("released").inc()
+        self.measures.ended("released")
         return True
 
     def _expire(self, now_s: float) -> None:
         for promise in self.reservations.expire(now_s):
             self.source.withdraw(promise.request.request_id)
-            self.measures.ended.labels("expired").inc()
+            self.measures.ended("expired")
             self._shows.failed(now_s)
             say(log, logging.DEBUG, "reservation expired", request_id=promise.request.request_id, holder=promise.holder)
 

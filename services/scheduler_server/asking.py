@@ -1,4 +1,4 @@
-"""One question to many sidecars at once, and one deadline for all their answers."""
+"""One question to many sidecars at once, one message for each node, and one deadline for all their answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from protos.block.v1 import predictor_pb2
 from scheduler.dispatch import Candidate, Fate
 from services.scheduler_server.fleet import Group
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.node import Node
 from services.scheduler_server.replies import STATES
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar import Sidecar
@@ -74,17 +75,20 @@ class Asker:
             start_s = time.monotonic()
             wish.request.waited_s = wish.waited_s + start_s - wish.taken_s
             question = predictor_pb2.PredictRequest(requests=[wish.request], with_delays=delays).SerializeToString()
-            answers = [sidecar.ask(question) for sidecar, _ in asked]
+            by_node: dict[Node, list[str]] = {}
+            for sidecar, _ in asked:
+                by_node.setdefault(sidecar.node, []).append(sidecar.name)
+            answers = {node: node.ask(question, names) for node, names in by_node.items()}
             try:
-                await asyncio.wait(answers, timeout=self._deadline_s)
+                await asyncio.wait([one.answer for one in answers.values()], timeout=self._deadline_s)
             except asyncio.CancelledError:
-                for (sidecar, _), answer in zip(asked, answers, strict=True):
-                    sidecar.disregard(answer)
+                for sidecar, _ in asked:
+                    sidecar.disregard(answers[sidecar.node])
                 raise
         took_s = time.monotonic() - start_s
         self._measures.fan_out_s.observe(took_s)
-        for (sidecar, candidate), answer in zip(asked, answers, strict=True):
-            sidecar.hear(answer, candidate, wish.request.request_id)
+        for sidecar, candidate in asked:
+            sidecar.hear(answers[sidecar.node], candidate, wish.request.request_id)
             candidate.answered_s = took_s
 
     async def foretell(self, wish: Wish, sidecar: Sidecar) -> Forecast | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from scheduler.candidates import Places
-from scheduler.table import Table
 from services.failures import UnknownNameError
 from services.instances import Instances
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.node import Node
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import Sidecar
+from services.scheduler_server.sidecar import Known, Sidecar
 
 MOST_MODELS = 1024  # whose instances are remembered
 MOST_TOLD_PER_S = 1000  # messages of all sidecars about themselves
@@ -41,10 +42,10 @@ class Fleet:
 
     def __init__(self, settings: SchedulerSettings, measures: Measures) -> None:
         """Start with none."""
-        self.table = Table()
-        self.troubled: set[str] = set()  # who may not be well; who is not among them is
+        self.known = Known()
         self._settings = settings
         self._measures = measures
+        self._nodes: dict[str, Node] = {}  # by address
         self._sidecars: dict[str, Sidecar] = {}
         self._by_model: dict[str, Group] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -52,26 +53,45 @@ class Fleet:
 
     def update(self, instances: Instances) -> None:
         """Take a new list."""
-        before, self._sidecars = self._sidecars, {}
+        before = dict(self._sidecars)
+        self._sidecars = {}  # and not the same one emptied: decisions under way go on with theirs
         for instance in sorted(instances, key=lambda one: one.instance_id):
             known = before.get(instance.instance_id)
             if known is not None and known.instance == instance:
                 self._sidecars[instance.instance_id] = before.pop(instance.instance_id)
             else:
                 self._sidecars[instance.instance_id] = Sidecar(
-                    instance, self._settings, self._measures, self.table, self.troubled
+                    instance, self._node_at(instance.sidecar_address), self._settings, self._measures, self.known
                 )
         self._by_model.clear()
-        self.table.follow(self._sidecars.keys() - before.keys())  # one that is there anew is known no more
-        self.table.follow(self._sidecars)
-        self.troubled.intersection_update(self._sidecars)
+        self.known.table.follow(self._sidecars.keys() - before.keys())  # one that is there anew is known no more
+        self.known.table.follow(self._sidecars)
+        self.known.troubled.intersection_update(self._sidecars)
         self._measures.instances.set(len(self._sidecars))
-        for gone in before.values():
-            task = asyncio.create_task(gone.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        self._start(self._let_go(list(before.values()), self._unused_nodes()))
         if self._watched:
             self._watch_all()
+
+    def _node_at(self, address: str) -> Node:
+        if address not in self._nodes:
+            self._nodes[address] = Node(address, self._settings.sidecar_deadline_s)
+        return self._nodes[address]
+
+    def _unused_nodes(self) -> list[Node]:
+        """Take out the nodes where no instance is left."""
+        used = {sidecar.instance.sidecar_address for sidecar in self._sidecars.values()}
+        return [self._nodes.pop(address) for address in self._nodes.keys() - used]
+
+    def _start(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    async def _let_go(sidecars: Sequence[Sidecar], nodes: Sequence[Node]) -> None:
+        """Let sidecars finish, and then the ways to them."""
+        await asyncio.gather(*(sidecar.close() for sidecar in sidecars))
+        await asyncio.gather(*(node.close() for node in nodes))
 
     def watch(self) -> None:
         """Have all sidecars tell of themselves from now on; many of them more seldom."""
@@ -118,7 +138,7 @@ class Fleet:
             raise UnknownNameError(f"request.model: {model!r} is served by no instance; there are {', '.join(models)}")
         if len(found) == len(self._sidecars):
             return Group(sidecars=self._sidecars, places=None)
-        return Group(sidecars=found, places=np.array([self.table.place_of[name] for name in found], np.intp))
+        return Group(sidecars=found, places=np.array([self.known.table.place_of[name] for name in found], np.intp))
 
     async def close(self) -> None:
         """Let all go."""

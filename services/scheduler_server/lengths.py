@@ -15,9 +15,9 @@ from length_tagger.estimate import Query
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.log_lines import say
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.node import CHANNEL
 from services.scheduler_server.replies import note_of
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import CHANNEL
 from services.wire import tag_from
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Questions to one sidecar over one long-lived stream: half the processor time of a call for each."""
+"""Questions to one node over one long-lived stream: half the processor time of a call for each."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Line:
         self._ask_alone: Any = channel.unary_unary(f"/{PREDICTOR}/Predict")
         self._deadline_s = deadline_s
         self._can_stream = True  # as long as nothing else is known
+        self._has_ended = False
         self._stream: Any = None
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._waiting: deque[_Waiting] = deque()
@@ -55,6 +56,9 @@ class Line:
     def ask(self, question: bytes) -> asyncio.Future[bytes]:
         """Send a question; the future becomes its answer, or the error that stands for it."""
         waiting = _Waiting(question)
+        if self._has_ended:
+            waiting.fail(ConnectionError("has left the list"))
+            return waiting.answer
         if not self._can_stream:
             self._start(self._answer_alone(waiting))
             return waiting.answer
@@ -74,7 +78,12 @@ class Line:
                 waiting.fail(ConnectionError("hung up"))
 
     async def close(self) -> None:
-        """End everything that is under way."""
+        """Take nothing new, give what was asked the time it has for an answer, and end."""
+        self._has_ended = True
+        if self._waiting:
+            await asyncio.wait([waiting.answer for waiting in self._waiting], timeout=self._deadline_s)
+        if self._tasks and self._stream is None:
+            await asyncio.wait(self._tasks, timeout=self._deadline_s)
         self.hang_up()
         for task in self._tasks:
             task.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from google.protobuf.message import DecodeError
 
@@ -36,15 +38,14 @@ class SidecarError(Exception):
         self.note = note
 
 
-def response_in(raw: bytes, instance_id: str) -> predictor_pb2.PredictResponse:
-    """Read an answer of this instance."""
+def responses_in(raw: bytes, names: Sequence[str]) -> dict[str, predictor_pb2.PredictResponse]:
+    """Read the answer to a question that was for these instances."""
     try:
         response = predictor_pb2.PredictResponse.FromString(raw)
     except DecodeError:
         raise ValueError("its answer is garbage") from None
-    if response.instance_id != instance_id:
-        raise ValueError(f"instance_id: {response.instance_id!r} answers there")
-    return response
+    answers = response.answers if len(names) > 1 else [response]
+    return {answer.instance_id: answer for answer in answers}
 
 
 def prediction_in(response: predictor_pb2.PredictResponse, request_id: str) -> tuple[Forecast | None, str]:

@@ -12,8 +12,8 @@ import grpc
 
 from protos.block.v1 import common_pb2, provisioner_pb2, provisioner_pb2_grpc
 from services.log_lines import say
+from services.scheduler_server.node import CHANNEL
 from services.scheduler_server.replies import note_of
-from services.scheduler_server.sidecar import CHANNEL
 from services.scheduler_server.wish import Placement, Wish
 
 log = logging.getLogger(__name__)

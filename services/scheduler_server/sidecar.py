@@ -1,4 +1,4 @@
-"""One instance's sidecar as a scheduler sees it: how to ask it, whether to, and what it said last."""
+"""One instance's sidecar as a scheduler sees it: whether to ask it, what it said last, and its promises."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
-from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.dispatch import Candidate, Fate
 from scheduler.table import Table
 from scheduler.versions import Versions
 from services.instances import Instance
 from services.log_lines import say
-from services.scheduler_server.line import Line
 from services.scheduler_server.measures import Measures
+from services.scheduler_server.node import RELEASE_S, Asked, Node
 from services.scheduler_server.replies import (
     FAILURES,
     STATES,
@@ -26,7 +25,6 @@ from services.scheduler_server.replies import (
     note_of,
     prediction_in,
     require_sensible,
-    response_in,
 )
 from services.scheduler_server.settings import SchedulerSettings
 from services.wire import indicators_from
@@ -34,29 +32,27 @@ from services.wire import indicators_from
 log = logging.getLogger(__name__)
 
 READY = common_pb2.INSTANCE_STATE_READY
+UNREACHED = (Fate.LATE, Fate.DOWN)  # fates that are the connection's as well
 USUAL_BLOCK_TOKENS = 16
-RELEASE_S = 5.0  # deadline of what nobody waits for
 
-# A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
-CHANNEL = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a fleet knows of its instances: what they told last, and who may not be well."""
+
+    table: Table = field(default_factory=Table)
+    troubled: set[str] = field(default_factory=set)  # who is not among them is well
 
 
 class Sidecar:
-    """The way to one sidecar, and what is known of its instance; all of it may be forgotten without harm."""
+    """What is known of one instance, and how it is reached; all of it may be forgotten without harm."""
 
     def __init__(
-        self, instance: Instance, settings: SchedulerSettings, measures: Measures, table: Table, troubled: set[str]
+        self, instance: Instance, node: Node, settings: SchedulerSettings, measures: Measures, known: Known
     ) -> None:
-        """Make the channel; it connects by itself. What is told goes into the table, who is not well into the set."""
+        """Know nothing yet of an instance whose sidecar answers at a node."""
         self.instance = instance
+        self.node = node
         self.name = instance.instance_id
         self.message = instance_message(instance)
         self.engine = settings.circuit()  # of the engine itself, as those find it who send requests there
@@ -69,16 +65,11 @@ class Sidecar:
         self._measures = measures
         self._indicators: Mapping[str, float] = {}
         self._heard_s = self._age_s = 0.0
-        self._table, self._troubled = table, troubled
+        self._table, self._troubled = known.table, known.troubled
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
-        self._suffix = predictor_pb2.PredictRequest(instance_id=self.name).SerializeToString()
-        self._channel = grpc.aio.insecure_channel(instance.sidecar_address, options=CHANNEL)
-        stub = predictor_pb2_grpc.PredictorStub(self._channel)
-        self._reserve, self._release, self._watch = stub.Reserve, stub.Release, stub.Watch
-        self._line = Line(self._channel, self._deadline_s)
         if not self.is_well():
-            troubled.add(self.name)
+            self._troubled.add(self.name)
 
     # Whether to ask.
 
@@ -102,10 +93,15 @@ class Sidecar:
 
     async def _probe(self) -> None:
         try:
-            self._take(response_in(await asyncio.wait_for(self.ask(b""), self._deadline_s), self.name))
+            asked = self.node.ask(b"", [self.name])
+            await asyncio.wait([asked.answer], timeout=self._deadline_s)
+            if not asked.answer.done():
+                raise TimeoutError
+            self._take(asked.response_of(self.name))
         except FAILURES as error:
             self._circuit.failed(time.monotonic())
-            self._line.hang_up()
+            if fate_of(error) in UNREACHED:
+                self.node.hang_up()
             say(log, logging.DEBUG, "sidecar is still not well", instance=self.name, reason=note_of(error))
 
     def _failed(self, fate: Fate) -> None:
@@ -113,7 +109,8 @@ class Sidecar:
         self._measures.sidecar_failures.labels(self.name, fate.value).inc()
         self._troubled.add(self.name)
         if self._circuit.failed(time.monotonic()):
-            self._line.hang_up()
+            if fate in UNREACHED:
+                self.node.hang_up()
             self._measures.circuits_open.inc()
             say(log, logging.WARNING, "sidecar left alone", instance=self.name, kind=fate.value)
 
@@ -136,19 +133,15 @@ class Sidecar:
             unseen=self.unseen,
         )
 
-    def ask(self, question: bytes) -> asyncio.Future[bytes]:
-        """Send a serialised PredictRequest that names nobody; messages are merged by putting them together."""
-        return self._line.ask(question + self._suffix)
-
-    def hear(self, answer: asyncio.Future[bytes], candidate: Candidate, request_id: str) -> None:
+    def hear(self, asked: Asked, candidate: Candidate, request_id: str) -> None:
         """Note in a candidate what came of a question about one request."""
-        if not answer.done():
-            self.disregard(answer)
+        if not asked.answer.done():
+            self.disregard(asked)
             self._failed(Fate.LATE)
             candidate.fate, candidate.note = Fate.LATE, f"no answer within {self._deadline_s * 1e3:g} ms"
             return
         try:
-            response = response_in(answer.result(), self.name)
+            response = asked.response_of(self.name)
             down = response.state in STATES and not response.predictions  # where there is no engine, none is foreseen
             forecast, refusal = (None, "") if down else prediction_in(response, request_id)
             self._take(response)
@@ -166,15 +159,15 @@ class Sidecar:
         else:
             candidate.fate = Fate.FORECAST
 
-    def disregard(self, answer: asyncio.Future[bytes]) -> None:
+    def disregard(self, asked: Asked) -> None:
         """Take at least the indicators from an answer that nobody waits for any more."""
-        answer.add_done_callback(self._too_late)
+        asked.answer.add_done_callback(lambda _: self._too_late(asked))
 
-    def _too_late(self, answer: asyncio.Future[bytes]) -> None:
-        if answer.cancelled() or answer.exception() is not None or self._circuit.is_open():
+    def _too_late(self, asked: Asked) -> None:
+        if asked.answer.cancelled() or asked.answer.exception() is not None or self._circuit.is_open():
             return
         try:
-            self._take_indicators(response_in(answer.result(), self.name))
+            self._take_indicators(asked.response_of(self.name))
         except ValueError as error:
             say(log, logging.DEBUG, "late and wrong", instance=self.name, reason=str(error))
 
@@ -215,7 +208,7 @@ class Sidecar:
         while True:
             try:
                 question = predictor_pb2.WatchRequest(min_interval_s=interval_s, instance_id=self.name)
-                async for message in self._watch(question):
+                async for message in self.node.watch(question):
                     self._told(message)
                     pause_s = self._settings.first_pause_s
             except FAILURES as error:
@@ -257,13 +250,10 @@ class Sidecar:
     async def _promised(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         tokens = request.request.prompt_tokens
         blocks = -(-tokens // USUAL_BLOCK_TOKENS)
-        response: predictor_pb2.ReserveResponse
         if self.name not in self._table.place_of:  # it has gone meanwhile
-            response = await self._reserve(request, timeout=self._deadline_s)
-            return response
+            return await self.node.reserve(request)
         with self._table.on_its_way(self.name, time.monotonic(), prefill_tokens=tokens, blocks=blocks):
-            response = await self._reserve(request, timeout=self._deadline_s)
-        return response
+            return await self.node.reserve(request)
 
     def sent_without_promise(self, request: common_pb2.Request) -> None:
         """Count a request that goes there although nobody has promised it a place."""
@@ -278,7 +268,7 @@ class Sidecar:
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """End a promise, and tell what became of it; where nobody answers, there was none or it will expire."""
         try:
-            response = await self._release(request, timeout=RELEASE_S)
+            response = await self.node.release(request)
             self._take_indicators(response)
         except FAILURES as error:
             if fate_of(error) is not Fate.REFUSED:
@@ -299,14 +289,12 @@ class Sidecar:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Finish what is under way, and let the channel go."""
+        """Listen no more, and finish what is under way."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         if self._background:
             await asyncio.wait(self._background, timeout=RELEASE_S)
-        await self._line.close()
-        await self._channel.close()
         if self._circuit.is_open():
             self._measures.circuits_open.dec()
 

@@ -167,7 +167,9 @@ def living(folder: Path) -> Iterator[Living]:
         stack = AsyncExitStack()
 
         async def start() -> Living:
-            settings = ClusterSettings(instances=NUM_ENGINES, schedulers=2, port=0, tables_file=str(file))
+            settings = ClusterSettings(
+                instances=NUM_ENGINES, engines_per_sidecar=1, schedulers=2, port=0, tables_file=str(file)
+            )
             cluster = await stack.enter_async_context(running(settings))
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S))
             return Living(cluster=cluster, runner=runner, client=client)

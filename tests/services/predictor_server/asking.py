@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from predictor.profile import load_profile
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.grpc_server import ServerSettings, serving
-from services.predictor_server import PredictorService, SidecarSettings, standing_beside
+from services.predictor_server import ENDLESS, PredictorService, SidecarSettings, standing_beside
 from services.predictor_server.sidecar import Sidecar
 
 A30 = load_profile("llama-2-7b-a30")
@@ -60,7 +60,7 @@ class Asked:
 
     def sample(self, name: str, **labels: str) -> float:
         """One of the sidecar's metrics."""
-        return self.registry.get_sample_value(name, labels) or 0.0
+        return self.registry.get_sample_value(name, {"instance": NAME, **labels}) or 0.0
 
     async def until(self, holds: Callable[[predictor_pb2.PredictResponse], bool]) -> predictor_pb2.PredictResponse:
         """Ask until the answer is as wanted."""
@@ -80,21 +80,39 @@ def request(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedNode:
+    """The sidecars of one node, and a client of it."""
+
+    sidecars: list[Sidecar]
+    stub: Any
+    registry: CollectorRegistry
+    port: int
+
+
+@asynccontextmanager
+async def node_of(state_files: Mapping[str, object], **settings: Any) -> AsyncIterator[AskedNode]:
+    """Stand beside whatever shows itself in some files, all in one service."""
+    told = [
+        SidecarSettings(**{"instance_id": name, "state_file": str(file), "fresh_s": 0.0, **settings})
+        for name, file in state_files.items()
+    ]
+    registry = CollectorRegistry()
+    async with standing_beside(told, A30, registry) as sidecars:
+        register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecars))
+        async with (
+            serving(ServerSettings(drain_s=1.0), [register], registry, endless=ENDLESS) as here,
+            grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel,
+        ):
+            stub = predictor_pb2_grpc.PredictorStub(channel)
+            yield AskedNode(sidecars=sidecars, stub=stub, registry=registry, port=here.port)
+
+
 @asynccontextmanager
 async def sidecar_of(state_file: object, **settings: Any) -> AsyncIterator[Asked]:
     """Stand beside whatever shows itself there."""
-    told = SidecarSettings(**{"instance_id": NAME, "state_file": str(state_file), "fresh_s": 0.0, **settings})
-    registry = CollectorRegistry()
-    async with standing_beside(told, A30, registry) as sidecar:
-        register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecar))
-        server = ServerSettings(drain_s=1.0)
-        async with (
-            serving(
-                server, [register], registry, endless=["/block.v1.Predictor/Watch", "/block.v1.Predictor/PredictStream"]
-            ) as here,
-            grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel,
-        ):
-            yield Asked(sidecar=sidecar, stub=predictor_pb2_grpc.PredictorStub(channel), registry=registry)
+    async with node_of({NAME: state_file}, **settings) as node:
+        yield Asked(sidecar=node.sidecars[0], stub=node.stub, registry=node.registry)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

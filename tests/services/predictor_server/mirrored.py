@@ -15,10 +15,12 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from predictor.forecast import Forecast
+from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
 from services.grpc_server import ServerSettings, serving
 from services.predictor_server import MirrorSettings, PredictorService, SidecarSettings, keeping_up
+from services.predictor_server.measures import InstanceMeasures, Measures
 from services.predictor_server.mirroring import Mirroring, mirroring
 from services.predictor_server.picture import EngineSource
 from tests.services.predictor_server.asking import A30, NAME, PATIENCE_S, Asked
@@ -54,7 +56,7 @@ class Mirrored:
 
 @asynccontextmanager
 async def mirror_of(
-    engine_url: str, *, sidecar: dict[str, Any] | None = None, **settings: Any
+    engine_url: str, *, sidecar: dict[str, Any] | None = None, profile: Profile = A30, **settings: Any
 ) -> AsyncIterator[Mirrored]:
     """Stand before an engine."""
     mirror = MirrorSettings(
@@ -65,11 +67,11 @@ async def mirror_of(
     )
     registry = CollectorRegistry()
     async with (
-        mirroring(mirror, A30, registry) as standing,
-        keeping_up(told, standing.source, registry) as running,
+        mirroring(told, profile, registry) as standing,
+        keeping_up(told, standing.source, InstanceMeasures(Measures(registry), NAME)) as running,
         serving(
             ServerSettings(drain_s=1.0),
-            [partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(running))],
+            [partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService([running]))],
             registry,
             endless=["/block.v1.Predictor/Watch"],
         ) as here,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from predictor.config import EngineConfig
-from protos.block.v1 import common_pb2, predictor_pb2_grpc, scheduler_pb2
+from protos.block.v1 import common_pb2, scheduler_pb2
 from services.block_names import block_names
 from services.emulator.tokens import token_ids
-from services.grpc_server import ServerSettings, serving
 from services.instances import Instance, Listed
-from services.predictor_server import PredictorService, SidecarSettings, standing_beside
-from tests.services.emulator.running import A30, Emulated, emulated
+from tests.services.emulator.running import Emulated, emulated
+from tests.services.predictor_server.asking import node_of
 from tests.services.scheduler_server.running import Client, run, scheduler
 
 BLOCK_TOKENS = 16
@@ -30,7 +27,6 @@ CONFIG = EngineConfig(
     max_num_seqs=8, num_gpu_blocks=NUM_BLOCKS + 1, max_model_len=2048, block_size=BLOCK_TOKENS,
     enable_prefix_caching=True,
 )  # fmt: skip
-ENDLESS = ["/block.v1.Predictor/Watch", "/block.v1.Predictor/PredictStream"]
 NUM_REQUESTS = 60
 
 
@@ -47,22 +43,19 @@ def two_engines(folder: Path) -> Iterator[dict[str, Emulated]]:
 
 @asynccontextmanager
 async def scheduler_over(engines: dict[str, Emulated]) -> AsyncIterator[Client]:
-    """A sidecar beside each engine, and a scheduler."""
-    async with AsyncExitStack() as stack:
-        instances = []
-        for name, engine in engines.items():
-            told = SidecarSettings(instance_id=name, state_file=str(engine.state_file), fresh_s=0.0)
-            registry = CollectorRegistry()
-            sidecar = await stack.enter_async_context(standing_beside(told, A30, registry))
-            register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecar))
-            here = await stack.enter_async_context(
-                serving(ServerSettings(drain_s=1.0), [register], registry, endless=ENDLESS)
+    """The engines' sidecars, and a scheduler."""
+    async with node_of({name: engine.state_file for name, engine in engines.items()}) as node:
+        instances = [
+            Instance(
+                instance_id=name,
+                engine_url=str(engine.client.base_url).rstrip("/"),
+                sidecar_address=f"127.0.0.1:{node.port}",
+                models=("tiny",),
             )
-            url = str(engine.client.base_url).rstrip("/")
-            instances.append(
-                Instance(instance_id=name, engine_url=url, sidecar_address=f"127.0.0.1:{here.port}", models=("tiny",))
-            )
-        yield await stack.enter_async_context(scheduler(Listed(instances)))
+            for name, engine in engines.items()
+        ]
+        async with scheduler(Listed(instances)) as client:
+            yield client
 
 
 def talks(rng: random.Random) -> Iterator[str]:

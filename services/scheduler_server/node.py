@@ -1,0 +1,112 @@
+"""The way to the sidecars of one node: one channel, and one stream of questions, for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+
+from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from services.scheduler_server.line import Line
+from services.scheduler_server.replies import responses_in
+
+RELEASE_S = 5.0  # deadline of what nobody waits for
+
+# A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
+CHANNEL = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Asked:
+    """A question to several instances of a node; what each of them says is read once the answer is there."""
+
+    def __init__(self, names: Sequence[str], answer: asyncio.Future[bytes]) -> None:
+        """Wait for the answer."""
+        self.answer = answer
+        self._names = names
+        self._responses: dict[str, predictor_pb2.PredictResponse] | None = None
+
+    def response_of(self, name: str) -> predictor_pb2.PredictResponse:
+        """Give an instance's answer; where there is none, raise what went wrong instead: one of FAILURES."""
+        if self._responses is None:
+            self._responses = responses_in(self.answer.result(), self._names)
+        if name not in self._responses:
+            raise ValueError(f"instance_id: {', '.join(map(repr, self._responses)) or 'nobody'} answers there")
+        return self._responses[name]
+
+
+class Node:
+    """Where one or several sidecars answer. Calls that are under way end before it is let go."""
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        """Make the channel; it connects by itself."""
+        self._deadline_s = deadline_s
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        stub = predictor_pb2_grpc.PredictorStub(self._channel)
+        self._reserve, self._release, self._watch = stub.Reserve, stub.Release, stub.Watch
+        self._line = Line(self._channel, deadline_s)
+        self._num_calls = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._has_gone = False
+
+    def ask(self, question: bytes, names: Sequence[str]) -> Asked:
+        """Send a serialised PredictRequest that names nobody; messages are merged by putting them together."""
+        if len(names) == 1:
+            whom = predictor_pb2.PredictRequest(instance_id=names[0])
+        else:
+            whom = predictor_pb2.PredictRequest(instance_ids=names)
+        return Asked(names, self._line.ask(question + whom.SerializeToString()))
+
+    def hang_up(self) -> None:
+        """End the stream of questions; the next one opens another."""
+        self._line.hang_up()
+
+    async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        """Ask for a promise."""
+        with self._calling():
+            response: predictor_pb2.ReserveResponse = await self._reserve(request, timeout=self._deadline_s)
+        return response
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        """End a promise."""
+        with self._calling():
+            response: common_pb2.ReleaseResponse = await self._release(request, timeout=RELEASE_S)
+        return response
+
+    async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
+        """Listen to what an instance tells of itself."""
+        if self._has_gone:
+            raise ConnectionError("has left the list")
+        async for message in self._watch(request):
+            yield message
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Keep the channel open: one that is closed cancels whoever waits for a call on it."""
+        if self._has_gone:
+            raise ConnectionError("has left the list")
+        self._num_calls += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._is_idle.set()
+
+    async def close(self) -> None:
+        """Take nothing new, finish what is under way, and let the channel go."""
+        self._has_gone = True
+        await self._line.close()
+        await self._is_idle.wait()  # every call has a deadline
+        await self._channel.close()

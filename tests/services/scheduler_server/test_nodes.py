@@ -1,0 +1,111 @@
+"""Several instances whose sidecars answer at one place: one question for all of them, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from services.instances import Instance, Instances, Listed
+from tests.services.export.files import busy, writer_at
+from tests.services.predictor_server.asking import AskedNode, node_of
+from tests.services.scheduler_server.running import fates, run, scheduler
+from tests.services.stub_sidecars import sidecars
+
+ENDLESS_S = 1e9
+
+
+def listed(node: AskedNode, *names: str) -> list[Instance]:
+    """Instances with one sidecar address."""
+    return [
+        Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{node.port}")
+        for name in names
+    ]
+
+
+def test_one_question_asks_all_of_a_node(tmp_path: Path) -> None:
+    """The less busy one is chosen and promised; one without an engine and one that is not there are told apart."""
+    writers = [busy(writer_at(tmp_path / name)) for name in "ab"]
+
+    async def test() -> None:
+        files = {name: tmp_path / name for name in ("a", "b", "late")}
+        async with (
+            node_of(files, stall_s=ENDLESS_S) as node,
+            scheduler(Listed(listed(node, "a", "b", "late", "nobody"))) as client,
+        ):
+            seen = []
+            for num in (1, 2):
+                decision = await client.decide(explain=True)
+                seen.append(decision.instance.instance_id)
+                assert fates(decision) == {"a": "FORECAST", "b": "FORECAST", "late": "DOWN", "nobody": "INVALID"}
+                for name in "ab":
+                    assert node.registry.get_sample_value("block_predict_seconds_count", {"instance": name}) == num
+            assert sorted(seen) == ["a", "b"]  # the first promise counts in the second decision
+            assert [len(sidecar.reservations) for sidecar in node.sidecars] == [1, 1, 0]
+
+    run(test)
+    for writer in writers:
+        writer.close()
+
+
+class Changing:
+    """A list that a test changes."""
+
+    def __init__(self, instances: Instances) -> None:
+        """Begin with these."""
+        self._new: Instances | None = instances
+
+    def change(self, instances: Instances) -> None:
+        """Be another list from now on."""
+        self._new = instances
+
+    async def poll(self) -> Instances | None:
+        """Tell each list once."""
+        new, self._new = self._new, None
+        return new
+
+
+def test_who_waits_for_an_instance_that_leaves_the_list_is_answered() -> None:
+    """A call that is under way when its instance goes ends as it would have: nobody is left waiting for ever."""
+
+    async def test() -> None:
+        async with sidecars("a") as (stub,):
+            source = Changing((stub.instance,))
+            async with scheduler(source) as client:
+                await client.choose()
+                stub.hung_reserving = asyncio.Event()
+                reserving = asyncio.create_task(client.decide())
+                while len(stub.questions) < 2:
+                    await asyncio.sleep(0.001)
+                source.change(())
+                while client.count("block_instances"):
+                    await asyncio.sleep(0.001)
+                stub.hung_reserving.set()
+                assert (await reserving).instance.instance_id == "a"
+                assert len(stub.held) == 2
+
+    run(test)
+
+
+def test_a_question_under_way_to_an_instance_that_leaves_the_list_is_answered() -> None:
+    """It would have been the best, but promises nothing any more: the next best is chosen."""
+
+    async def test() -> None:
+        async with sidecars("a", "b") as stubs:
+            a, b = stubs
+            b.e2e_s = 50.0
+            source = Changing((a.instance, b.instance))
+            async with scheduler(source) as client:
+                assert await client.choose() == "a"
+                a.hung = asyncio.Event()
+                asking = asyncio.create_task(client.decide(explain=True))
+                while len(a.questions) < 2:
+                    await asyncio.sleep(0.001)
+                source.change((b.instance,))
+                while client.count("block_instances") != 1:
+                    await asyncio.sleep(0.001)
+                a.hung.set()
+                decision = await asking
+                assert decision.instance.instance_id == "b"
+                assert "without a: when reserving: has left the list" in decision.why
+
+    run(test)
