@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from services.simulator.assembly import simulation
 from services.simulator.kernels import count_late
@@ -227,7 +227,7 @@ def half_width(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.inf
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
+    return float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
 
 
 def _summed_up(policy: str, own: dict[int, Bracket]) -> Capacity:

@@ -204,3 +204,13 @@ def test_profiles_are_listed_and_shown() -> None:
     assert "constant" in names
     for name in names:
         assert block("profile", "show", name, "--json").returncode == 0
+
+
+def test_a_command_starts_without_what_it_does_not_need() -> None:
+    """Every process of a cluster is this command: what is slow to import is imported by the commands that need it."""
+    slow = ("scipy.stats", "sklearn", "torch", "transformers", "kubernetes", "ray", "pyarrow")
+    asking = f"import sys, services.cli; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", asking], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from services.export.reader import Reader
 from services.export.view import ENDED, UnreadableError
 from tests.services.cli import running as cli
-from tests.services.emulator.running import COMMAND, PATIENCE_S, ROOT, process
+from tests.services.emulator.running import PATIENCE_S, process
 
 LONG = {"prompt": "tell me a story", "max_tokens": 60, "ignore_eos": True, "stream": True}
 SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "512", "--num-gpu-blocks", "64")
@@ -65,20 +64,11 @@ def test_an_engine_that_is_told_to_stop_finishes_what_is_under_way(tmp_path: Pat
         httpx.get(f"{started.url}/health")
 
 
-def refusal(*arguments: str) -> str:
-    """What a command says that ends with status 2 and one line."""
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    return done.stderr
-
-
 def test_a_port_in_use_is_named() -> None:
     """Where another listens the command ends at once, with one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port: {port} on 127.0.0.1 is in use" in refusal("--port", port)
+        assert f"port: {port} on 127.0.0.1 is in use" in cli.refusal("serve", "engine", "--port", port)
 
 
 def test_settings_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
