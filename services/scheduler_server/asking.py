@@ -90,6 +90,8 @@ class Asker:
         for sidecar, candidate in asked:
             sidecar.hear(answers[sidecar.node], candidate, wish.request.request_id)
             candidate.answered_s = took_s
+        for node, one in answers.items():
+            node.note(one)
 
     async def foretell(self, wish: Wish, sidecar: Sidecar) -> Forecast | None:
         """Have one instance forecast that was chosen without that, for comparison."""

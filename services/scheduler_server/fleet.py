@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from scheduler.candidates import Places
+from scheduler.table import Table
 from services.failures import UnknownNameError
 from services.instances import Instances
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.node import Node
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import Known, Sidecar
+from services.scheduler_server.sidecar import Sidecar
 
 MOST_MODELS = 1024  # whose instances are remembered
 MOST_TOLD_PER_S = 1000  # messages of all sidecars about themselves
@@ -42,7 +43,8 @@ class Fleet:
 
     def __init__(self, settings: SchedulerSettings, measures: Measures) -> None:
         """Start with none."""
-        self.known = Known()
+        self.table = Table()
+        self.troubled: set[str] = set()  # who may not be well; who is not among them is
         self._settings = settings
         self._measures = measures
         self._nodes: dict[str, Node] = {}  # by address
@@ -61,26 +63,30 @@ class Fleet:
                 self._sidecars[instance.instance_id] = before.pop(instance.instance_id)
             else:
                 self._sidecars[instance.instance_id] = Sidecar(
-                    instance, self._node_at(instance.sidecar_address), self._settings, self._measures, self.known
+                    instance, self._node_at(instance.sidecar_address), self._settings, self._measures, self.table
                 )
         self._by_model.clear()
-        self.known.table.follow(self._sidecars.keys() - before.keys())  # one that is there anew is known no more
-        self.known.table.follow(self._sidecars)
-        self.known.troubled.intersection_update(self._sidecars)
+        self.table.follow(self._sidecars.keys() - before.keys())  # one that is there anew is known no more
+        self.table.follow(self._sidecars)
+        self.troubled.intersection_update(self._sidecars)
         self._measures.instances.set(len(self._sidecars))
-        self._start(self._let_go(list(before.values()), self._unused_nodes()))
+        self._start(self._let_go(list(before.values()), self._nodes_left()))
         if self._watched:
             self._watch_all()
 
     def _node_at(self, address: str) -> Node:
         if address not in self._nodes:
-            self._nodes[address] = Node(address, self._settings.sidecar_deadline_s)
+            self._nodes[address] = Node(address, self._settings, self._measures, self.troubled)
         return self._nodes[address]
 
-    def _unused_nodes(self) -> list[Node]:
-        """Take out the nodes where no instance is left."""
-        used = {sidecar.instance.sidecar_address for sidecar in self._sidecars.values()}
-        return [self._nodes.pop(address) for address in self._nodes.keys() - used]
+    def _nodes_left(self) -> list[Node]:
+        """Tell each node who answers there now; give those where nobody does any more."""
+        names: dict[str, list[str]] = {address: [] for address in self._nodes}
+        for sidecar in self._sidecars.values():
+            names[sidecar.instance.sidecar_address].append(sidecar.name)
+        for address, node in self._nodes.items():
+            node.names = names[address]
+        return [self._nodes.pop(address) for address, those in names.items() if not those]
 
     def _start(self, closing: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(closing)
@@ -138,7 +144,7 @@ class Fleet:
             raise UnknownNameError(f"request.model: {model!r} is served by no instance; there are {', '.join(models)}")
         if len(found) == len(self._sidecars):
             return Group(sidecars=self._sidecars, places=None)
-        return Group(sidecars=found, places=np.array([self.known.table.place_of[name] for name in found], np.intp))
+        return Group(sidecars=found, places=np.array([self.table.place_of[name] for name in found], np.intp))
 
     async def close(self) -> None:
         """Let all go."""

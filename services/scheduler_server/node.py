@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from scheduler.dispatch import Fate
 from services.scheduler_server.line import Line
-from services.scheduler_server.replies import responses_in
+from services.scheduler_server.measures import Measures
+from services.scheduler_server.replies import FAILURES, fate_of, responses_in
+from services.scheduler_server.settings import SchedulerSettings
+from services.scheduler_server.trust import Trust
 
+UNREACHED = (Fate.LATE, Fate.DOWN)  # fates that all who answer at one place share
 RELEASE_S = 5.0  # deadline of what nobody waits for
 
 # A sidecar that returns is to be seen within a second; one that is cut off silently, within half a minute.
@@ -29,31 +34,48 @@ CHANNEL = (
 class Asked:
     """A question to several instances of a node; what each of them says is read once the answer is there."""
 
-    def __init__(self, names: Sequence[str], answer: asyncio.Future[bytes]) -> None:
+    def __init__(self, names: Sequence[str], answer: asyncio.Future[bytes], deadline_s: float) -> None:
         """Wait for the answer."""
         self.answer = answer
         self._names = names
+        self._deadline_s = deadline_s
         self._responses: dict[str, predictor_pb2.PredictResponse] | None = None
 
     def response_of(self, name: str) -> predictor_pb2.PredictResponse:
         """Give an instance's answer; where there is none, raise what went wrong instead: one of FAILURES."""
         if self._responses is None:
-            self._responses = responses_in(self.answer.result(), self._names)
+            self._responses = responses_in(self._raw(), self._names)
         if name not in self._responses:
             raise ValueError(f"instance_id: {', '.join(map(repr, self._responses)) or 'nobody'} answers there")
         return self._responses[name]
+
+    def _raw(self) -> bytes:
+        if not self.answer.done():
+            raise TimeoutError(f"no answer within {self._deadline_s * 1e3:g} ms")
+        return self.answer.result()
+
+    def fate(self) -> Fate | None:
+        """Tell what went wrong on the way, if anything did."""
+        try:
+            self._raw()
+        except FAILURES as error:
+            return fate_of(error)
+        return None
 
 
 class Node:
     """Where one or several sidecars answer. Calls that are under way end before it is let go."""
 
-    def __init__(self, address: str, deadline_s: float) -> None:
-        """Make the channel; it connects by itself."""
-        self._deadline_s = deadline_s
+    def __init__(self, address: str, settings: SchedulerSettings, measures: Measures, troubled: set[str]) -> None:
+        """Make the channel; it connects by itself. Who can be reached no more becomes one of the troubled."""
+        self.names: Collection[str] = ()  # of the instances whose sidecars answer here
+        self.troubled = troubled
+        self.trust = Trust(address, settings.circuit(), measures)
+        self._deadline_s = settings.sidecar_deadline_s
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
         stub = predictor_pb2_grpc.PredictorStub(self._channel)
         self._reserve, self._release, self._watch = stub.Reserve, stub.Release, stub.Watch
-        self._line = Line(self._channel, deadline_s)
+        self._line = Line(self._channel, self._deadline_s)
         self._num_calls = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -65,11 +87,22 @@ class Node:
             whom = predictor_pb2.PredictRequest(instance_id=names[0])
         else:
             whom = predictor_pb2.PredictRequest(instance_ids=names)
-        return Asked(names, self._line.ask(question + whom.SerializeToString()))
+        return Asked(names, self._line.ask(question + whom.SerializeToString()), self._deadline_s)
 
-    def hang_up(self) -> None:
-        """End the stream of questions; the next one opens another."""
-        self._line.hang_up()
+    def note(self, asked: Asked) -> None:
+        """Note whether a question was answered in time."""
+        fate = asked.fate()
+        if fate is None:
+            self.trust.succeeded()
+        else:
+            self.note_fate(fate)
+
+    def note_fate(self, fate: Fate) -> None:
+        """Note what became of a call that failed; after one too many nobody here is asked for a while."""
+        if fate in UNREACHED:
+            self.troubled.update(self.names)
+            if self.trust.failed(fate.value):
+                self._line.hang_up()
 
     async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         """Ask for a promise."""
@@ -110,3 +143,4 @@ class Node:
         await self._line.close()
         await self._is_idle.wait()  # every call has a deadline
         await self._channel.close()
+        self.trust.forget()

@@ -32,7 +32,7 @@ class Placer:
         self._lengths = lengths
         self._measures = measures
         self._asker = Asker(settings, measures)
-        self._prefixes = Prefixes(fleet.known.table)
+        self._prefixes = Prefixes(fleet.table)
         self._policies: dict[str, Policy] = {}
         self.policy = settings.policy
         self.use(settings.policy)
@@ -83,8 +83,8 @@ class Placer:
             raise ValueError(f"request.{error}") from None
 
     async def _placed(self, wish: Wish, policy: Policy, group: Group) -> Placement:
-        table = self._fleet.known.table
-        unwell = unwell_in(group, self._fleet.known.troubled, wish.excluded)
+        table = self._fleet.table
+        unwell = unwell_in(group, self._fleet.troubled, wish.excluded)
         places = group.without([candidate.instance_id for candidate in unwell], table.place_of)
         prompt = self._prefixes.of(wish) if policy.needs_prefix else Prompt()
         known = table.candidates(_facts(wish), time.monotonic(), places)

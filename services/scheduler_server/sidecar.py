@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from protos.block.v1 import common_pb2, predictor_pb2
@@ -16,7 +15,7 @@ from scheduler.versions import Versions
 from services.instances import Instance
 from services.log_lines import say
 from services.scheduler_server.measures import Measures
-from services.scheduler_server.node import RELEASE_S, Asked, Node
+from services.scheduler_server.node import RELEASE_S, UNREACHED, Asked, Node
 from services.scheduler_server.replies import (
     FAILURES,
     STATES,
@@ -27,28 +26,20 @@ from services.scheduler_server.replies import (
     require_sensible,
 )
 from services.scheduler_server.settings import SchedulerSettings
+from services.scheduler_server.trust import Trust
 from services.wire import indicators_from
 
 log = logging.getLogger(__name__)
 
 READY = common_pb2.INSTANCE_STATE_READY
-UNREACHED = (Fate.LATE, Fate.DOWN)  # fates that are the connection's as well
 USUAL_BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What a fleet knows of its instances: what they told last, and who may not be well."""
-
-    table: Table = field(default_factory=Table)
-    troubled: set[str] = field(default_factory=set)  # who is not among them is well
 
 
 class Sidecar:
     """What is known of one instance, and how it is reached; all of it may be forgotten without harm."""
 
     def __init__(
-        self, instance: Instance, node: Node, settings: SchedulerSettings, measures: Measures, known: Known
+        self, instance: Instance, node: Node, settings: SchedulerSettings, measures: Measures, table: Table
     ) -> None:
         """Know nothing yet of an instance whose sidecar answers at a node."""
         self.instance = instance
@@ -59,13 +50,13 @@ class Sidecar:
         self.versions = Versions()
         self.state = READY  # as it tells by itself
         self.unseen = 0  # requests sent there without a promise since it was last heard
-        self._circuit = settings.circuit()
+        self._trust = Trust(self.name, settings.circuit(), measures)  # in what it says, if it can be reached
         self._settings = settings
         self._deadline_s = settings.sidecar_deadline_s
         self._measures = measures
         self._indicators: Mapping[str, float] = {}
         self._heard_s = self._age_s = 0.0
-        self._table, self._troubled = known.table, known.troubled
+        self._table, self._troubled = table, node.troubled
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
         if not self.is_well():
@@ -75,7 +66,7 @@ class Sidecar:
 
     def is_well(self) -> bool:
         """Tell whether there is no reason not to send requests there."""
-        broken = self._circuit.is_open() or self.engine.is_open()
+        broken = self.node.trust.is_lost() or self._trust.is_lost() or self.engine.is_open()
         return not (broken or self.instance.state == "draining" or self.state in STATES)
 
     def engine_failed(self) -> None:
@@ -85,40 +76,28 @@ class Sidecar:
 
     def may_be_asked(self) -> bool:
         """Tell whether to ask it; where it failed lately, see in the background whether it answers again."""
-        if not self._circuit.is_open():
-            return True
-        if self._circuit.allows(time.monotonic()):
+        lost = [trust for trust in (self.node.trust, self._trust) if trust.is_lost()]
+        if lost and all(trust.allows_trial() for trust in lost):
             self.start(self._probe())  # no decision waits for this
-        return False
+        return not lost
 
     async def _probe(self) -> None:
+        asked = self.node.ask(b"", [self.name])
+        await asyncio.wait([asked.answer], timeout=self._deadline_s)
         try:
-            asked = self.node.ask(b"", [self.name])
-            await asyncio.wait([asked.answer], timeout=self._deadline_s)
-            if not asked.answer.done():
-                raise TimeoutError
             self._take(asked.response_of(self.name))
         except FAILURES as error:
-            self._circuit.failed(time.monotonic())
-            if fate_of(error) in UNREACHED:
-                self.node.hang_up()
+            self.disregard(asked)
+            self._failed(fate_of(error))
             say(log, logging.DEBUG, "sidecar is still not well", instance=self.name, reason=note_of(error))
+        self.node.note(asked)
 
     def _failed(self, fate: Fate) -> None:
-        """Count a failure; one too many leaves it alone for a while."""
+        """Count a failure; what it says is not believed for a while after one too many."""
         self._measures.sidecar_failures.labels(self.name, fate.value).inc()
         self._troubled.add(self.name)
-        if self._circuit.failed(time.monotonic()):
-            if fate in UNREACHED:
-                self.node.hang_up()
-            self._measures.circuits_open.inc()
-            say(log, logging.WARNING, "sidecar left alone", instance=self.name, kind=fate.value)
-
-    def _succeeded(self) -> None:
-        if self._circuit.is_open():
-            self._measures.circuits_open.dec()
-            say(log, logging.INFO, "sidecar answers again", instance=self.name)
-        self._circuit.succeeded()
+        if fate not in UNREACHED:
+            self._trust.failed(fate.value)
 
     # Asking.
 
@@ -137,9 +116,6 @@ class Sidecar:
         """Note in a candidate what came of a question about one request."""
         if not asked.answer.done():
             self.disregard(asked)
-            self._failed(Fate.LATE)
-            candidate.fate, candidate.note = Fate.LATE, f"no answer within {self._deadline_s * 1e3:g} ms"
-            return
         try:
             response = asked.response_of(self.name)
             down = response.state in STATES and not response.predictions  # where there is no engine, none is foreseen
@@ -164,18 +140,18 @@ class Sidecar:
         asked.answer.add_done_callback(lambda _: self._too_late(asked))
 
     def _too_late(self, asked: Asked) -> None:
-        if asked.answer.cancelled() or asked.answer.exception() is not None or self._circuit.is_open():
+        if asked.fate() is not None or self.node.trust.is_lost() or self._trust.is_lost():
             return
         try:
             self._take_indicators(asked.response_of(self.name))
-        except ValueError as error:
+        except FAILURES as error:
             say(log, logging.DEBUG, "late and wrong", instance=self.name, reason=str(error))
 
     def _take(self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse) -> None:
         """Keep what an answer in time tells of the instance; ValueError where it makes no sense."""
         self._take_indicators(response)
         self.versions.hear(response.version, response.epoch)
-        self._succeeded()
+        self._trust.succeeded()
 
     def _take_indicators(
         self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse | common_pb2.ReleaseResponse
@@ -242,6 +218,7 @@ class Sidecar:
             except FAILURES as error:
                 fate = fate_of(error)
                 if fate is not Fate.REFUSED:
+                    self.node.note_fate(fate)
                     self._failed(fate)
                     self.forget(request.request.request_id)
                 raise SidecarError(fate, note_of(error)) from None
@@ -271,8 +248,9 @@ class Sidecar:
             response = await self.node.release(request)
             self._take_indicators(response)
         except FAILURES as error:
-            if fate_of(error) is not Fate.REFUSED:
-                self._failed(fate_of(error))
+            if (fate := fate_of(error)) is not Fate.REFUSED:
+                self.node.note_fate(fate)
+                self._failed(fate)
             say(
                 log, logging.DEBUG, "not released", request_id=request.request_id, instance=self.name,
                 reason=note_of(error),
@@ -295,8 +273,7 @@ class Sidecar:
             await asyncio.wait([self._watching])
         if self._background:
             await asyncio.wait(self._background, timeout=RELEASE_S)
-        if self._circuit.is_open():
-            self._measures.circuits_open.dec()
+        self._trust.forget()
 
 
 def instance_message(instance: Instance) -> common_pb2.Instance:

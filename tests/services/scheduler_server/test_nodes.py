@@ -8,7 +8,7 @@ from pathlib import Path
 from services.instances import Instance, Instances, Listed
 from tests.services.export.files import busy, writer_at
 from tests.services.predictor_server.asking import AskedNode, node_of
-from tests.services.scheduler_server.running import fates, run, scheduler
+from tests.services.scheduler_server.running import FOR_EVER, fates, run, scheduler
 from tests.services.stub_sidecars import sidecars
 
 ENDLESS_S = 1e9
@@ -107,5 +107,26 @@ def test_a_question_under_way_to_an_instance_that_leaves_the_list_is_answered() 
                 decision = await asking
                 assert decision.instance.instance_id == "b"
                 assert "without a: when reserving: has left the list" in decision.why
+
+    run(test)
+
+
+def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
+    """All its instances are skipped after the failures that one part may have, also those that were never asked."""
+
+    async def test() -> None:
+        async with sidecars("nobody", "c") as (gone, stub):
+            await gone.stop()
+            there = [
+                Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{gone.port}")
+                for name in "ab"
+            ]
+            async with scheduler(Listed([*there, stub.instance]), **FOR_EVER) as client:
+                for _ in range(2):
+                    decision = await client.decide(explain=True)
+                    assert fates(decision) == {"a": "DOWN", "b": "DOWN", "c": "FORECAST"}
+                assert client.count("block_sidecar_circuits_open") == 1
+                assert client.count("block_sidecar_failures_total", instance="b", kind="down") == 2
+                assert "is left alone" in (await client.decide(explain=True)).why
 
     run(test)
