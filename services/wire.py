@@ -41,8 +41,10 @@ MAY_BE_INFINITE = frozenset({"drained_s"})
 # Requests.
 
 
-def request_from(message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None) -> Request:
-    """Read a request, as it stands on a clock that shows `now_s`.
+def request_from(
+    message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None, known_as: str = ""
+) -> Request:
+    """Read a request, as it stands on a clock that shows `now_s`, if need be under another name than its own.
 
     Names of its prefix count only where they were made for blocks of `block_size`, if that is given.
     """
@@ -56,7 +58,7 @@ def request_from(message: common_pb2.Request, *, now_s: float = 0.0, block_size:
     if output_tokens is None and message.ignore_eos and max_tokens is not None:
         output_tokens = max_tokens  # it ends there and nowhere else
     return Request(
-        request_id=message.request_id,
+        request_id=known_as or message.request_id,
         prompt_tokens=message.prompt_tokens,
         output_tokens=output_tokens,
         tag=tag_from(message.tag) if message.HasField("tag") else None,

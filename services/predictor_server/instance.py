@@ -114,7 +114,10 @@ class Instance:
         """Forecast what makes sense, refuse what does not, in the order of the questions."""
         sidecar = self._sidecar
         block_size = picture.engine.config.block_size
-        read: list[Request | Refused] = [_request_or_refusal(one, picture.now_s, block_size) for one in messages]
+        read: list[Request | Refused] = [
+            _request_or_refusal(one, picture.now_s, block_size, known_as=f"candidate/{place}")
+            for place, one in enumerate(messages)
+        ]
         requests = [one for one in read if isinstance(one, Request)]
         made = await sidecar.forecast(picture, requests, delays=delays) if simulate else [None] * len(requests)
         forecasts = iter(made)
@@ -203,9 +206,11 @@ class Instance:
         return message
 
 
-def _request_or_refusal(message: common_pb2.Request, now_s: float, block_size: int) -> Request | Refused:
+def _request_or_refusal(
+    message: common_pb2.Request, now_s: float, block_size: int, known_as: str = ""
+) -> Request | Refused:
     try:
-        return request_from(message, now_s=now_s, block_size=block_size)
+        return request_from(message, now_s=now_s, block_size=block_size, known_as=known_as)
     except ValueError as error:
         field, _, reason = str(error).partition(": ")
         return Refused(field=field, reason=reason)
@@ -219,6 +224,7 @@ def _prediction(
         prediction.refusal.field, prediction.refusal.reason = answer.field, answer.reason
     elif answer is not None:
         prediction.forecast.CopyFrom(forecast_message(answer))
+        prediction.forecast.request_id = message.request_id
         if picture.engine.tracks_blocks:
             prediction.prefix_hit_tokens = answer.prefix_hit_tokens
             prediction.new_prefill_tokens = max(0, message.prompt_tokens - answer.prefix_hit_tokens)

@@ -132,17 +132,17 @@ class Sidecar:
     async def forecast(
         self, picture: Picture, requests: Sequence[Request], *, delays: bool
     ) -> list[Forecast | Refused]:
-        """Forecast each request as if it alone came now; those that could never be served are told why."""
-        named = [self._as_candidate(request, place) for place, request in enumerate(requests)]
+        """Forecast each request as if it alone came now; those that could never be served are told why.
+
+        No request may have the name of one that is on the engine.
+        """
+        here = [_hashed(request) for request in requests]
         try:
-            forecasts: Sequence[Forecast | Refused] = await self._simulated(picture, named, delays=delays)
+            forecasts: Sequence[Forecast | Refused] = await self._simulated(picture, here, delays=delays)
         except ValueError:  # one of them does not fit, so each by itself
-            forecasts = [await self._forecast_or_refusal(picture, one, delays=delays) for one in named]
+            forecasts = [await self._forecast_or_refusal(picture, one, delays=delays) for one in here]
         rate = picture.clock_rate
-        return [
-            one if isinstance(one, Refused) else on_the_wall(one, rate, request.request_id)
-            for one, request in zip(forecasts, requests, strict=True)
-        ]
+        return [one if isinstance(one, Refused) else on_the_wall(one, rate) for one in forecasts]
 
     async def _forecast_or_refusal(self, picture: Picture, request: Request, *, delays: bool) -> Forecast | Refused:
         try:
@@ -168,21 +168,13 @@ class Sidecar:
         self._forecast_s = took_s / len(requests)
         return forecasts
 
-    def _as_candidate(self, request: Request, place: int) -> Request:
-        """Name a request as nobody else is named, and its prefix as the engine's blocks are named."""
-        if not request.prefix_hashes:
-            return replace(request, request_id=f"candidate/{place}")
-        hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
-        return replace(request, request_id=f"candidate/{place}", prefix_hashes=hashes)
-
     # Promises.
 
     def reserve(self, promise: Promise) -> bool:
         """Promise a place; tell whether it is a new promise. ValueError where the engine could never serve it."""
         request = promise.request
         if request.request_id not in self.reservations:
-            hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
-            self.source.promise(replace(request, prefix_hashes=hashes))
+            self.source.promise(_hashed(request))
             tag = request.tag if not isinstance(request.tag, float | int) else None
             self.source.expect(request.request_id, tokens=request.output_tokens, tag=tag)
             self._shows.allows(time.monotonic())
@@ -234,14 +226,21 @@ def _timed(
     return forecasts, time.thread_time() - start_s
 
 
-def on_the_wall(forecast: Forecast, clock_rate: float, request_id: str) -> Forecast:
+def _hashed(request: Request) -> Request:
+    """Name a request's prefix as the engine's blocks are named."""
+    if not request.prefix_hashes:
+        return request
+    hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
+    return replace(request, prefix_hashes=hashes)
+
+
+def on_the_wall(forecast: Forecast, clock_rate: float) -> Forecast:
     """Put a forecast's times, which are the engine's, as the wall clock will show them."""
     if clock_rate == 1.0:
-        return replace(forecast, request_id=request_id)
+        return forecast
     delay_sum_s, delay_worst_s = forecast.delay_sum_s, forecast.delay_worst_s
     return replace(
         forecast,
-        request_id=request_id,
         ttft_s=forecast.ttft_s / clock_rate,
         e2e_s=forecast.e2e_s / clock_rate,
         tpot_s=forecast.tpot_s / clock_rate,
