@@ -1,8 +1,9 @@
 """What a scheduler that serves costs: time until a decision, and processor time, over sidecars that answer at once.
 
 The scheduler runs as its users run it; the sidecars are all in one other process, where they forecast nothing but count
-promises as real ones do; requests come at random (Poisson) at a fixed rate, and are released after a while. Everything
-stays on loopback, so the times include what the sidecars and the load take from the same cores.
+promises as real ones do, `--engines-per-sidecar` of them behind one port; requests come at random (Poisson) at a fixed
+rate, and are released after a while. Everything stays on loopback, so the times include what the sidecars and the load
+take from the same cores.
 
 - `decision_ms.{policy}.{instances}.p50|p99`: from the scheduler's taking a request to its decision, as it says itself.
 - `schedule_ms.{policy}.{instances}.p50|p99`: the same as its client sees it.
@@ -45,15 +46,16 @@ def main() -> None:
     parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12 by default.")
     parser.add_argument("--rate", type=float, default=36.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case")
+    parser.add_argument("--engines-per-sidecar", type=int, default=16)
     parser.add_argument("--sidecars", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sidecars:
-        uvloop.run(serve_sidecars(arguments.sidecars))
+        uvloop.run(serve_sidecars(arguments.sidecars, arguments.engines_per_sidecar))
         return
     results: list[dict[str, object]] = []
     for policy in arguments.policy or ["block"]:
         for num in arguments.instances or [12]:
-            results += case(policy, num, arguments.rate, arguments.seconds)
+            results += case(policy, num, arguments)
     if arguments.json:
         machine = {
             "cpu": platform.processor() or platform.machine(),
@@ -67,12 +69,12 @@ def main() -> None:
         print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")
 
 
-def case(policy: str, num: int, rate: float, seconds: float) -> list[dict[str, object]]:
+def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Measure one policy over so many instances."""
     with ExitStack() as stack:
-        sidecars = stack.enter_context(sidecars_running(num))
+        sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
         scheduler = stack.enter_context(scheduler_over(sidecars, policy))
-        return uvloop.run(measured(scheduler, f"{name_of(policy)}.{num}", rate, seconds))
+        return uvloop.run(measured(scheduler, f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds))
 
 
 def name_of(policy: str) -> str:
@@ -182,9 +184,10 @@ def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[Scheduler]:
 
 
 @contextmanager
-def sidecars_running(num: int) -> Iterator[list[int]]:
-    """Run sidecars in one process; its first line is their ports."""
-    with started([sys.executable, __file__, "--sidecars", str(num)], stdout=subprocess.PIPE) as process:
+def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
+    """Run sidecars in one process; its first line is the port of each."""
+    command = [sys.executable, __file__, "--sidecars", str(num), "--engines-per-sidecar", str(together)]
+    with started(command, stdout=subprocess.PIPE) as process:
         yield [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
 
 
@@ -237,16 +240,11 @@ class Sidecar:
         self._answer.indicators.num_reserved = len(self._held)
         return self._answer
 
-    async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
+    def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
         """Answer one question."""
         return self._forecast(request.requests[0]) if request.requests else self._answer
 
-    async def predict_stream(self, requests: Any, context: Any) -> Any:
-        """Answer one question after the other."""
-        async for request in requests:
-            yield await self.predict(request, context)
-
-    async def watch(self, request: predictor_pb2.WatchRequest, _: Any) -> Any:
+    async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
         """Tell of itself whenever a promise was made or taken back."""
         sequence, told = 0, -1
         while True:
@@ -264,7 +262,7 @@ class Sidecar:
                 )
             await asyncio.sleep(request.min_interval_s)
 
-    async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
+    def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         """Promise a place, unless others came first."""
         response = predictor_pb2.ReserveResponse(
             instance_id=self._answer.instance_id, epoch=7, expires_in_s=request.ttl_s
@@ -280,27 +278,62 @@ class Sidecar:
         response.indicators.CopyFrom(self._answer.indicators)
         return response
 
-    async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
+    def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """Take a promise back."""
         self._held.discard(request.request_id)
         return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
 
 
-async def serve_sidecars(num: int) -> None:
-    """Serve on a port each, say which, and go on."""
+class Node:
+    """Sidecars behind one port."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Serve for some instances."""
+        self._sidecars = {name: Sidecar(name) for name in names}
+
+    async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
+        """Answer one question, for one instance or for several."""
+        if request.instance_ids:
+            answers = [self._sidecars[name].predict(request) for name in request.instance_ids]
+            return predictor_pb2.PredictResponse(answers=answers)
+        return self._sidecars[request.instance_id].predict(request)
+
+    async def predict_stream(self, requests: Any, context: Any) -> Any:
+        """Answer one question after the other."""
+        async for request in requests:
+            yield await self.predict(request, context)
+
+    async def watch(self, request: predictor_pb2.WatchRequest, _: Any) -> Any:
+        """Tell of one instance."""
+        async for response in self._sidecars[request.instance_id].watch(request):
+            yield response
+
+    async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
+        """Promise a place."""
+        return self._sidecars[request.instance_id].reserve(request)
+
+    async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
+        """Take a promise back."""
+        return self._sidecars[request.instance_id].release(request)
+
+
+async def serve_sidecars(num: int, together: int) -> None:
+    """Serve on one port for each node, say which for each sidecar, and go on."""
     ports, servers = [], []
-    for place in range(num):
+    names = [f"i{place}" for place in range(num)]
+    for first in range(0, num, together):
+        here = names[first : first + together]
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((handlers_of(Sidecar(f"i{place}")),))
-        ports.append(server.add_insecure_port(f"{PLACE}:0"))
+        server.add_generic_rpc_handlers((handlers_of(Node(here)),))
+        ports += len(here) * [server.add_insecure_port(f"{PLACE}:0")]
         await server.start()
         servers.append(server)
     print(*ports, flush=True)
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
 
 
-def handlers_of(one: Sidecar) -> grpc.GenericRpcHandler:
-    """Put a sidecar's methods where the wire has them."""
+def handlers_of(one: Node) -> grpc.GenericRpcHandler:
+    """Put the methods of a node where the wire has them."""
     question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
     handlers: dict[str, Any] = {
         "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),
