@@ -33,6 +33,7 @@ class StubSidecar:
 
     name: str
     engine_url: str = "http://127.0.0.1:1"
+    ttft_s: float = 0.1
     e2e_s: float = 2.0
     per_promise_s: float = 0.1
     state: common_pb2.InstanceState.ValueType = READY
@@ -144,7 +145,7 @@ class StubSidecar:
         forecast = common_pb2.Forecast(
             request_id=request.request_id,
             queue_s=wait_s,
-            ttft_s=wait_s + 0.1,
+            ttft_s=wait_s + self.ttft_s,
             e2e_s=wait_s + self.e2e_s,
             tpot_s=0.01,
             output_tokens=100,

@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.cluster import Cluster, ClusterSettings, running
+from services.cluster import Child, Cluster, ClusterSettings, running
 
 MODEL = "tiny"
 PATIENCE_S = 60.0
@@ -132,10 +132,35 @@ class Living:
         return not any([await self.metric(part, name) for part, name in parts])
 
     @contextmanager
-    def also_listed(self, sidecars: Mapping[str, int]) -> Iterator[None]:
-        """Tell schedulers of more instances, with these sidecars and the first real engine; and then no more."""
+    def stopped(self, name: str) -> Iterator[None]:
+        """Let a part stand still while the block runs: it is there, and takes connections, and does nothing."""
+        pid = self.cluster.children[name].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    @asynccontextmanager
+    async def another_gateway(self, *flags: str) -> AsyncIterator[Child]:
+        """Run one more gateway before the same schedulers while the block runs."""
+        schedulers = [f"--scheduler={self.cluster.address_of(name)}" for name in SCHEDULERS]
+        gateway = Child("gateway-more", "gateway", *schedulers, *flags)
+        await gateway.start()
+        try:
+            yield gateway
+        finally:
+            await gateway.stop()
+
+    @contextmanager
+    def also_listed(self, sidecars: Mapping[str, int], *, without: Collection[str] = ()) -> Iterator[None]:
+        """Tell schedulers of more instances, with these sidecars and the first real engine; and then no more.
+
+        Meanwhile they are not told of instances that the list is to be `without`.
+        """
         file = self.cluster.instances_file
         before = json.loads(file.read_text(encoding="utf-8"))
+        kept = [one for one in before["instances"] if one["instance_id"] not in without]
         more = [
             {
                 "instance_id": name,
@@ -144,7 +169,7 @@ class Living:
             }
             for name, port in sidecars.items()
         ]
-        replace_text(file, json.dumps({"instances": before["instances"] + more}))
+        replace_text(file, json.dumps({"instances": kept + more}))
         try:
             yield
         finally:
@@ -178,6 +203,16 @@ def living(folder: Path) -> Iterator[Living]:
             yield runner.run(start())
         finally:
             runner.run(stack.aclose())
+
+
+def is_some(number: float) -> bool:
+    """Above 0."""
+    return number > 0
+
+
+def is_none(number: float) -> bool:
+    """0."""
+    return number == 0
 
 
 async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within_s: float = PATIENCE_S) -> None:

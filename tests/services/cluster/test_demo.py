@@ -13,6 +13,8 @@ from services.cluster.demo import LONGEST_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
 from tests.services.cluster.living import PATIENCE_S
 
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+
 BLOCK = str(Path(sys.executable).with_name("block"))
 TINY = ("-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block", "--policy", "round_robin")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import operator
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
+import httpx
 import pytest
 
-from protos.block.v1 import predictor_pb2
+from services.cluster import Child
 from tests.services.cluster.living import (
     ENGINES,
     MODEL,
@@ -21,23 +22,20 @@ from tests.services.cluster.living import (
     SCHEDULERS,
     SIDECARS,
     Living,
-    living,
+    is_none,
+    is_some,
     until,
 )
 from tests.services.cluster.loading import is_error_event, loaded, was_flowing_and_ended_clean
 from tests.services.stub_sidecars import sidecars
 
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+
 SOME = 20  # requests
 LEAVERS = 10
+RETRIES = 4
 PREEMPTIONS = "vllm:num_preemptions_total"
 LONG = {"model": MODEL, "prompt": "tell me a story", "max_tokens": 400, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
-    """A cluster that all tests here share; each leaves it whole and at rest."""
-    with living(tmp_path_factory.mktemp("cluster")) as here:
-        yield here
 
 
 @asynccontextmanager
@@ -50,16 +48,6 @@ async def flowing(live: Living) -> AsyncIterator[tuple[str, AsyncIterator[str]]]
         engine = response.headers["x-block-instance"]
         await live.order(engine, slow=100.0)
         yield engine, events
-
-
-def is_some(number: float) -> bool:
-    """Above 0."""
-    return number > 0
-
-
-def is_none(number: float) -> bool:
-    """0."""
-    return number == 0
 
 
 async def rest_of(events: AsyncIterator[str]) -> list[str]:
@@ -164,50 +152,41 @@ def test_an_engine_hangs(live: Living) -> None:
     live.run(test(), may_expire=True)  # what it was promised while nobody knew
 
 
-def nonsense(_: predictor_pb2.PredictResponse) -> bytes:
-    """No message at all."""
-    return b"\xff\xfe<html>garbage</html>"
+async def answered(live: Living, gateway: Child, **fields: Any) -> httpx.Response:
+    """What a gateway has to say to a short request."""
+    body = {"model": MODEL, "prompt": "tell me", "max_tokens": 9, "ignore_eos": True, "stream": True, **fields}
+    return await live.client.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body)
 
 
-def impossible(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
-    """Times that cannot be."""
-    for prediction in response.predictions:
-        prediction.forecast.e2e_s = prediction.forecast.ttft_s = float("nan")
-    return response
+def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
+    """What it was sent is sent elsewhere when nothing has come in time, as long as there are retries left.
 
-
-def of_another(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
-    """A name that is not its own."""
-    response.instance_id = "somebody-else"
-    return response
-
-
-async def chatter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Say what no gRPC server says."""
-    writer.write(b"220 mail ESMTP\r\n" * 100)
-    await reader.read(1)
-    writer.close()
-
-
-def test_sidecars_answer_garbage(live: Living) -> None:
-    """Nothing is sent where only nonsense is heard, and nothing fails for it; then they are taken off the list."""
+    All are placed there on the word of a sidecar that says that it is free at once.
+    """
+    hasty = ("--first-byte-s", "4", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "10")
 
     async def test() -> None:
-        chatting = await asyncio.start_server(chatter, "127.0.0.1", 0)
-        async with sidecars("nonsense", "impossible", "another", e2e_s=0.001) as liars, chatting:
-            for liar, twist in zip(liars, (nonsense, impossible, of_another), strict=True):
-                liar.twist = twist
-            ports = {liar.name: liar.port for liar in liars} | {"no-grpc": chatting.sockets[0].getsockname()[1]}
-            with live.also_listed(ports):
-                async with loaded(live.gateway) as load:
-                    for scheduler, name in itertools.product(SCHEDULERS, ports):
-                        await live.until_metric(scheduler, "block_sidecar_failures_total", is_some, instance=name)
-                    start = len(load.results)
-                    await until(lambda: load.served_since(start) >= SOME)
-            assert not load.failures()
-            assert {one.instance for one in load.results} <= set(ENGINES)
-            for scheduler in SCHEDULERS:
-                await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
+        free_at_once = sidecars("liar", ttft_s=0.001, e2e_s=0.002, per_promise_s=0)
+        async with free_at_once as (liar,), live.another_gateway(*hasty) as gateway:
+            with live.also_listed({liar.name: liar.port}, without=ENGINES[:2]):
+                for scheduler in SCHEDULERS:
+                    await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES) - 1))
+                await live.order(ENGINES[0], hang=True)
+                answers = await asyncio.gather(*(answered(live, gateway) for _ in range(RETRIES)))
+                assert {answer.status_code for answer in answers} == {200}
+                assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+                assert {answer.headers["x-block-instance"] for answer in answers} <= set(ENGINES[2:])
+                late = await answered(live, gateway)
+                while late.status_code == 200:  # meanwhile the one that hangs is left alone, and tried now and then
+                    late = await answered(live, gateway)
+                assert late.status_code == 504
+                assert late.json()["error"]["message"] == "the engine does not answer in time"
+                metrics = (await live.client.get(f"http://127.0.0.1:{gateway.port}/metrics")).text
+                assert f'block_gateway_retries_total{{why="TimeoutError"}} {RETRIES:.1f}' in metrics
+                await live.order(ENGINES[0])
+            await until(lambda: not liar.held)
+        for scheduler in SCHEDULERS:
+            await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
 
     live.run(test())
 

@@ -18,6 +18,8 @@ import pytest
 from tests.services.cli.running import refusal
 from tests.services.cluster.living import PATIENCE_S
 
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+
 BLOCK = str(Path(sys.executable).with_name("block"))
 SMALL = """
 [cluster]

@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import grpc
+import pytest
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.cluster import Child
 from services.provisioner_server.hooks.process import Processes
 from tests.services.cluster.loading import loaded
+
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 
 PATIENCE_S = 240.0
 ENGINE = (

@@ -1,0 +1,141 @@
+"""What becomes of requests when the sidecars of a running cluster stand still, talk nonsense, or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import operator
+import statistics
+from functools import partial
+
+import pytest
+
+from protos.block.v1 import predictor_pb2
+from tests.services.cluster.living import ENGINES, MODEL, SCHEDULERS, SIDECARS, Living, is_none, is_some, until
+from tests.services.cluster.loading import Load, loaded
+from tests.services.stub_sidecars import sidecars
+
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+
+SOME = 20  # requests
+AT_ONCE_S = 0.001
+FAILURES = "block_sidecar_failures_total"
+LEFT_ALONE = "block_sidecar_circuits_open"
+
+
+def instances_since(load: Load, num_sent: int) -> set[str]:
+    """Where requests went that were sent after so many others."""
+    return {one.instance for one in load.results if int(one.plan.request_id) > num_sent}
+
+
+async def explained(live: Living) -> dict[str, float]:
+    """Have a request served, and told what each instance foresaw for it."""
+    answer = await live.client.post(
+        f"{live.gateway}/v1/completions",
+        json={"model": MODEL, "prompt": "tell me why", "max_tokens": 9, "ignore_eos": True},
+        headers={"x-block-explain": "true"},
+    )
+    assert answer.status_code == 200, answer.text
+    candidates = json.loads(answer.headers["x-block-explanation"])["candidates"]
+    return {one["instance"]: one["e2e_ms"] / 1000 for one in candidates}
+
+
+def test_a_sidecar_is_stopped(live: Living) -> None:
+    """Its answers are late, so others are chosen; it is left alone, and counted on again once it goes on."""
+    sidecar, engine = SIDECARS[2], ENGINES[2]
+
+    async def test() -> None:
+        async with loaded(live.gateway) as load:
+            await until(lambda: load.served_since(0, engine) > 0)
+            with live.stopped(sidecar):
+                for scheduler in SCHEDULERS:
+                    await live.until_metric(scheduler, LEFT_ALONE, is_some)
+                    assert await live.metric(scheduler, FAILURES, instance=engine, kind="late") > 0
+                num_sent, start = load.num_sent, len(load.results)
+                await until(lambda: load.served_since(start) >= 2 * SOME)
+                assert engine not in instances_since(load, num_sent)
+            for scheduler in SCHEDULERS:
+                await live.until_metric(scheduler, LEFT_ALONE, is_none)
+            start = len(load.results)
+            await until(lambda: load.served_since(start, engine) > 0)
+        assert not load.failures()
+
+    live.run(test(), may_expire=True)  # what it had promised when it stopped, and nobody could take back
+
+
+def nonsense(_: predictor_pb2.PredictResponse) -> bytes:
+    """No message at all."""
+    return b"\xff\xfe<html>garbage</html>"
+
+
+def impossible(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
+    """Times that cannot be."""
+    for prediction in response.predictions:
+        prediction.forecast.e2e_s = prediction.forecast.ttft_s = float("nan")
+    return response
+
+
+def of_another(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
+    """A name that is not its own."""
+    response.instance_id = "somebody-else"
+    return response
+
+
+async def chatter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Say what no gRPC server says."""
+    writer.write(b"220 mail ESMTP\r\n" * 100)
+    await reader.read(1)
+    writer.close()
+
+
+def test_sidecars_answer_garbage(live: Living) -> None:
+    """Nothing is sent where only nonsense is heard, and nothing fails for it; then they are taken off the list."""
+
+    async def test() -> None:
+        chatting = await asyncio.start_server(chatter, "127.0.0.1", 0)
+        async with sidecars("nonsense", "impossible", "another", e2e_s=0.001) as liars, chatting:
+            for liar, twist in zip(liars, (nonsense, impossible, of_another), strict=True):
+                liar.twist = twist
+            ports = {liar.name: liar.port for liar in liars} | {"no-grpc": chatting.sockets[0].getsockname()[1]}
+            with live.also_listed(ports):
+                async with loaded(live.gateway) as load:
+                    for scheduler, name in itertools.product(SCHEDULERS, ports):
+                        await live.until_metric(scheduler, "block_sidecar_failures_total", is_some, instance=name)
+                    start = len(load.results)
+                    await until(lambda: load.served_since(start) >= SOME)
+            assert not load.failures()
+            assert {one.instance for one in load.results} <= set(ENGINES)
+            for scheduler in SCHEDULERS:
+                await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
+
+    live.run(test())
+
+
+def test_a_sidecar_lies_plausibly(live: Living) -> None:
+    """It says that its engine is free at once, always: it draws every request, and the engine still serves them all.
+
+    Nobody distrusts it, as what it says could be; but a reply tells on whose word it came, and what became of that.
+    """
+
+    async def test() -> None:
+        async with sidecars("liar", e2e_s=2 * AT_ONCE_S, ttft_s=AT_ONCE_S, per_promise_s=0.0) as (liar,):
+            with live.also_listed({liar.name: liar.port}):
+                for scheduler in SCHEDULERS:
+                    await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES) + 1))
+                async with loaded(live.gateway, clients=12) as load:  # more than the engine has seats
+                    await until(lambda: load.served_since(0, "liar") >= 2 * SOME)
+                    foretold = await explained(live)
+                await until(lambda: not liar.held)  # all that it promised has been taken back
+            assert not load.failures()
+            assert {one.instance for one in load.results} == {"liar"}
+            actual_s = statistics.median(one.e2e_s for one in load.results)
+            assert foretold["liar"] < min(foretold[engine] for engine in ENGINES)
+            assert foretold["liar"] < actual_s / 10
+            for scheduler in SCHEDULERS:
+                await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
+            async with loaded(live.gateway) as load:
+                await until(lambda: load.served_since(0) >= SOME)
+            assert {one.instance for one in load.results} <= set(ENGINES)
+
+    live.run(test())
