@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
-from length_tagger.features import NUM_COUNTS, features
+from length_tagger.features import NUM_COUNTS
+from length_tagger.onnx_form import Array, Ids, Run
+from length_tagger.reading import laid_out
 
 LOG_SPREADS = (-4.0, 0.3)
-CHARACTERS_PER_TOKEN = 24  # no tokenizer needs to see more to fill the places there are
 NUM_HIDDEN = 128
 
 
@@ -63,33 +64,34 @@ def loss_of(medians: torch.Tensor, log_spreads: torch.Tensor, wanted: torch.Tens
     return (errors + likelihood).sum() / known.sum().clamp(min=1)
 
 
-def encoded(tokenizer: Tokenizer, prompts: Sequence[str], most_tokens: int) -> list[list[int]]:
-    """Turn prompts into token ids; of a longer prompt head and tail are kept, the middle is not read."""
-    most_characters = most_tokens * CHARACTERS_PER_TOKEN
-    cut = [
-        prompt if len(prompt) <= 2 * most_characters else prompt[:most_characters] + prompt[-most_characters:]
-        for prompt in prompts
-    ]
-    plain = [text.encode("utf-8", "replace").decode("utf-8") for text in cut]
-    ids = [one.ids for one in tokenizer.encode_batch_fast(plain)]
-    head = most_tokens * 2 // 3
-    return [one if len(one) <= most_tokens else one[:head] + one[head - most_tokens :] for one in ids]
-
-
 def batch_of(ids: Sequence[Sequence[int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay token ids out as a batch; a prompt without tokens is one padding that is read."""
-    longest = max(1, max(map(len, ids), default=1))
-    laid = np.full((len(ids), longest), padding, np.int64)
-    mask = np.zeros((len(ids), longest), np.int64)
-    for row, one in enumerate(ids):
-        laid[row, : len(one)] = one
-        mask[row, : max(1, len(one))] = 1
+    """Lay token ids out as a batch of tensors."""
+    laid, mask = laid_out(ids, padding)
     return torch.from_numpy(laid), torch.from_numpy(mask)
 
 
-def counts_of(prompts: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Count what tokens that were cut away cannot say."""
-    return features(prompts).counts
+def network_from(config: Any, num_models: int, weights: Path) -> LengthNetwork:
+    """Make a network as a config.json says, with the weights of a file: safetensors only."""
+    network = LengthNetwork(encoder_from(config), int(config["hidden_size"]), num_models)
+    try:
+        kept = {name: tensor.float() for name, tensor in load_file(weights).items()}
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in kept.values()):
+        raise ValueError("weights are not finite")
+    network.load_state_dict(kept)
+    return network.eval()
+
+
+def run_of(network: LengthNetwork) -> Run:
+    """Give what reads a batch by torch, on arrays."""
+
+    def run(ids: Ids, mask: Ids, counts: Array) -> tuple[Array, Array]:
+        with torch.inference_mode():
+            medians, log_spreads = network(*(torch.from_numpy(one) for one in (ids, mask, counts)))
+        return medians.numpy(), log_spreads.numpy()
+
+    return run
 
 
 def encoder_from(config: Any) -> nn.Module:

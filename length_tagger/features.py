@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +71,14 @@ def features(prompts: Sequence[str]) -> Features:
 
 def _hashes(words: list[str]) -> npt.NDArray[np.uint64]:
     """Hash words and pairs of neighbours to buckets."""
-    one = np.fromiter((zlib.crc32(word.encode()) for word in words), np.uint64, len(words))
+    one = np.fromiter(map(_hash, words), np.uint64, len(words))
     two = ((one[:-1] * _SPREAD & _LOW_BITS) + one[1:]) * _SPREAD & _LOW_BITS
     return np.concatenate((one, two >> np.uint64(7))) % np.uint64(NUM_BUCKETS)
+
+
+@lru_cache(maxsize=1 << 14)
+def _hash(word: str) -> int:
+    return zlib.crc32(word.encode())
 
 
 def _counts(prompt: str, text: str, words: list[str]) -> list[float]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
-from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, features
+from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, Features, features
 from length_tagger.network import Network
 from length_tagger.served import places_of
 
@@ -40,7 +40,11 @@ class LinearModel:
 
     def predict(self, prompts: Sequence[str], models: Sequence[str]) -> tuple[list[float], list[float]]:
         """Give medians in tokens and spreads; a model never heard of is answered for by all that were."""
-        medians, spreads = self.network.outputs(features(prompts))
+        return self.of_features(features(prompts), models)
+
+    def of_features(self, seen: Features, models: Sequence[str]) -> tuple[list[float], list[float]]:
+        """Give them for prompts that are turned into numbers already."""
+        medians, spreads = self.network.outputs(seen)
         spreads = spreads * self.spread_scale
         out: tuple[list[float], list[float]] = [], []
         for row, places in enumerate(places_of(name, self.models) for name in models):
@@ -70,12 +74,16 @@ class LinearTagger:
         asked = [query for query in queries if query.prompt]
         if not asked:
             return [None] * len(queries)
-        medians, spreads = self.model.predict([query.prompt for query in asked], [query.model for query in asked])
-        made = (
+        made = iter(self.of_features(features([query.prompt for query in asked]), [query.model for query in asked]))
+        return [next(made) if query.prompt else None for query in queries]
+
+    def of_features(self, seen: Features, models: Sequence[str]) -> list[Estimate]:
+        """Estimate for prompts that are turned into numbers already, none of them empty."""
+        medians, spreads = self.model.of_features(seen, models)
+        return [
             Estimate(median_tokens=median, spread=spread, confidence=chance_within_factor_two(spread), estimator=NAME)
             for median, spread in zip(medians, spreads, strict=True)
-        )
-        return [next(made) if query.prompt else None for query in queries]
+        ]
 
     def observe(self, outcome: Outcome) -> None:
         """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""

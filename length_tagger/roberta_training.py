@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from length_tagger.encoder import LengthNetwork, batch_of, counts_of, encoded, encoder_from, loss_of
+from length_tagger import onnx_form
+from length_tagger.encoder import LengthNetwork, batch_of, encoder_from, loss_of
+from length_tagger.features import NUM_COUNTS, features
 from length_tagger.linear_training import LEAST_PROMPTS, laid_out, spread_scale
-from length_tagger.roberta import Checkpoint, save
+from length_tagger.reading import encoded
+from length_tagger.reading import laid_out as as_batch
+from length_tagger.roberta import ABOUT, CONFIG, FORMAT, TOKENS, WEIGHTS, Checkpoint, load
 from length_tagger.samples import Sample, split
 
 PADDING, UNKNOWN, MASK = "<pad>", "<unk>", "<mask>"
 STATE, PROGRESS = "training.safetensors", "training.json"
+MOST_ROUNDING = 0.02  # mean error of the logarithm that weights of a byte may add
 NEAR = 32  # batches whose prompts are sorted by length, so that little is padded
 
 
@@ -60,6 +65,18 @@ class EncoderRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What is trained: a network, and how prompts are made numbers for it."""
+
+    network: LengthNetwork
+    tokenizer: Tokenizer
+    models: tuple[str, ...]
+    most_tokens: int
+    padding: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """Samples as the network reads them."""
 
@@ -89,10 +106,10 @@ def fit(
     if len({sample.prompt for sample in parts["train"]}) < LEAST_PROMPTS or not parts["validation"]:
         raise ValueError("prompt: there are too few different ones to learn from")
     torch.manual_seed(recipe.seed)
-    checkpoint = _start(recipe, parts["train"], names, card or {})
+    learner = _start(recipe, parts["train"], names)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = checkpoint.network.to(device)
-    learned, held = (_prepared(checkpoint, parts[part], names) for part in ("train", "validation"))
+    network = learner.network.to(device)
+    learned, held = (_prepared(learner, parts[part], names) for part in ("train", "validation"))
     _set_out(network, learned)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
     steps = -(-len(learned.ids) // recipe.batch)
@@ -107,7 +124,7 @@ def fit(
         rng = np.random.default_rng((recipe.seed, done))
         network.train()
         for number, chosen in enumerate(_batches(learned.ids, recipe.batch, rng), 1):
-            loss = _loss(checkpoint, learned, chosen, device, recipe.hide)
+            loss = _loss(learner, learned, chosen, device, recipe.hide)
             optimizer.zero_grad()
             backward: Any = loss.backward
             backward()
@@ -116,7 +133,7 @@ def fit(
             schedule.step()
             progress(done * steps + number, recipe.epochs * steps, best)
         done += 1
-        medians, _ = _told(checkpoint, held, device, recipe.batch)
+        medians, _ = _told(learner, held, device, recipe.batch)
         error = float(np.nanmean(np.abs(held.lengths.numpy() - medians[:, :, None])))
         since_best += 1
         if error < best:
@@ -124,24 +141,70 @@ def fit(
         progress(done * steps, recipe.epochs * steps, best)
         _write_state(folder, recipe, network, optimizer, best_weights, (done, since_best, best))
     network.load_state_dict(best_weights)
-    medians, log_spreads = _told(checkpoint, held, device, recipe.batch)
+    medians, log_spreads = _told(learner, held, device, recipe.batch)
     network.to("cpu").eval()
     scale = spread_scale(held.lengths.numpy(), medians, np.exp(log_spreads))
-    about = {**checkpoint.card, "recipe": asdict(recipe), "epochs_done": done, "validation_log_error": best}
-    made = Checkpoint(
-        **{
-            **{spec.name: getattr(checkpoint, spec.name) for spec in fields(Checkpoint)},
-            "spread_scale": scale,
-            "card": about,
-        }
-    )
-    save(made, folder)
-    return made
+    about = {**(card or {}), "recipe": asdict(recipe), "epochs_done": done, "validation_log_error": best}
+    save(learner, folder, spread_scale=scale, beside_linear=recipe.beside_linear, card=about, held=held)
+    return load(folder)
 
 
-def _start(
-    recipe: EncoderRecipe, samples: Sequence[Sample], names: tuple[str, ...], card: Mapping[str, Any]
-) -> Checkpoint:
+def save(
+    learner: Learner,
+    folder: Path,
+    *,
+    spread_scale: float,
+    beside_linear: float,
+    card: Mapping[str, Any],
+    held: Prepared,
+) -> None:
+    """Write a checkpoint: weights in half precision, the ONNX form if it errs no more; the last file makes it whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.half().contiguous().cpu() for name, tensor in learner.network.state_dict().items()}
+    _whole(folder / WEIGHTS, lambda path: save_file(weights, path))
+    _whole(folder / TOKENS, lambda path: learner.tokenizer.save(str(path)))
+    _whole(folder / CONFIG, lambda path: path.write_text(json.dumps(dict(learner.config), indent=1) + "\n"))
+    about = {
+        "format": FORMAT,
+        "models": list(learner.models),
+        "most_tokens": learner.most_tokens,
+        "padding": learner.padding,
+        "spread_scale": spread_scale,
+        "beside_linear": beside_linear,
+        "onnx_rounding": _write_onnx(learner, folder / onnx_form.FILE, held),
+        "card": dict(card),
+    }
+    _whole(folder / ABOUT, lambda path: path.write_text(json.dumps(about, indent=1) + "\n"))
+
+
+def _write_onnx(learner: Learner, path: Path, held: Prepared) -> float | None:
+    """Write the ONNX form; tell by how much its log medians differ on average, None where there is none."""
+    new = path.with_suffix(".new")
+    path.unlink(missing_ok=True)
+    if not onnx_form.write(learner.network, NUM_COUNTS, new):
+        return None
+    run = onnx_form.run_from(new, torch.get_num_threads())
+    exact, _ = _told(learner, held, torch.device("cpu"), 16)
+    rounded = [
+        run(*as_batch([one], learner.padding), held.counts[place : place + 1].numpy())[0][0]
+        for place, one in enumerate(held.ids)
+    ]
+    rounding = float(np.abs(np.stack(rounded) - exact).mean())
+    if rounding > MOST_ROUNDING:
+        new.unlink()
+        return None
+    new.replace(path)
+    return rounding
+
+
+def _whole(path: Path, write: Any) -> None:
+    """Let a file appear only when it is complete."""
+    new = path.with_suffix(".new")
+    write(new)
+    new.replace(path)
+
+
+def _start(recipe: EncoderRecipe, samples: Sequence[Sample], names: tuple[str, ...]) -> Learner:
     """Begin with a checkpoint's encoder and tokenizer, or with small ones of one's own."""
     if recipe.checkpoint:
         encoder, tokenizer, config, padding = _published(recipe.checkpoint)
@@ -157,12 +220,14 @@ def _start(
             "attention_probs_dropout_prob": 0.1,
         }  # fmt: skip
         encoder = encoder_from(config)
-    return Checkpoint(
+    return Learner(
         network=LengthNetwork(encoder, int(config["hidden_size"]), len(names)),
-        tokenizer=tokenizer, models=names, most_tokens=most_tokens, padding=padding, spread_scale=1.0,
-        beside_linear=recipe.beside_linear, card=card,
+        tokenizer=tokenizer,
+        models=names,
+        most_tokens=most_tokens,
+        padding=padding,
         config=config,
-    )  # fmt: skip
+    )
 
 
 def _published(name: str) -> tuple[torch.nn.Module, Tokenizer, dict[str, Any], int]:
@@ -199,11 +264,11 @@ def tokenizer_from(prompts: Iterator[str], num_words: int) -> Tokenizer:
     return tokenizer
 
 
-def _prepared(checkpoint: Checkpoint, samples: Sequence[Sample], names: tuple[str, ...]) -> Prepared:
+def _prepared(learner: Learner, samples: Sequence[Sample], names: tuple[str, ...]) -> Prepared:
     prompts, lengths = laid_out(samples, names)
     return Prepared(
-        ids=encoded(checkpoint.tokenizer, prompts, checkpoint.most_tokens),
-        counts=torch.from_numpy(counts_of(prompts)),
+        ids=encoded(learner.tokenizer, prompts, learner.most_tokens),
+        counts=torch.from_numpy(features(prompts).counts),
         lengths=torch.from_numpy(lengths),
     )
 
@@ -238,29 +303,27 @@ def _batches(ids: list[list[int]], size: int, rng: np.random.Generator) -> list[
     return batches
 
 
-def _loss(
-    checkpoint: Checkpoint, learned: Prepared, chosen: list[int], device: torch.device, hide: float
-) -> torch.Tensor:
-    ids, mask = batch_of([learned.ids[place] for place in chosen], checkpoint.padding)
-    masking = checkpoint.tokenizer.token_to_id(MASK)
+def _loss(learner: Learner, learned: Prepared, chosen: list[int], device: torch.device, hide: float) -> torch.Tensor:
+    ids, mask = batch_of([learned.ids[place] for place in chosen], learner.padding)
+    masking = learner.tokenizer.token_to_id(MASK)
     if hide and masking is not None:
         ids = torch.where((torch.rand(ids.shape) < hide) & (mask == 1), masking, ids)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        medians, spreads = checkpoint.network(ids.to(device), mask.to(device), learned.counts[chosen].to(device))
+        medians, spreads = learner.network(ids.to(device), mask.to(device), learned.counts[chosen].to(device))
     return loss_of(medians, spreads, learned.lengths[chosen].to(device))
 
 
-def _told(checkpoint: Checkpoint, held: Prepared, device: torch.device, size: int) -> tuple[Any, Any]:
+def _told(learner: Learner, held: Prepared, device: torch.device, size: int) -> tuple[Any, Any]:
     """Give medians and log spreads for all of some prepared prompts."""
-    checkpoint.network.eval()
+    learner.network.eval()
     order = sorted(range(len(held.ids)), key=lambda place: len(held.ids[place]))
     shape = (len(order), held.lengths.shape[1])
     medians, spreads = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     with torch.inference_mode():
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            ids, mask = batch_of([held.ids[place] for place in chosen], checkpoint.padding)
-            some = checkpoint.network(ids.to(device), mask.to(device), held.counts[chosen].to(device))
+            ids, mask = batch_of([held.ids[place] for place in chosen], learner.padding)
+            some = learner.network(ids.to(device), mask.to(device), held.counts[chosen].to(device))
             medians[chosen], spreads[chosen] = (one.cpu().numpy() for one in some)
     return medians, spreads
 

@@ -27,9 +27,15 @@ PORT = 50053
     "tagger",
     "--encoder",
     default="",
-    help="Checkpoint for `roberta`: a folder, or small, the package's own; needs torch.",
+    help="Checkpoint for `roberta`: a folder, or small, the package's own; needs the extra `encoder`.",
 )
-@server_flag("tagger", "--encoder-threads", type=int, default=1, help="Threads that torch may use.")
+@server_flag("tagger", "--encoder-threads", type=int, default=1, help="Threads that read a batch.")
+@server_flag(
+    "tagger",
+    "--encoder-runtime",
+    default="auto",
+    help="What reads: onnx, torch, or auto: onnx where it is installed and the checkpoint has that form.",
+)
 @server_flag("tagger", "--encoder-deadline-s", type=float, default=0.04, help="Longest wait for `roberta`.")
 @server_flag("tagger", "--record", default="", help="Append outcomes to this file, for `block tagger evaluate`.")
 @server_flag(
@@ -77,9 +83,7 @@ PORT = 50053
     default=DEFAULTS.history_windows,
     help="Most sessions, templates, clients and models that it remembers.",
 )
-def tagger(
-    estimator: str, encoder: str, encoder_threads: int, encoder_deadline_s: float, record: str, **flags: Any
-) -> None:
+def tagger(estimator: str, encoder: str, record: str, **flags: Any) -> None:
     """Tell how long answers will be: gRPC, block.v1.LengthTagger."""
     from length_tagger import chained
     from services.tagger_server.batches import ENCODER, Encoder
@@ -92,11 +96,12 @@ def tagger(
         raise ValueError(f"encoder: {ENCODER} needs the folder of a checkpoint")
     if encoder and not reads:
         raise ValueError(f"estimator: with an encoder {ENCODER} must be there, as in client,cached,{ENCODER}|linear")
+    reading = {name: flags.pop(f"encoder_{name}") for name in ("threads", "runtime", "deadline_s")}
     settings = TaggerSettings(**flags)
     serve(
         chained(order, settings),
         server,
         linear_model=settings.linear_model,
-        encoder=Encoder(folder=encoder, threads=encoder_threads, deadline_s=encoder_deadline_s) if encoder else None,
+        encoder=Encoder(folder=encoder, **reading) if encoder else None,
         record=record,
     )

@@ -37,6 +37,7 @@ class Encoder:
     folder: str  # "small" is the package's own
     threads: int = 1
     deadline_s: float = 0.04
+    runtime: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what could not be used."""
@@ -51,15 +52,17 @@ class Encoder:
         return str(encoder_folder(self.folder) / "block.json")
 
     def loaded(self) -> Batched:
-        """Load it; torch is needed by nobody else."""
-        try:
-            import torch
+        """Load it; tokenizers and what runs a network are needed by nobody else."""
+        return encoder_from(self.folder, threads=self.threads, runtime=self.runtime)
 
-            from length_tagger.roberta import RobertaTagger
-        except ImportError:
-            raise ValueError("encoder: needs torch: pip install 'block-serving[tagger]'") from None
-        torch.set_num_threads(self.threads)
-        return RobertaTagger.load(encoder_folder(self.folder))
+
+def encoder_from(given: str, *, threads: int = 1, runtime: str = "auto") -> Batched:
+    """Load a checkpoint of `roberta`."""
+    try:
+        from length_tagger.roberta import RobertaTagger
+    except ImportError:
+        raise ValueError("encoder: needs tokenizers: pip install 'block-serving[encoder]'") from None
+    return RobertaTagger.load(encoder_folder(given), runtime=runtime, threads=threads)
 
 
 def encoder_folder(given: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from length_tagger.linear import SHIPPED, LinearTagger, load
 from length_tagger.samples import Sample, part_of
 from length_tagger.scores import Numbers, sampling_ceiling, scores
 from length_tagger.settings import TaggerSettings
-from services.tagger_server.batches import SMALL, encoder_folder
+from services.tagger_server.batches import SMALL, Batched, encoder_from
 
 UNITS = {"mae": "tokens", "pinball": "tokens"}
 BATCH = 64
@@ -30,25 +30,16 @@ Bar = Callable[[list[Any], str], Iterable[Any]]
 Told = tuple[Numbers, Numbers, Numbers, list[str]]  # lengths, medians, spreads, kinds
 
 
-class Batched(Protocol):
-    """An estimator that is asked about several prompts at once."""
-
-    def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
-        """Say how long the answers will be."""
-
-
 def batched_from(linear_model: str | None, encoder: str | None) -> Batched:
     """Load the estimator that is asked for: an encoder, or else `linear`."""
     if encoder is None:
         return LinearTagger(load(linear_model or SHIPPED))
-    from length_tagger.roberta import RobertaTagger
-
-    return RobertaTagger.load(encoder_folder(encoder))
+    return encoder_from(encoder)
 
 
-def has_torch() -> bool:
-    """Tell whether what encoders need is installed."""
-    return all(find_spec(name) is not None for name in ("torch", "transformers", "tokenizers", "safetensors"))
+def reads_encoders() -> bool:
+    """Tell whether what the package's own encoder needs is installed."""
+    return find_spec("tokenizers") is not None and any(find_spec(one) is not None for one in ("onnxruntime", "torch"))
 
 
 def evaluated(  # noqa: PLR0913 - the command's options
@@ -63,7 +54,7 @@ def evaluated(  # noqa: PLR0913 - the command's options
     """Score every estimator on the test part of the samples, or on all of them."""
     linear = LinearTagger(load(linear_model or SHIPPED))
     learned: dict[str, Batched] = {"linear": linear}
-    if encoder is not None or has_torch():
+    if encoder is not None or reads_encoders():
         learned["roberta"] = batched_from(None, encoder or SMALL)
     if seed is None:
         seed = int(linear.model.card.get("seed", 0))

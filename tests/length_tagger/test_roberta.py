@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from tests.length_tagger.test_learning import HOSTILE, taught
 
 torch = pytest.importorskip("torch", reason="needs the extra `tagger`")
 pytest.importorskip("transformers", reason="needs the extra `tagger`")
+from safetensors.torch import load_file  # noqa: E402
 
-from length_tagger.encoder import encoded, loss_of  # noqa: E402 - they need torch
+from length_tagger.encoder import loss_of  # noqa: E402 - they need torch
+from length_tagger.reading import alike, encoded, laid_out  # noqa: E402
 from length_tagger.roberta import SHIPPED, RobertaTagger, load  # noqa: E402
 from length_tagger.roberta_training import EncoderRecipe, fit  # noqa: E402
 
@@ -63,7 +67,8 @@ def test_resumed_equals_uninterrupted(folder: Path, tmp_path: Path) -> None:
     """Stopped after three passes and taken up again, training ends with the very same weights."""
     fit(taught(), tmp_path / "stopped", TINY, most_epochs=3)
     fit(taught(), tmp_path / "stopped", TINY, resume=True)
-    one, other = (load(path).network.state_dict() for path in (folder, tmp_path / "stopped"))
+    one, other = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "stopped"))
+    assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert (folder / "block.json").read_text() == (tmp_path / "stopped" / "block.json").read_text()
     with pytest.raises(ValueError, match="was begun with another recipe"):
@@ -93,20 +98,75 @@ def test_it_starts_from_a_published_checkpoint(tmp_path: Path) -> None:
     recipe = EncoderRecipe(checkpoint=str(tmp_path / "published"), epochs=1, rate=1e-9)
     made = fit(taught(60), tmp_path / "tuned", recipe)
     assert made.most_tokens == 32
-    kept = load(tmp_path / "tuned").network.state_dict()["encoder.embeddings.word_embeddings.weight"]
-    assert torch.allclose(kept, published.state_dict()["embeddings.word_embeddings.weight"], atol=1e-3)
+    kept = load_file(tmp_path / "tuned" / "model.safetensors")["encoder.embeddings.word_embeddings.weight"]
+    assert torch.allclose(kept.float(), published.state_dict()["embeddings.word_embeddings.weight"], atol=1e-3)
     with pytest.raises(ValueError, match=r"^checkpoint: .*nowhere cannot be loaded"):
         fit(taught(60), tmp_path / "x", EncoderRecipe(checkpoint=str(tmp_path / "nowhere")))
 
 
-def test_hostile_prompts_get_a_bounded_tag(folder: Path) -> None:
+@pytest.mark.parametrize("runtime", ["onnx", "torch"])
+def test_hostile_prompts_get_a_bounded_tag(folder: Path, runtime: str) -> None:
     """Empty, enormous, repetitive, in other scripts or no text at all: a finite length, or none for no prompt."""
-    said = RobertaTagger.load(folder).estimate_many([Query(prompt=prompt, model="brief") for prompt in HOSTILE])
+    tagger = RobertaTagger.load(folder, runtime=runtime)
+    said = tagger.estimate_many([Query(prompt=prompt, model="brief") for prompt in HOSTILE])
     assert said[0] is None
     for estimate in said[1:]:
         assert estimate is not None
         assert 1 <= estimate.median_tokens <= 1_000_000
         assert 0 < estimate.spread <= 10
+
+
+def test_both_runtimes_say_the_same(folder: Path, tmp_path: Path) -> None:
+    """Weights of a byte move an estimate by little; without that form, or when told so, torch reads."""
+    queries = [Query(prompt=one.prompt, model=one.model) for one in split(taught(), 0)["test"]]
+    onnx, by_torch = (RobertaTagger.load(folder, runtime=runtime) for runtime in ("auto", "torch"))
+    assert (onnx.checkpoint.runtime, by_torch.checkpoint.runtime) == ("onnx", "torch")
+    pairs = zip(onnx.estimate_many(queries), by_torch.estimate_many(queries), strict=True)
+    ratios = [one.median_tokens / other.median_tokens for one, other in pairs if one is not None and other is not None]
+    assert len(ratios) == len(queries)
+    assert np.abs(np.log(ratios)).mean() < 0.03
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "model.onnx").unlink()
+    assert load(bare).runtime == "torch"
+    with pytest.raises(ValueError, match=r"model\.onnx: is no ONNX model"):
+        load(bare, runtime="onnx")
+    (bare / "model.onnx").write_bytes(b"\x08\x07nonsense")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        load(bare)
+    with pytest.raises(ValueError, match="runtime: 'x' is none of auto, onnx, torch"):
+        load(folder, runtime="x")
+
+
+def test_without_what_reads_it_a_checkpoint_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the extra to install."""
+    monkeypatch.setattr("length_tagger.roberta.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"is not installed: pip install 'block-serving\[encoder\]'"):
+        load(folder)
+    with pytest.raises(ValueError, match=r"is not installed: pip install 'block-serving\[tagger\]'"):
+        load(folder, runtime="torch")
+
+
+def test_the_shipped_encoder_needs_no_torch() -> None:
+    """With ONNX Runtime alone a prompt is read: torch is not even imported."""
+    code = (
+        "import sys; from length_tagger.roberta import *; "
+        "said = RobertaTagger.load(SHIPPED).estimate(Query(prompt='Name a river.')); "
+        "print(said.estimator, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["roberta", "False"]
+
+
+def test_prompts_of_about_the_same_length_are_read_together() -> None:
+    """Groups hold every prompt once, and little in them is padding."""
+    ids = [[1] * num for num in (120, 3, 0, 118, 9, 60, 128)]
+    groups = alike(ids)
+    assert sorted(place for group in groups for place in group) == list(range(7))
+    assert groups == [[2, 1], [4], [5], [3, 0, 6]]
+    laid, mask = laid_out([[5, 6], []], padding=9)
+    assert laid.tolist() == [[5, 6], [9, 9]]
+    assert mask.tolist() == [[1, 1], [1, 0]]
 
 
 def test_of_a_long_prompt_head_and_tail_are_read(folder: Path) -> None:
@@ -142,12 +202,13 @@ def test_unknown_lengths_teach_nothing() -> None:
 
 def test_folders_that_are_no_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
     """Missing files, other formats, other shapes and infinite weights are named."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     with pytest.raises(ValueError, match="cannot be read"):
         load(tmp_path / "nothing")
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
+    (broken / "model.onnx").unlink()
     weights = load_file(folder / "model.safetensors")
     for name, value in (("out.bias", torch.zeros(3)), ("out.bias", torch.full_like(weights["out.bias"], torch.inf))):
         save_file({**weights, name: value}, broken / "model.safetensors")
