@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -49,10 +50,11 @@ async def standing_beside(
     measures = Measures(registry)
     async with AsyncExitStack() as stack:
         sidecars = []
-        for settings in engines:
+        for place, settings in enumerate(engines):
             source = await stack.enter_async_context(following(settings, profile, registry))
             counted = InstanceMeasures(measures, settings.instance_id)
-            sidecars.append(await stack.enter_async_context(keeping_up(settings, source, counted)))
+            keeping = keeping_up(settings, source, counted, phase=place / len(engines))
+            sidecars.append(await stack.enter_async_context(keeping))
         yield sidecars
 
 
@@ -76,12 +78,12 @@ async def following(
 
 @asynccontextmanager
 async def keeping_up(
-    settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures
+    settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures, *, phase: float = 0.0
 ) -> AsyncIterator[Sidecar]:
-    """Let a sidecar stand over what is known of the engine while the block runs."""
+    """Let a sidecar stand over what is known of the engine while the block runs; those of one node look in turn."""
     measures.comes_from(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
     sidecar = Sidecar(settings, source, measures)
-    tasks = [asyncio.create_task(sidecar.health.watch()), asyncio.create_task(_keep_up(sidecar))]
+    tasks = [asyncio.create_task(sidecar.health.watch()), asyncio.create_task(_keep_up(sidecar, phase))]
     try:
         yield sidecar
     finally:
@@ -92,9 +94,10 @@ async def keeping_up(
                 await task
 
 
-async def _keep_up(sidecar: Sidecar) -> None:
+async def _keep_up(sidecar: Sidecar, phase: float) -> None:
     """Follow the engine also while nobody asks, so that who asks finds most of the work done."""
+    every_s = sidecar.settings.poll_s
     while True:
         async with sidecar.lock:
             sidecar.catch_up()
-        await asyncio.sleep(sidecar.settings.poll_s)
+        await asyncio.sleep((phase * every_s - time.monotonic()) % every_s or every_s)
