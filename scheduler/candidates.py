@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +46,8 @@ class Known:
 class Candidates:
     """All instances, or those at some places; in the order of their ids, so that of equals the least id comes first.
 
-    `columns` holds what was added for this request, and what was looked up and derived already.
+    `columns` holds what was added for this request, and what was looked up and derived already. `trail` says why others
+    were left out on the way here, and which places there were before each time.
     """
 
     known: Known
@@ -54,6 +55,7 @@ class Candidates:
     facts: Facts = ANY_REQUEST
     places: Places | None = None
     columns: dict[str, Column] = field(default_factory=dict)
+    trail: tuple[tuple[str, Places | None], ...] = ()
 
     def __len__(self) -> int:
         """How many there are."""
@@ -70,15 +72,25 @@ class Candidates:
         """Add indicators of this request."""
         self.columns.update(columns)
 
-    def only(self, chosen: Places) -> Candidates:
-        """Leave some of them, given by where they are among these, in ascending order."""
+    def only(self, chosen: Places, why: str = "") -> Candidates:
+        """Leave some of them, given by where they are among these, in ascending order; and say why, if that matters."""
         return Candidates(
             known=self.known,
             now_s=self.now_s,
             facts=self.facts,
             places=chosen if self.places is None else self.places[chosen],
             columns={name: column[chosen] for name, column in self.columns.items()},
+            trail=(*self.trail, (why, self.places)) if why else self.trail,
         )
+
+    def left_out(self) -> Iterator[tuple[str, str]]:
+        """Name those that were left out, each with the reason."""
+        after = self._all_places(self.places)
+        for why, places in reversed(self.trail):
+            before = self._all_places(places)
+            for place in np.setdiff1d(before, after, assume_unique=True).tolist():
+                yield self.known.instance_ids[place], why
+            after = before
 
     def place(self, which: int) -> int:
         """Tell where one of these is among all instances."""
@@ -125,3 +137,6 @@ class Candidates:
 
     def _of_these(self, column: Column) -> Column:
         return column if self.places is None else column[self.places]
+
+    def _all_places(self, places: Places | None) -> Places:
+        return np.arange(len(self.known.instance_ids)) if places is None else places

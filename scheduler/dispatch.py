@@ -162,11 +162,19 @@ def by_forecasts(policy: Policy, known: Candidates) -> Ranking:
 
 
 def as_ranked(ranked: Sequence[Candidate]) -> Ranking:
-    """Rank as was ranked before: a policy that remembers what it has seen is asked once for each request."""
+    """Rank as was ranked before, and those that were not by the score that they had then.
+
+    A policy that remembers what it has seen is asked once for each request.
+    """
     place_of = {candidate.instance_id: place for place, candidate in enumerate(ranked)}
 
+    def rank(candidate: Candidate) -> tuple[int, float]:
+        score = candidate.score
+        known = score is not None and not math.isnan(score)
+        return place_of.get(candidate.instance_id, len(place_of)), score if known else math.inf
+
     def ranking(compared: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(compared, key=lambda candidate: place_of.get(candidate.instance_id, len(place_of)))
+        return sorted(compared, key=rank)
 
     return ranking
 

@@ -57,11 +57,11 @@ class Policy:
         if self._filter is not None:
             passing = np.flatnonzero(self._filter(candidates) == 1.0)
             if 0 < len(passing) < len(candidates):
-                candidates = candidates.only(passing)
+                candidates = candidates.only(passing, "does not pass the filter")
         if 0 < self._sample < len(candidates):
-            candidates = candidates.only(self._draws.some(self._sample, len(candidates)))
+            candidates = candidates.only(self._draws.some(self._sample, len(candidates)), "was not drawn")
         if self._shortlist is not None and self._k < len(candidates):
-            candidates = candidates.only(self._shortlist.lowest(candidates, self._k))
+            candidates = candidates.only(self._shortlist.lowest(candidates, self._k), "is not on the shortlist")
         return candidates
 
     def scores(self, candidates: Candidates) -> Column:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.dispatch import LAST_RESORTS, Candidate, Fate, Ranking, order
+from scheduler.rest import Rest
 from services.scheduler_server.asking import Asker
 from services.scheduler_server.fleet import Group
 from services.scheduler_server.measures import Measures
@@ -43,7 +44,7 @@ class Choice:
     ranking: Ranking
     group: Group
     candidates: list[Candidate]  # those that were looked at, and those that are not well
-    others: Callable[[], Sequence[Candidate]]  # everybody else
+    rest: Rest  # everybody else
     foretold_anyway: bool  # have the choice foretold, where the policy does without
     settings: SchedulerSettings
     measures: Measures
@@ -83,6 +84,7 @@ class Choice:
             basis=basis_of(candidate),
             ranking=[sidecars[one.instance_id] for one in ranked],
             candidates=self.candidates,
+            rest=self.rest,
             num_candidates=len(sidecars),
             everybody=self._look_at_all,
             forecast=candidate.expected if candidate.is_compared else None,
@@ -98,7 +100,10 @@ class Choice:
 
     def _look_at_all(self) -> Sequence[Candidate]:
         if len(self.candidates) < len(self.group.sidecars):
-            self.candidates += self.others()
+            for seen in self.rest.candidates({candidate.instance_id for candidate in self.candidates}):
+                candidate = self.group.sidecars[seen.instance_id].as_known(seen.fate, seen.note)
+                candidate.score, candidate.read = seen.score, seen.read
+                self.candidates.append(candidate)
         return self.candidates
 
     async def _reserved(self, placement: Placement) -> bool:

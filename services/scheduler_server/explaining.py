@@ -9,7 +9,7 @@ from predictor.forecast import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.dispatch import Candidate, Fate
 from services.scheduler_server.wish import Placement, Wish
-from services.wire import INDICATOR_FIELDS, forecast_message, indicators_message
+from services.wire import forecast_message, indicators_message
 
 MOST_NEXT = 3
 MOST_NAMED = 4
@@ -97,10 +97,8 @@ def candidate_message(candidate: Candidate, basis: common_pb2.DecisionBasis.Valu
     forecast, fate = candidate.expected, candidate.fate
     if basis == common_pb2.DECISION_BASIS_LAST_RESORT and fate is Fate.LATE and candidate.indicators:
         fate = Fate.LAST_INDICATORS
-    read = {
-        name: value for name, value in candidate.read.items() if name not in INDICATOR_FIELDS and math.isfinite(value)
-    }
-    known = {**candidate.indicators, **read}
+    read = {name: value for name, value in candidate.read.items() if math.isfinite(value)}
+    known = {**read, **candidate.indicators}  # what it told last, and what was reckoned from it
     return common_pb2.Candidate(
         instance_id=candidate.instance_id,
         fate=FATES[fate],

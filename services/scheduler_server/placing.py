@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 from scheduler.candidates import Candidates, Facts
 from scheduler.dispatch import Candidate, Fate, Ranking, as_ranked, by_forecasts
 from scheduler.policy import Policy, policy_from
+from scheduler.rest import Rest, rest_of
 from services.scheduler_server.asking import Asker, unwell_in
 from services.scheduler_server.choosing import Choice
 from services.scheduler_server.fleet import Fleet, Group
@@ -95,8 +95,9 @@ class Placer:
             compared = [group.sidecars[name].as_known() for name in looked.instance_ids]
             await self._asker.ask(wish, group.sidecars, [*compared, *unwell], delays=policy.needs_delays)
             ranking: Ranking = by_forecasts(policy, looked)
+            rest = rest_of(looked)
         else:
-            compared = _scored(policy, looked, group)
+            compared, rest = _scored(policy, looked, group)
             ranking = as_ranked(compared)
         choice = Choice(
             wish=wish,
@@ -104,7 +105,7 @@ class Placer:
             ranking=ranking,
             group=group,
             candidates=[*compared, *unwell],
-            others=_others(group, looked, [*compared, *unwell], policy),
+            rest=rest,
             foretold_anyway=self._settings.forecast_always and not policy.needs_forecast,
             settings=self._settings,
             measures=self._measures,
@@ -121,10 +122,10 @@ def _facts(wish: Wish) -> Facts:
     return Facts(prompt_tokens=request.prompt_tokens, tag_tokens=tokens)
 
 
-def _scored(policy: Policy, looked: Candidates, group: Group) -> list[Candidate]:
-    """Rank by what is at hand; the best of them, best first."""
+def _scored(policy: Policy, looked: Candidates, group: Group) -> tuple[list[Candidate], Rest]:
+    """Rank by what is at hand; the best of them, best first, and the rest."""
     if not len(looked):
-        return []
+        return [], rest_of(looked)
     scores = policy.scores(looked)
     columns = {name: looked[name] for name in policy.needs}
     ranked = []
@@ -135,23 +136,4 @@ def _scored(policy: Policy, looked: Candidates, group: Group) -> list[Candidate]
         candidate.score = float(scores[place])
         candidate.read = {name: float(column[place]) for name, column in columns.items()}
         ranked.append(candidate)
-    return ranked
-
-
-def _others(
-    group: Group, looked: Candidates, candidates: Sequence[Candidate], policy: Policy
-) -> Callable[[], list[Candidate]]:
-    """Tell of everybody else, when asked: those whose rank was too low, and those that were not looked at."""
-
-    def others() -> list[Candidate]:
-        left = group.sidecars.keys() - {candidate.instance_id for candidate in candidates}
-        compared = frozenset() if policy.needs_forecast else frozenset(looked.instance_ids)
-        fate = Fate.UNASKED if policy.is_blind else Fate.INDICATORS
-        return [
-            group.sidecars[name].as_known(fate)
-            if name in compared
-            else group.sidecars[name].as_known(Fate.NOT_SHORTLISTED, "left out by a filter, a sample or the shortlist")
-            for name in sorted(left)
-        ]
-
-    return others
+    return ranked, rest_of(looked, scores, columns) if len(looked) > len(ranked) else rest_of(looked)

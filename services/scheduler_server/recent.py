@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from protos.block.v1 import common_pb2
 from scheduler.dispatch import Candidate
+from scheduler.rest import Rest
 from services.failures import UnknownNameError
 from services.scheduler_server.explaining import candidate_message
 from services.scheduler_server.wish import Placement
 
 MOST_DECISIONS = 4096
 MOST_CANDIDATES = 20_000  # of all that is remembered: a large fleet has fewer decisions remembered
+REST_FOR_ONE = 16  # candidates in columns take as much room as one by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """A decision, and those that it looked at, as it saw them."""
+    """A decision, those that it looked at, and the rest, as it saw them."""
 
     decision: common_pb2.Decision
     candidates: Sequence[Candidate]
+    rest: Rest
+
+    def __len__(self) -> int:
+        """How much room it takes, in candidates."""
+        return len(self.candidates) + len(self.rest) // REST_FOR_ONE
 
 
 class RecentDecisions:
@@ -36,8 +44,9 @@ class RecentDecisions:
     def keep(self, decision: common_pb2.Decision, placement: Placement) -> None:
         """Remember one; of a request that is decided about again, the last one."""
         self._forget(decision.request_id)
-        self._decided[decision.request_id] = Decided(decision=decision, candidates=placement.candidates)
-        self._num_candidates += len(placement.candidates)
+        decided = Decided(decision=decision, candidates=placement.candidates, rest=placement.rest)
+        self._decided[decision.request_id] = decided
+        self._num_candidates += len(decided)
         while len(self._decided) > self._most_decisions or (
             self._num_candidates > self._most_candidates and len(self._decided) > 1
         ):
@@ -51,10 +60,12 @@ class RecentDecisions:
         decision = common_pb2.Decision()
         decision.CopyFrom(decided.decision)
         if not decision.candidates:
-            decision.candidates.extend(candidate_message(one, decision.basis) for one in decided.candidates)
+            names = {one.instance_id for one in decided.candidates}
+            everybody = chain(decided.candidates, decided.rest.candidates(names))
+            decision.candidates.extend(candidate_message(one, decision.basis) for one in everybody)
         return decision
 
     def _forget(self, request_id: str) -> None:
         decided = self._decided.pop(request_id, None)
         if decided is not None:
-            self._num_candidates -= len(decided.candidates)
+            self._num_candidates -= len(decided)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from predictor.forecast import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.dispatch import Candidate
+from scheduler.rest import Rest
 from services.scheduler_server.sidecar import Sidecar
 
 BASES = {
@@ -37,7 +38,10 @@ class Wish:
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
-    """Where a request goes, and all that was looked at on the way; `everybody` also tells of those that were not."""
+    """Where a request goes, and all that was looked at on the way.
+
+    `rest` tells of the others as they were seen; `everybody` of all, with what is known of the others by now.
+    """
 
     policy: str
     chosen: Sidecar
@@ -45,6 +49,7 @@ class Placement:
     basis: common_pb2.DecisionBasis.ValueType
     ranking: Sequence[Sidecar]
     candidates: Sequence[Candidate]
+    rest: Rest
     num_candidates: int
     everybody: Callable[[], Sequence[Candidate]]
     forecast: Forecast | None = None

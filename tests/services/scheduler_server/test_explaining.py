@@ -52,6 +52,47 @@ def test_a_decision_is_told_once_more_with_all_that_it_saw() -> None:
     run(test)
 
 
+def test_those_that_were_not_looked_at_are_told_of_afterwards_too() -> None:
+    """By name, with what left them out; or with score and indicators as they were, where indicators were compared."""
+    names = [f"i{number:02}" for number in range(12)]
+
+    async def test() -> None:
+        async with sidecars(*names) as stubs, scheduler(stubs, policy="jsq") as client:
+            for number, stub in enumerate(stubs):
+                stub.tell(num_running=number + 1)
+            while (await told(client, await client.decide()))["i11"].indicators.num_running != 12:
+                await asyncio.sleep(0.005)
+            decision = await client.decide()
+            stubs[11].tell(num_running=99)
+            before = await told(client, decision)
+            assert list(before) == names
+            assert all(one.fate == common_pb2.CANDIDATE_FATE_INDICATORS for one in before.values())
+            assert (before["i11"].score, before["i11"].indicators.num_running) == (12, 12)
+            assert 0 < before["i11"].indicators.age_s < 50
+
+            async def left_out(policy: str) -> dict[str, int]:
+                """How many were left out, by reason."""
+                seen = (await told(client, await client.decide(policy=policy))).values()
+                assert len(seen) == len(names)
+                notes = [one.note for one in seen if one.fate == common_pb2.CANDIDATE_FATE_NOT_SHORTLISTED]
+                return {note: notes.count(note) for note in notes}
+
+            assert await left_out("block: k = 2, shortlist = 'jsq'") == {"is not on the shortlist": 10}
+            assert await left_out("block: filter = 'num_running < 8', sample = 4, k = 1, shortlist = 'jsq'") == {
+                "does not pass the filter": 5, "was not drawn": 3, "is not on the shortlist": 3,
+            }  # fmt: skip
+            assert await left_out("power_of_two") == {"was not drawn": 10}
+            assert await left_out("round_robin") == {}
+
+    run(test)
+
+
+async def told(client: Client, decision: common_pb2.Decision) -> dict[str, common_pb2.Candidate]:
+    """Ask about a decision afterwards; its candidates by name, in their order."""
+    seen = (await explained(client, decision.request_id)).candidates
+    return {one.instance_id: one for one in sorted(seen, key=lambda one: str(one.instance_id))}
+
+
 def test_only_so_much_is_remembered() -> None:
     """The oldest decisions go, sooner where each has many candidates; the last one is always known."""
 
@@ -76,7 +117,7 @@ class Remembered:
     """As much of a placement as is remembered."""
 
     def __init__(self, candidates: list[Seen]) -> None:
-        self.candidates = candidates
+        self.candidates, self.rest = candidates, ()
 
 
 def test_an_explanation_is_short_and_to_the_point() -> None:
