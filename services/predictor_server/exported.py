@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from services.export.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.log_lines import say
 from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
+from services.predictor_server.promised import Lengths, Promised
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ SUMS = (
 )  # fmt: skip
 
 LOOK_CLOSELY_S = 0.25  # how often a file that does not change is looked at for signs of its engine's end
-MOST_LENGTHS = 1 << 16
-PROMISED = "promised/"  # before the ids of promised requests, which are their clients'
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
 
 
@@ -82,6 +81,7 @@ class ExportedEngine:
 
     def __init__(self, path: str, profile: Profile | None, residual: str, forget_s: float) -> None:
         """Follow the engine at a path; without a profile, forecast with the one that the engine names."""
+        self.lengths = Lengths()
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
@@ -95,8 +95,7 @@ class ExportedEngine:
         self._counters = Counters()
         self._num_steps = self._num_outcomes = 0  # that have been looked at
         self._looked_closely_s = 0.0
-        self._lengths: dict[str, tuple[int, Tag | None]] = {}  # by the client's id
-        self._promised: dict[str, Request] = {}
+        self._promised = Promised()
         self._shown: list[str] = []
 
     def look(self) -> Picture:
@@ -119,44 +118,21 @@ class ExportedEngine:
         """Write down what the file shows; times are on the engine's clock."""
         self.look()
         assert self._met is not None
-        tags = {
-            name: told
-            for name, (tokens, tag) in self._lengths.items()
-            if (told := Tag(median_tokens=tokens) if tokens else tag) is not None
-        }
-        reserved = tuple(replace(one, request_id=name) for name, one in self._promised.items())
-        return replace(snapshot_from_view(self._met.view, tags), reserved=reserved)
+        view = snapshot_from_view(self._met.view, self.lengths.as_tags())
+        return replace(view, reserved=self._promised.as_reserved())
 
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that the engine shows."""
         picture = self._picture or self.look()
-        if request.request_id in self._promised:
-            return
-        mine = replace(request, request_id=PROMISED + request.request_id, arrival_s=picture.now_s)
-        picture.engine.add(mine)
-        self._promised[request.request_id] = mine
-        self._changed()
+        if self._promised.add(request, picture.engine, picture.now_s):
+            self._changed()
 
     def withdraw(self, request_id: str) -> None:
         """Take a promised request out of the picture."""
-        if self._promised.pop(request_id, None) is None or self._met is None:
-            return
-        engine = self._met.twin.engine
-        engine.abort(PROMISED + request_id)
-        engine.unplace(PROMISED + request_id)
-        self._changed()
-
-    def expect(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
-        """Learn how long an answer will be."""
-        if tokens is not None or tag is not None:
-            if len(self._lengths) >= MOST_LENGTHS:
-                del self._lengths[next(iter(self._lengths))]
-            self._lengths[request_id] = (tokens or 0, tag)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget how long answers will be."""
-        for request_id in request_ids:
-            self._lengths.pop(request_id, None)
+        if self._met is None:
+            self._promised.drop(request_id)
+        elif self._promised.withdraw(request_id, self._met.twin.engine):
+            self._changed()
 
     def newly_shown(self) -> Sequence[str]:
         """Which requests the engine has shown for the first time."""
@@ -243,7 +219,7 @@ class ExportedEngine:
             num_slots=len(view.live),
             track_blocks=view.contents is not None,
         )
-        self._promised = {name: one for name, one in self._promised.items() if _is_taken(one, twin)}
+        self._promised.move_to(twin.engine)
         return Met.with_twin(view, twin)
 
     def _waited(self, met: Met, monotonic_s: float) -> Picture:
@@ -275,7 +251,7 @@ class ExportedEngine:
         for slot in new.tolist():
             row = view.requests[slot]
             name = _client_id(row)
-            tokens, tag = self._lengths.get(name, (0, None))
+            tokens, tag = self.lengths.of(name) or (0, None)
             met.known_tokens[slot] = tokens
             met.tag_median[slot], met.tag_spread[slot] = _tag_of(row, tag)
             self._shown.append(name)
@@ -312,15 +288,6 @@ def _named_by(view: View) -> Profile:
         return load_profile(name)
     except ValueError as error:
         raise UnreadableError(CORRUPT, f"{error}; the sidecar can be told another: --profile") from None
-
-
-def _is_taken(request: Request, twin: Twin) -> bool:
-    """Promise a request once more, to an engine that is new; tell whether that could be."""
-    try:
-        twin.engine.add(request)
-    except ValueError:
-        return False
-    return True
 
 
 def _client_id(row: np.void) -> str:

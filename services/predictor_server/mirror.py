@@ -6,14 +6,12 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine
 from predictor.forecast import Forecaster
-from predictor.lengths import Tag
 from predictor.profile import Profile
 from predictor.request import Request
 from predictor.snapshot import Snapshot
@@ -23,16 +21,15 @@ from services.log_lines import say
 from services.predictor_server.arrivals import Arrival, Guest
 from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
+from services.predictor_server.promised import Length, Lengths, Promised
 from services.predictor_server.settings import MirrorSettings
 from services.predictor_server.strangers import Strangers
 from services.predictor_server.totals import Totals
-from services.predictor_server.tracked import Length, shown_from, snapshot_from
+from services.predictor_server.tracked import shown_from, snapshot_from
 from services.predictor_server.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
-PROMISED = "promised/"  # before the ids of promised requests, which are their clients'
-MOST_LENGTHS = 1 << 16
 MOST_NOTES = 1 << 20
 STARTING = common_pb2.INSTANCE_STATE_STARTING
 SILENT_S = 1.0  # after which a request that should have shown a token is thought to wait
@@ -60,6 +57,7 @@ class MirroredEngine:
 
     def __init__(self, settings: MirrorSettings, profile: Profile, residual: str, forget_s: float) -> None:
         """Know what is given of the engine's settings; others are its own to tell, or the profile's to suggest."""
+        self.lengths = Lengths()
         self._profile = profile
         self._residual = residual
         self._given = dict(settings.engine)
@@ -76,8 +74,7 @@ class MirroredEngine:
         self._totals: Totals | None = None
         self._num_lost = 0
         self._guests: dict[str, Guest] = {}
-        self._lengths: dict[str, Length] = {}  # by the client's id, as schedulers told
-        self._promised: dict[str, Request] = {}
+        self._promised = Promised()
         self._shown: list[str] = []
         self._ended: list[Ended] = []
         self._num_ended = 0
@@ -152,39 +149,21 @@ class MirroredEngine:
         """Write down what is thought of the engine; times are on a clock of the sidecar's own."""
         picture = self.look()
         assert self._life is not None
-        reserved = tuple(replace(one, request_id=name) for name, one in self._promised.items())
-        return snapshot_from(self._life.tracker, self._all_lengths(self._life), reserved, picture.now_s)
+        lengths, reserved = self._all_lengths(self._life), self._promised.as_reserved()
+        return snapshot_from(self._life.tracker, lengths, reserved, picture.now_s)
 
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that are there."""
         picture = self._picture or self.look()
-        if request.request_id in self._promised:
-            return
-        mine = replace(request, request_id=PROMISED + request.request_id, arrival_s=picture.now_s)
-        picture.engine.add(mine)
-        self._promised[request.request_id] = mine
-        self._changed()
+        if self._promised.add(request, picture.engine, picture.now_s):
+            self._changed()
 
     def withdraw(self, request_id: str) -> None:
         """Take a promised request out of the picture."""
-        if self._promised.pop(request_id, None) is None or self._life is None:
-            return
-        engine = self._life.twin.engine
-        engine.abort(PROMISED + request_id)
-        engine.unplace(PROMISED + request_id)
-        self._changed()
-
-    def expect(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
-        """Learn how long an answer will be."""
-        if tokens is not None or tag is not None:
-            if len(self._lengths) >= MOST_LENGTHS:
-                del self._lengths[next(iter(self._lengths))]
-            self._lengths[request_id] = (tokens or 0, tag)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget how long answers will be."""
-        for request_id in request_ids:
-            self._lengths.pop(request_id, None)
+        if self._life is None:
+            self._promised.drop(request_id)
+        elif self._promised.withdraw(request_id, self._life.twin.engine):
+            self._changed()
 
     def newly_shown(self) -> Sequence[str]:
         """Which requests have come to the engine."""
@@ -391,13 +370,13 @@ class MirroredEngine:
         self._picture = None
         self._gained = (0.0, 0)
         self._guests.clear()
-        self._promised = {name: one for name, one in self._promised.items() if _is_taken(one, twin.engine)}
+        self._promised.move_to(twin.engine)
         return self._life
 
     def _all_lengths(self, life: Life) -> dict[str, Length]:
         lengths: dict[str, Length] = {}
         for name, guest in self._guests.items():
-            told = self._lengths.get(guest.arrival.request_id)
+            told = self.lengths.of(guest.arrival.request_id)
             lengths[name] = told or (guest.arrival.known_tokens or 0, guest.arrival.tag)
         lengths.update(life.strangers.lengths())
         return lengths
@@ -428,12 +407,3 @@ class MirroredEngine:
         self._serial += 1
         if self._picture is not None:
             self._picture.serial = self._serial
-
-
-def _is_taken(request: Request, engine: Engine) -> bool:
-    """Promise a request once more, to an engine that is new; tell whether that could be."""
-    try:
-        engine.add(request)
-    except ValueError:
-        return False
-    return True

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
-from predictor.lengths import Tag
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
+from services.predictor_server.promised import Lengths
 
 
 class DownError(Exception):
@@ -56,6 +56,7 @@ class EngineSource(Protocol):
     """Where a sidecar's picture of its engine comes from."""
 
     kind: common_pb2.StateSource.ValueType
+    lengths: Lengths  # of requests that the engine has not shown yet, or shows without
 
     def look(self) -> Picture:
         """Bring the picture up to date; DownError where there is nothing to be seen."""
@@ -68,12 +69,6 @@ class EngineSource(Protocol):
 
     def withdraw(self, request_id: str) -> None:
         """Take such a request out of the picture."""
-
-    def expect(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
-        """Learn how long an answer will be, before the engine shows its request."""
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget how long answers will be."""
 
     def newly_shown(self) -> Sequence[str]:
         """Which requests the engine has shown for the first time since this was last asked."""

@@ -110,7 +110,7 @@ class Sidecar:
         self.measures.pace.set(picture.counters.get("pace", 1.0))
         if ended := self.source.newly_ended():
             self.errors.compare(ended)
-            self.source.forget(one.request_id for one in ended)
+            self.source.lengths.forget(one.request_id for one in ended)
 
     def snapshot(self) -> Snapshot:
         """Write everything down; what is kept of the last look is not that any more."""
@@ -176,7 +176,7 @@ class Sidecar:
         if request.request_id not in self.reservations:
             self.source.promise(_hashed(request))
             tag = request.tag if not isinstance(request.tag, float | int) else None
-            self.source.expect(request.request_id, tokens=request.output_tokens, tag=tag)
+            self.source.lengths.expect(request.request_id, tokens=request.output_tokens, tag=tag)
             self._shows.allows(time.monotonic())
         return self.reservations.reserve(promise)
 
@@ -185,7 +185,7 @@ class Sidecar:
         if self.reservations.release(request_id) is None:
             return False
         self.source.withdraw(request_id)
-        self.source.forget([request_id])
+        self.source.lengths.forget([request_id])
         self.measures.ended("released")
         return True
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from predictor.lengths import Tag
 from predictor.request import Request
-from services.predictor_server.tracked import Length
+from services.predictor_server.promised import Length
 from services.predictor_server.tracker import Tracker
 
 MOST = 256

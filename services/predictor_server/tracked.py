@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from predictor.lengths import Tag
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from predictor.state import RUNNING, WAITING
 from predictor.transfer import snapshot_of
 from predictor.twin import Shown, ShownStep
 from services.export import layout
+from services.predictor_server.promised import Length
 from services.predictor_server.tracker import Tracker
 
 LIVE = [name for name in layout.LIVE.names or () if name not in ("serial", "num_hashes", "reserved")]
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
-
-Length = tuple[int, Tag | None]  # known tokens, 0 where nothing is certain; else a tag
 
 
 def shown_from(tracker: Tracker, lengths: Mapping[str, Length], now_s: float, most: int) -> Shown:
