@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.grpc_server import ServerSettings, Serving, refuse_taken, serving
+from tests.services.waiting import LIMIT_S, run
 
 PREDICT = predictor_pb2.PredictRequest(instance_id="a")
 WATCH = predictor_pb2.WatchRequest(instance_id="a")
@@ -77,16 +78,6 @@ async def sidecar(**settings: Any) -> AsyncIterator[tuple[Sidecar, Any, Any, Ser
         grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel,
     ):
         yield servicer, predictor_pb2_grpc.PredictorStub(channel), channel, here
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(limited())
 
 
 async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
@@ -207,7 +198,7 @@ def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() 
         entered: asyncio.Future[tuple[Any, ...]] = loop.create_future()
 
         async def serve() -> None:
-            async with sidecar(drain_s=15.0) as held:
+            async with sidecar(drain_s=LIMIT_S) as held:
                 entered.set_result(held)
                 await ended.wait()
 
@@ -233,7 +224,7 @@ def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() 
             assert (await under_way).instance_id == "a"
             begin_s = loop.time()
             await server
-            assert loop.time() - begin_s < 5
+            assert loop.time() - begin_s < LIMIT_S / 2
             assert (await refused(watch.read())).code() in (
                 grpc.StatusCode.CANCELLED,
                 grpc.StatusCode.UNAVAILABLE,

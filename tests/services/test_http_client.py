@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.http_client import BrokenError, ConnectError, HttpClient, Origin, origin_of, request_head
+from tests.services.waiting import run
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 Serve = Callable[[Reader, Writer], Awaitable[None]]
@@ -33,16 +34,6 @@ async def server(serve: Serve) -> AsyncIterator[tuple[Origin, HttpClient]]:
     async with listening:
         yield origin_of(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"), client
         client.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(30):
-            await test()
-
-    asyncio.run(limited())
 
 
 async def ask(client: HttpClient, origin: Origin, body: bytes = b"hello", within_s: float = 10.0) -> tuple[int, bytes]:
@@ -217,7 +208,7 @@ def test_a_deadline_moves_with_every_piece() -> None:
         for _ in range(8):
             writer.write(b"x")
             await writer.drain()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.3)
         await reader.read()
 
     async def test() -> None:
@@ -227,7 +218,7 @@ def test_a_deadline_moves_with_every_piece() -> None:
 
             async def read_on() -> None:
                 while True:
-                    received.append(await connection.read(1.0))
+                    received.append(await connection.read(2.0))
 
             with pytest.raises(TimeoutError):
                 await read_on()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,19 +23,10 @@ from services.instances import (
     source_from_name,
     watch,
 )  # fmt: skip
+from tests.services.waiting import run
 
 A = {"instance_id": "a", "engine_url": "http://10.0.0.7:8000", "sidecar_address": "10.0.0.7:50052", "models": ["m"]}
 B = {**A, "instance_id": "b", "state": "draining"}
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(limited())
 
 
 def names(instances: Instances | None) -> list[str] | None:

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.cluster import Child, Cluster, ClusterSettings, running
+from tests.services.waiting import PATIENCE_S, until
 
 MODEL = "tiny"
-PATIENCE_S = 60.0
 LIMIT_S = 480.0  # of one test
 NUM_ENGINES, NUM_SEATS = 3, 8
 ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
@@ -213,14 +212,3 @@ def is_some(number: float) -> bool:
 def is_none(number: float) -> bool:
     """0."""
     return number == 0
-
-
-async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within_s: float = PATIENCE_S) -> None:
-    """Look again and again until something is so."""
-    deadline_s = time.monotonic() + within_s
-    while True:
-        holds = condition()
-        if holds if isinstance(holds, bool) else await holds:
-            return
-        assert time.monotonic() < deadline_s, "waited in vain"
-        await asyncio.sleep(0.02)

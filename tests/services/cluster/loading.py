@@ -13,7 +13,8 @@ from services.http_client import origin_of
 from services.load.asking import Manner, body_of
 from services.load.plan import Planned
 from services.load.running import Limits, Result, Sender
-from tests.services.cluster.living import MODEL, PATIENCE_S
+from tests.services.cluster.living import MODEL
+from tests.services.waiting import PATIENCE_S
 
 MOST = 5000  # requests, should nobody stop the clients
 MANNER = Manner(model=MODEL, output="header")  # how long answers become only engines know, so the tagger is asked

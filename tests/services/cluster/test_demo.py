@@ -11,7 +11,7 @@ import pytest
 
 from services.cluster.demo import LONGEST_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
-from tests.services.cluster.living import PATIENCE_S
+from tests.services.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 

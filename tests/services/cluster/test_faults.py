@@ -14,20 +14,10 @@ import httpx
 import pytest
 
 from services.cluster import Child
-from tests.services.cluster.living import (
-    ENGINES,
-    MODEL,
-    NUM_SEATS,
-    PATIENCE_S,
-    SCHEDULERS,
-    SIDECARS,
-    Living,
-    is_none,
-    is_some,
-    until,
-)
+from tests.services.cluster.living import ENGINES, MODEL, NUM_SEATS, SCHEDULERS, SIDECARS, Living, is_none, is_some
 from tests.services.cluster.loading import is_error_event, loaded, was_flowing_and_ended_clean
 from tests.services.stub_sidecars import sidecars
+from tests.services.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 

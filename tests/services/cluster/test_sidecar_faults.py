@@ -12,9 +12,10 @@ from functools import partial
 import pytest
 
 from protos.block.v1 import predictor_pb2
-from tests.services.cluster.living import ENGINES, MODEL, SCHEDULERS, SIDECARS, Living, is_none, is_some, until
+from tests.services.cluster.living import ENGINES, MODEL, SCHEDULERS, SIDECARS, Living, is_none, is_some
 from tests.services.cluster.loading import Load, loaded
 from tests.services.stub_sidecars import sidecars
+from tests.services.waiting import until
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 

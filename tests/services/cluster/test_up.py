@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.services.cli.running import refusal
-from tests.services.cluster.living import PATIENCE_S
+from tests.services.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -47,6 +48,15 @@ class Emulated:
         assert answer.status_code == 200, answer.text
         body: dict[str, Any] = answer.json()
         return body
+
+    def ask_and_leave(self, **fields: Any) -> None:
+        """Ask for a whole answer, and leave as soon as the engine has the request."""
+        num_jobs = self.driver.num_jobs
+        content = json.dumps({"prompt": "Hello", "ignore_eos": True, **fields}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+        with socket.create_connection((self.client.base_url.host, self.client.base_url.port)) as asking:
+            asking.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + content)
+            self.until(lambda: self.driver.num_jobs > num_jobs)
 
     def order(self, **faults: Any) -> None:
         """Order faults; none of them is the engine well again."""

@@ -17,19 +17,9 @@ from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.grpc_server import ServerSettings
+from tests.services.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
-LIMIT_S = 60
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await test()
-
-    asyncio.run(limited())
 
 
 # Engines.

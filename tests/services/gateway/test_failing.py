@@ -22,11 +22,11 @@ from tests.services.gateway.stubs import (
     completes,
     event,
     hangs,
-    run,
     scene,
     streams,
     unreachable,
 )
+from tests.services.waiting import run
 
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 FAILED = common_pb2.FINISH_REASON_FAILED

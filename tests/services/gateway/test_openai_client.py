@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from protos.block.v1 import common_pb2
-from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, Call, Scene, event, run, scene
+from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, Call, Scene, event, scene
+from tests.services.waiting import run
 
 KEY = "sk-test"
 HI = [{"role": "user", "content": "Say hello"}]

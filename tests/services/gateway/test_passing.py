@@ -12,19 +12,8 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from services.gateway.server import listening
-from tests.services.gateway.stubs import (
-    COMPLETION,
-    DONE,
-    LIMIT_S,
-    LOCAL,
-    STREAM,
-    Call,
-    completes,
-    event,
-    run,
-    scene,
-    streams,
-)
+from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, STREAM, Call, completes, event, scene, streams
+from tests.services.waiting import LIMIT_S, run
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 LENGTH = common_pb2.FINISH_REASON_LENGTH

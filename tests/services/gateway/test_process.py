@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from tests.services.cli.running import block, refusal
-from tests.services.gateway.stubs import LOCAL, STREAM, Call, completes, engines, run
+from tests.services.gateway.stubs import LOCAL, STREAM, Call, completes, engines
+from tests.services.waiting import run
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 ASKING = {"model": "tiny", "prompt": "Say hello", "stream": True}

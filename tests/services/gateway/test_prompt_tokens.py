@@ -12,7 +12,8 @@ from services.block_names import SEED, block_names
 from services.front.asking import MOST_TOKEN_IDS, read_body
 from services.front.prompt_sizes import PromptSizes
 from services.front.prompt_tokens import MOST_BYTES, PromptTokens
-from tests.services.gateway.stubs import completes, run, scene
+from tests.services.gateway.stubs import completes, scene
+from tests.services.waiting import run
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -15,8 +15,9 @@ from services.front.asking import read_body
 from services.front.refusals import RefusedError
 from services.gateway.keys import ApiKeys
 from services.gateway.settings import GatewaySettings
-from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, run, scene
+from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, scene
 from tests.services.gateway.test_failing import error_of
+from tests.services.waiting import run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -17,7 +17,8 @@ from services.load.asking import Manner
 from services.load.plan import Planned
 from services.load.report import met, summary, table, write_csv
 from services.load.running import Limits, Result, run_plan
-from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, run, unreachable
+from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, unreachable
+from tests.services.waiting import run
 
 NO_SLO = Slo()
 

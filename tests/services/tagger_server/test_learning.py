@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from services.tagger_server.outcomes import recording
 from services.tagger_server.reloading import Watched, linear_from, reloading
 from services.tagger_server.service import TaggerService
 from tests.services.cli.running import answer, block, refusal
+from tests.services.waiting import PATIENCE_S, run, until
 
-PATIENCE_S = 60.0
 STOP = common_pb2.FINISH_REASON_STOP
 
 
@@ -46,22 +46,6 @@ class Reader:
         if self.fails:
             raise RuntimeError("out of order")
         return [Estimate(median_tokens=self.tokens, spread=0.2, confidence=0.9, estimator="roberta") for _ in queries]
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await test()
-
-    asyncio.run(limited())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def missed(registry: CollectorRegistry, why: str) -> float:

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from io import StringIO
@@ -31,6 +31,7 @@ from services.cli import serve_tagger
 from services.grpc_server import ServerSettings, serving
 from services.tagger_server.service import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
 from tests.services.cli import running as cli
+from tests.services.waiting import run
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 STOP = common_pb2.FINISH_REASON_STOP
@@ -50,16 +51,6 @@ async def tagger(
         grpc.aio.insecure_channel(f"127.0.0.1:{here.port}", options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
         yield tagger_pb2_grpc.LengthTaggerStub(channel), channel, registry
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(limited())
 
 
 def asking(prompt: bytes = b"", **request: Any) -> tagger_pb2.TagRequest:
