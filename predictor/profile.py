@@ -72,6 +72,22 @@ class SuggestedEngine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transit:
+    """Seconds that a request needs from its client to the engine's loop, and a token back, as far as was measured."""
+
+    inward_s: float = 0.0
+    outward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no time."""
+        for spec in fields(self):
+            require_seconds(spec.name, getattr(self, spec.name))
+
+
+NO_TRANSIT = Transit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The latency profile of one model on one kind of GPU."""
 
@@ -87,6 +103,7 @@ class Profile:
     error: HeldOutError | None
     source: str
     engine: SuggestedEngine = field(default_factory=SuggestedEngine)
+    transit: Transit = NO_TRANSIT
 
     def __post_init__(self) -> None:
         """Refuse a profile of another format, or one that does not say what it is."""
@@ -165,12 +182,15 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "valid": _plain(profile.valid),
         "error": None if profile.error is None else _plain(profile.error),
         "engine": _plain(profile.engine),
+        **({} if profile.transit == NO_TRANSIT else {"transit": _plain(profile.transit)}),
         "step_time": step_time_to_dict(profile.step_time),
     }
 
 
 def profile_from_dict(data: object) -> Profile:
     """Build a profile from plain data, refusing unknown and missing fields and bad values by name."""
+    if isinstance(data, Mapping) and "transit" not in data:  # it is told where it was measured
+        data = {**data, "transit": _plain(NO_TRANSIT)}
     given = _require_fields("", data, [spec.name for spec in fields(Profile)], required_first="version")
     error = given["error"]
     parts = {
@@ -178,6 +198,7 @@ def profile_from_dict(data: object) -> Profile:
         "valid": _build("valid", ValidRange, given["valid"]),
         "error": None if error is None else _build("error", HeldOutError, error),
         "engine": _build("engine", SuggestedEngine, given["engine"]),
+        "transit": _build("transit", Transit, given["transit"]),
     }
     return Profile(**{**given, **parts})
 

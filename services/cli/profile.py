@@ -1,19 +1,26 @@
-"""`block profile`: latency profiles; what there is, fitted from data, or estimated from a data sheet."""
+"""`block profile`: latency profiles; what there is, measured, fitted from data, or estimated from a data sheet."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from predictor.profile import Profile, load_profile, profile_names, profile_to_json
+from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from services.cli.engine_options import profile_named
 from services.codec import read_json
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+BAR = 100
+MEASURED = ("source", "num_requests", "num_batches", "num_disturbed", "num_preemptions", "took_s")
 
 
 @click.group()
@@ -50,6 +57,73 @@ def _line(chosen: Profile) -> str:
         error = "estimated from data sheets, not measured"
     engine = f"{chosen.model} on {chosen.tensor_parallel} x {chosen.gpu}, {chosen.dtype}"
     return f"{chosen.name:32} {engine}: {chosen.kind}, {error}"
+
+
+@profile.command()
+@click.option("--engine-url", default="", envvar="BLOCK_ENGINE_URL", help="A running engine's HTTP server.")
+@click.option("--state-file", default="", envvar="BLOCK_STATE_FILE", help="Where it shows its state.")
+@click.option("--start", default="", metavar="COMMAND", help="Start one: 'vllm serve MODEL …'; it is ended afterwards.")
+@click.option("--start-timeout", default="10m", show_default=True, help="Until a started one must serve.")
+@click.option("--budget", default="3m", show_default=True, help="How long to measure: 90s, 3m.")
+@click.option("--name", default="", help="What to call the profile; the model's name and the GPU's if not given.")
+@click.option("--gpu", default="", help="The GPU's name; this machine's if not given, or CPU.")
+@click.option("--tensor-parallel", type=int, default=1, show_default=True)
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the lengths in mixed batches.")
+@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
+@click.option("--json", "as_json", is_flag=True, help="What was measured, and the profile, as one object.")
+def measure(output: str | None, *, budget: str, start_timeout: str, as_json: bool, **orders: Any) -> None:
+    """Measure an engine that shows its state: planned batches through its API, their step times, a fit.
+
+    It needs the engine for itself meanwhile. An API key is taken from BLOCK_ENGINE_API_KEY.
+    """
+    import uvloop
+
+    from services.profiling.running import Orders, measured_profile, seconds_of
+
+    told = Orders(
+        budget_s=seconds_of(budget, "budget"),
+        start_s=seconds_of(start_timeout, "start_timeout"),
+        api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
+        **orders,
+    )
+    _require_folder(output)
+    with _bar() as progress:
+        made, measured = uvloop.run(measured_profile(told, progress))
+    if output is not None:
+        _save(made, output)
+    if as_json:
+        about = {name: getattr(measured, name) for name in MEASURED}
+        engine = asdict(measured.config)
+        click.echo(json.dumps({"engine": engine, **about, "profile": profile_to_dict(made)}))
+    elif output is None:
+        click.echo(profile_to_json(made), nl=False)
+    else:
+        click.echo(_line(made))
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[float], None]]:
+    """Show how much of the budget is spent, on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    shown = 0
+    with click.progressbar(length=BAR, label="measuring", show_pos=False, file=sys.stderr) as bar:
+
+        def show(share: float) -> None:
+            nonlocal shown
+            if (reached := int(share * BAR)) > shown:
+                bar.update(reached - shown)
+                shown = reached
+
+        yield show
+
+
+def _require_folder(output: str | None) -> None:
+    """Find out before minutes of work whether there is a place for what they bring."""
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise ValueError(f"output: {output} cannot be written: there is no such folder")
 
 
 @profile.group()
@@ -138,8 +212,12 @@ def _write(fitted: Profile, output: str | None) -> None:
     if output is None:
         click.echo(profile_to_json(fitted), nl=False)
         return
+    _save(fitted, output)
+    click.echo(_line(fitted))
+
+
+def _save(made: Profile, output: str) -> None:
     try:
-        Path(output).write_text(profile_to_json(fitted), encoding="utf-8")
+        Path(output).write_text(profile_to_json(made), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{output}: cannot be written: {error.strerror}") from None
-    click.echo(_line(fitted))

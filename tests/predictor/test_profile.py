@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from predictor.profile import (
     CONSTANT,
     FITTED,
     Profile,
+    Transit,
     constant_profile,
     load_profile,
     profile_from_dict,
@@ -116,6 +118,15 @@ def test_written_and_read_back(name: str) -> None:
     profile = load_profile(name)
     assert profile_from_json(profile_to_json(profile)) == profile
     assert profile_from_dict(json.loads(json.dumps(profile_to_dict(profile)))) == profile
+
+
+def test_the_way_to_the_loop_is_kept_where_it_was_measured() -> None:
+    """It is written where there is one, and a profile that says nothing of it is read as before."""
+    measured = replace(constant_profile(), transit=Transit(inward_s=0.01, outward_s=0.002))
+    assert profile_from_json(profile_to_json(measured)) == measured
+    assert "transit" not in profile_to_dict(constant_profile())
+    with pytest.raises(ValueError, match="transit.inward_s"):
+        profile_from_dict(profile_to_dict(constant_profile()) | {"transit": {"inward_s": -1, "outward_s": 0}})
 
 
 def test_unknown_name_gets_the_nearest() -> None:

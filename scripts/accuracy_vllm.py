@@ -1,0 +1,433 @@
+"""How good forecasts and choices are beside real vLLM engines: predicted against measured, request by request.
+
+Two engines of vLLM's CPU build serve a random model of a size that a core bears, each on a core of its own with one
+thread. Their profiles are measured first, both at the same time, as they will run (`block profile measure`). Then
+requests with ShareGPT's lengths, cut to fit, come as a Poisson process at `--load` of what the engine model says that
+two such engines can serve, through a gateway and a scheduler that know the true lengths.
+
+- `{mode}.{ttft|tpot|e2e}_error`: of what the reply's headers predicted, against what the client measured from sending
+  on; `median` is of the absolute relative error, `bias` of the signed one.
+- `{mode}.spearman`: rank correlation of predicted and measured e2e, over the requests of both instances.
+- `{mode}.best_instance_share`: of a sample of requests that are decided on and then sent to both engines at the same
+  time, how many ended first on the instance that was chosen; `chosen_over_best` is by how much longer they took there.
+
+Mode `plugin` reads what the engines show of themselves; `mirror` stands as a proxy before them and is told nothing.
+The two engines share memory and caches, and gateway, scheduler and this script run on the same cores: a forecast
+cannot know that. `cpu_share` tells how much of the machine went to what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import uvloop
+from scipy.stats import spearmanr
+
+from predictor.profile import Profile, profile_to_json
+from predictor.request import Request
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.cluster.child import Child
+from services.export.reader import Reader
+from services.export.snapshot import config_of
+from services.http_client import origin_of
+from services.load.asking import Manner, body_of
+from services.load.plan import Planned, Timing, arrival_times
+from services.load.running import Limits, Result, Sender, run_plan
+from services.log_lines import configure
+from services.profiling.running import Orders, measured_profile, seconds_of
+from services.profiling.starting import Started, started
+from services.simulator.replay import replay
+
+MODEL = "tiny"
+MODES = ("plugin", "mirror")
+VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+VOCABULARY = 2048
+LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
+# ShareGPT v3's: mean and standard deviation of the logarithm, cut to what such engines can answer within seconds
+PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
+ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+WITHIN_S = 600.0
+WARM_UP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One engine, and its profile."""
+
+    name: str
+    engine: Started
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """A request that was sent to all engines: which was chosen, and what it took on each."""
+
+    chosen: str
+    e2e_s: dict[str, float]
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mode", choices=(*MODES, "both"), default="both")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--load", type=float, default=0.85, help="share of what the engines can serve")
+    parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
+    parser.add_argument("--sample", type=float, default=0.05, help="share of requests that are sent to both")
+    parser.add_argument("--budget", default="150s", help="for the profiles")
+    parser.add_argument("--hidden", type=int, default=512, help="size of the model")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="the Python that has it")
+    parser.add_argument("--records", metavar="FILE", help="a JSON line for each request")
+    arguments = parser.parse_args()
+    if not Path(arguments.vllm).exists():
+        sys.exit(f"accuracy_vllm: there is no vLLM at {arguments.vllm}: `make vllm`, or set BLOCK_VLLM_PYTHON")
+    configure("warning", "text")
+    with tempfile.TemporaryDirectory() as folder:
+        results = uvloop.run(measure(arguments, Path(folder)))
+    if arguments.json:
+        report = {"bench": "accuracy_vllm", "machine": machine(), "settings": vars(arguments), "results": results}
+        print(json.dumps(report))
+        return
+    for row in results:
+        print(f"{row['name']:36} {row['value']:12.4f} {row['unit']:9} n={row['n']}")
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Start the engines, measure their profiles, and send the load once for each mode."""
+    model = tiny_model(folder / "model", arguments.hidden, arguments.layers)
+    results: list[dict[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        say("starting engines")
+        starting = [
+            stack.enter_async_context(started(command, str(folder / f"{name}.state"), WITHIN_S))
+            for name, command in commands(arguments, model)
+        ]
+        engines = await asyncio.gather(*starting)
+        say("measuring profiles")
+        instances = await profiled(engines, arguments)
+        for one in instances:
+            if one.profile.error is not None:
+                results.append(row(f"profile_error.{one.name}", one.profile.error.p50, "ratio", one.profile.error.n))
+            for name, value in asdict(one.profile.transit).items():
+                results.append(row(f"transit.{name.removesuffix('_s')}_ms.{one.name}", 1000 * value, "ms", 1))
+        plan = plan_of(arguments, instances)
+        results.append(row("rate", (len(plan) - 1) / plan[-1].due_s, "requests/s", len(plan)))
+        for number, mode in enumerate(MODES):
+            if arguments.mode in (mode, "both"):
+                say(f"{mode}: {len(plan)} requests in about {plan[-1].due_s:.0f} s")
+                results += await loaded(mode, plan, instances, folder, arguments, seed=10 * arguments.seed + number)
+    return results
+
+
+def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
+    """Say how each engine is started: with one thread, on a core of its own."""
+    vllm = Path(arguments.vllm).with_name("vllm")
+    cores = sorted(os.sched_getaffinity(0))
+    for number in range(arguments.instances):
+        yield (
+            f"vllm-{number}",
+            (
+                "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1"
+                f" VLLM_CPU_OMP_THREADS_BIND=nobind taskset -c {cores[number % len(cores)]}"
+                f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
+                f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
+                f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
+                f" --host 127.0.0.1 --port {free_port()}"
+            ),
+        )
+
+
+def tiny_model(folder: Path, hidden: int, layers: int) -> Path:
+    """A model nobody has trained, with a tokenizer that knows single characters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir()
+    heads = max(1, hidden // 64)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "vocab_size": VOCABULARY, "max_position_embeddings": 2 * LONGEST,
+        "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["<unk>", "<s>", "</s>", *(chr(number) for number in range(32, 127))]
+    words += [f"w{number}" for number in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    return folder
+
+
+async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Instance]:
+    """Measure all engines at the same time: that is how they will run."""
+    orders = [
+        Orders(
+            engine_url=engine.url,
+            state_file=engine.state_file,
+            budget_s=seconds_of(arguments.budget, "budget"),
+            name=f"measured-{number}",
+            gpu="CPU",
+            seed=number,
+        )
+        for number, engine in enumerate(engines)
+    ]
+    made = await asyncio.gather(*(measured_profile(one, lambda _: None) for one in orders))
+    return [
+        Instance(name=f"vllm-{number}", engine=engine, profile=profile)
+        for number, (engine, (profile, _)) in enumerate(zip(engines, made, strict=True))
+    ]
+
+
+def plan_of(arguments: argparse.Namespace, instances: Sequence[Instance]) -> list[Planned]:
+    """Draw lengths and arrivals."""
+    generator = np.random.default_rng(arguments.seed)
+    prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
+    answers = lengths(generator, ANSWER_LOG, MOST_ANSWER, arguments.requests)
+    rate = arguments.rate or arguments.load * sum(capacity(one, prompts, answers) for one in instances)
+    due_s = arrival_times(arguments.requests, Timing(kind="poisson", rate=rate), generator)
+    return [
+        Planned(request_id=str(number), due_s=due, prompt_tokens=prompt, output_tokens=answer)
+        for number, (due, prompt, answer) in enumerate(zip(due_s, prompts, answers, strict=True))
+    ]
+
+
+def lengths(generator: np.random.Generator, law: tuple[float, float], most: int, num: int) -> list[int]:
+    """Draw log-normal lengths, those beyond the most anew."""
+    drawn: list[int] = []
+    while len(drawn) < num:
+        length = round(float(generator.lognormal(*law)))
+        if 2 <= length <= most:
+            drawn.append(length)
+    return drawn
+
+
+def capacity(instance: Instance, prompts: Sequence[int], answers: Sequence[int]) -> float:
+    """Requests per second that the engine model serves where all are there from the beginning."""
+    requests = [
+        Request(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    reader = Reader(instance.engine.state_file)
+    try:
+        outcomes = replay(config_of(reader.read()), instance.profile.step_time, requests)
+    finally:
+        reader.close()
+    return len(requests) / max(outcome.finished_s or 0.0 for outcome in outcomes)
+
+
+async def loaded(
+    mode: str, plan: Sequence[Planned], instances: Sequence[Instance], folder: Path, arguments: argparse.Namespace,
+    *, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Start what stands before the engines, send the load, and sum up."""
+    generator = np.random.default_rng(seed)
+    chosen = set(generator.choice(len(plan), round(arguments.sample * len(plan)), replace=False).tolist())
+    sampled = [one for number, one in enumerate(plan) if number in chosen]
+    others = [one for number, one in enumerate(plan) if number not in chosen]
+    manner = Manner(model=MODEL, seed=seed)  # other prompts than before: nothing of them is cached
+    limits = Limits(timeout_s=WITHIN_S)
+    children: list[Child] = []
+    try:
+        urls, scheduler, gateway = await front_of(mode, instances, folder, children)
+        await run_plan(warm_up(), gateway, manner, limits, lambda _: None)
+        used, start_s = processor_times(children), time.monotonic()
+        results, both = await asyncio.gather(
+            run_plan(others, gateway, manner, limits, lambda _: None),
+            broadcast(sampled, scheduler, urls, manner, limits),
+        )
+        wall_s = time.monotonic() - start_s
+        used = {kind: seconds - used.get(kind, 0.0) for kind, seconds in processor_times(children).items()}
+    finally:
+        for child in reversed(children):
+            await child.stop()
+    if arguments.records:
+        record(arguments.records, mode, results)
+    rows = summed_up(results, both)
+    rows += [
+        row(f"cpu_share.{kind}", seconds / wall_s / (os.cpu_count() or 1), "of all", 1)
+        for kind, seconds in used.items()
+    ]
+    return [replace_name(one, f"{mode}.{one['name']}") for one in rows]
+
+
+def warm_up() -> list[Planned]:
+    """A few requests that do not count."""
+    return [
+        Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=8)
+        for number in range(WARM_UP)
+    ]
+
+
+async def front_of(
+    mode: str, instances: Sequence[Instance], folder: Path, children: list[Child]
+) -> tuple[dict[str, str], str, Any]:
+    """Start sidecars, a tagger, a scheduler and a gateway; give the engines' URLs, and where the last two listen."""
+
+    async def start(name: str, *words: str, proxy: bool = False) -> Child:
+        children.append(Child(name, *words, proxy_port=0 if proxy else None))
+        await children[-1].start()
+        return children[-1]
+
+    urls, listed = {}, []
+    for one in instances:
+        profile = folder / f"{one.name}.json"
+        profile.write_text(profile_to_json(one.profile))
+        words = ["predictor", "--instance-id", one.name, "--engine-url", one.engine.url, "--profile", str(profile)]
+        words += ["--stall-s", "30"]
+        if mode == "plugin":
+            words += ["--state-file", one.engine.state_file]
+        else:
+            words += ["--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(STEP_TOKENS)]
+        sidecar = await start(f"predictor-{one.name}", *words, proxy=mode == "mirror")
+        urls[one.name] = one.engine.url if mode == "plugin" else f"http://127.0.0.1:{sidecar.proxy_port}"
+        listed += ["--instance", f"{one.name}={urls[one.name]},127.0.0.1:{sidecar.port}"]
+    tagger = await start("tagger", "tagger")
+    scheduler = await start(
+        "scheduler", "scheduler", *listed, "--tagger", f"127.0.0.1:{tagger.port}", "--sidecar-deadline-ms", "1000",
+        "--tagger-deadline-ms", "200",
+    )  # fmt: skip
+    gateway = await start("gateway", "gateway", "--scheduler", f"127.0.0.1:{scheduler.port}", "--schedule-s", "10")
+    return urls, f"127.0.0.1:{scheduler.port}", origin_of(f"http://127.0.0.1:{gateway.port}")
+
+
+async def broadcast(
+    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], manner: Manner, limits: Limits
+) -> list[Both]:
+    """Have the scheduler decide on each request when it is due, and send it to every engine at once."""
+    start_s = time.monotonic()
+    senders = {name: Sender(origin_of(url), manner, limits) for name, url in urls.items()}
+
+    async def one(planned: Planned, stub: Any) -> Both | None:
+        await asyncio.sleep(max(0.0, start_s + planned.due_s - time.monotonic()))
+        asked = common_pb2.Request(
+            request_id=f"sample-{planned.request_id}", model=MODEL, prompt_tokens=planned.prompt_tokens,
+            max_tokens=planned.output_tokens, ignore_eos=True,
+        )  # fmt: skip
+        told = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=asked, dry_run=True), timeout=WITHIN_S)
+        body = json.loads(body_of(planned, manner)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
+        encoded, now_s = json.dumps(body).encode(), time.monotonic()
+        results = {name: Result(plan=planned) for name in urls}
+        await asyncio.gather(*(senders[name].send(planned, encoded, now_s, result) for name, result in results.items()))
+        ends = {name: result.e2e_s for name, result in results.items() if result.failure is None and result.e2e_s}
+        return Both(chosen=told.decision.instance.instance_id, e2e_s=ends) if len(ends) == len(urls) else None
+
+    try:
+        async with grpc.aio.insecure_channel(scheduler) as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            ended = await asyncio.gather(*(one(planned, stub) for planned in sampled))
+    finally:
+        for sender in senders.values():
+            sender.close()
+    return [both for both in ended if both is not None]
+
+
+def summed_up(results: Sequence[Result], both: Sequence[Both]) -> list[dict[str, Any]]:
+    """Put the figures together."""
+    good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
+    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
+    for name in ("ttft", "tpot", "e2e"):
+        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
+        errors = [(predicted - actual) / actual for predicted, actual in pairs]
+        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
+        values = [actual for _, actual in pairs]
+        rows += [row(f"{name}_s.p{share}", float(np.percentile(values, share)), "s", len(values)) for share in (50, 99)]
+    pairs = [pair for one in good if (pair := predicted_and_actual(one, "e2e")) is not None]
+    rows.append(row("spearman", float(spearmanr(*zip(*pairs, strict=True)).statistic), "ratio", len(pairs)))
+    if both:
+        best = [one.e2e_s[one.chosen] <= min(one.e2e_s.values()) for one in both]
+        over = [one.e2e_s[one.chosen] / min(one.e2e_s.values()) - 1 for one in both]
+        rows.append(row("best_instance_share", sum(best) / len(best), "ratio", len(best)))
+        rows.append(row("chosen_over_best.mean", statistics.mean(over), "ratio", len(best)))
+    decided = [1000 * one.decision_s for one in good if one.decision_s is not None]
+    rows.append(row("decision_ms.p50", statistics.median(decided), "ms", len(decided)))
+    rows.append(row("sent_late_ms.p99", 1000 * float(np.percentile([one.sent_s for one in good], 99)), "ms", len(good)))
+    return rows
+
+
+def predicted_and_actual(one: Result, name: str) -> tuple[float, float] | None:
+    """What was predicted at the decision, and what was measured from the sending on."""
+    if one.predicted_ttft_s is None or one.predicted_e2e_s is None or one.ttft_s is None or one.e2e_s is None:
+        return None
+    if name != "tpot":
+        return getattr(one, f"predicted_{name}_s"), getattr(one, f"{name}_s") - one.sent_s
+    if one.tpot_s is None:
+        return None
+    return (one.predicted_e2e_s - one.predicted_ttft_s) / (one.output_tokens - 1), one.tpot_s
+
+
+def record(path: str, mode: str, results: Sequence[Result]) -> None:
+    """Write a line for each request."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"mode": mode, **asdict(one)}) + "\n" for one in results)
+
+
+def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
+    """One result."""
+    return {"name": name, "value": value, "unit": unit, "n": n}
+
+
+def replace_name(one: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same result under another name."""
+    return {**one, "name": name}
+
+
+def processor_times(children: Sequence[Child]) -> dict[str, float]:
+    """Processor seconds used so far: by all processes of a kind, by this one, and by the whole machine."""
+    used: dict[str, float] = {}
+    for child in children:
+        fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        kind = child.name.partition("-")[0]
+        used[kind] = used.get(kind, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    used["load"] = time.process_time()
+    busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+    used["machine"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S
+    return used
+
+
+def free_port() -> int:
+    """Find a port that nobody uses now."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def say(text: str) -> None:
+    """Tell those who wait."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """What this was measured on."""
+    return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Measuring an emulated engine, whose step times are known, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from predictor.fitting.regression import COLUMNS, Steps, predict
+from predictor.profile import profile_from_json
+from services.export.reader import Reader
+from services.http_client import origin_of
+from services.profiling.fitted import profile_of, transit_of
+from services.profiling.measuring import Measured, Wish, measure
+from services.profiling.running import seconds_of
+from tests.services.cli.running import block, refusal
+from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
+
+SPEED = 50.0
+BUDGET_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
+    """An engine that is fast, but not so fast that nobody could follow it."""
+    with emulated(tmp_path_factory.mktemp("engine"), speed=SPEED) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def measured(engine: Emulated) -> Measured:
+    """What a short budget finds out."""
+    return asyncio.run(measure(wish(engine), lambda _: None))
+
+
+def wish(engine: Emulated, budget_s: float = BUDGET_S) -> Wish:
+    """Measure this engine."""
+    return Wish(origin=origin_of(str(engine.client.base_url)), state_file=str(engine.state_file), budget_s=budget_s)
+
+
+def test_it_finds_the_engines_settings_by_itself(measured: Measured) -> None:
+    """Blocks, seats and token budget are those that the engine was started with."""
+    assert measured.config.num_gpu_blocks == CONFIG.num_gpu_blocks
+    assert measured.config.max_num_seqs == CONFIG.max_num_seqs
+    suggested = profile_of(measured, name="it", gpu="none").engine
+    assert (suggested.block_size, suggested.max_num_batched_tokens) == (
+        CONFIG.block_size,
+        CONFIG.max_num_batched_tokens,
+    )
+
+
+def test_the_fit_comes_out_as_the_engine_is(measured: Measured) -> None:
+    """Steps that the fit never saw are foretold within a few per cent, and so are batches nobody ran."""
+    profile = profile_of(measured, name="it", gpu="none")
+    assert profile.error is not None
+    assert profile.error.p50 < 0.03
+    rows = np.array([(n, n, n, n * context, 0, 0, 0, 0, 1.0) for n in (1, 3, 6) for context in (20, 150, 500)], float)
+    unseen = Steps(**dict(zip(COLUMNS, rows.T, strict=True)))
+    assert np.median(np.abs(predict(profile.step_time, unseen) / predict(A30.step_time, unseen) - 1)) < 0.1
+
+
+def test_all_kinds_of_steps_were_seen_and_nobody_was_preempted(measured: Measured) -> None:
+    """Prompts alone, decodes alone, and both at once; several requests at a time."""
+    steps = measured.steps
+    for prefills, decodes in ((True, False), (False, True), (True, True)):
+        assert np.any(((steps["num_prefills"] > 0) == prefills) & ((steps["num_decodes"] > 0) == decodes))
+    assert steps["num_decodes"].max() >= 4
+    assert measured.num_preemptions == 0
+    assert measured.num_disturbed == 0
+
+
+def test_no_prompt_hits_the_prefix_cache(engine: Emulated, measured: Measured) -> None:
+    """Caching is on, and every prompt is computed in full."""
+    assert measured.config.enable_prefix_caching
+    reader = Reader(str(engine.state_file))
+    assert int(reader.read().state["prefix_hits"]) == 0
+    reader.close()
+
+
+def test_the_way_to_the_loop_and_back_takes_time(measured: Measured) -> None:
+    """It is told where enough requests came to an idle engine, and it is left out where too few did."""
+    transit = transit_of(measured.transits)
+    assert transit.inward_s > 0
+    assert transit.outward_s > 0
+    assert transit_of(measured.transits[:2]).inward_s == 0
+
+
+def test_an_engine_with_other_traffic_is_not_measured(tmp_path: Path) -> None:
+    """A request of somebody else that does not end in time is told of in one line."""
+    with emulated(tmp_path, speed=1.0) as slow:
+        asked = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with slow.client.stream("POST", "/v1/completions", json=asked) as other:
+            pieces = other.iter_bytes()
+            next(pieces)
+            with pytest.raises(ValueError, match="engine: others send it requests"):
+                asyncio.run(measure(wish(slow, 5.0), lambda _: None))
+            next(pieces)  # it is still at it
+        slow.until(slow.is_idle)
+
+
+def test_requests_that_come_in_between_spoil_no_steps(engine: Emulated, measured: Measured) -> None:
+    """A batch with strangers in it does not count, and the others are enough."""
+    assert measured
+
+    async def disturbed() -> Measured:
+        measuring = asyncio.create_task(measure(wish(engine, 6.0), lambda _: None))
+        await asyncio.sleep(0)
+        while not measuring.done():
+            await asyncio.to_thread(engine.complete, max_tokens=30)
+            await asyncio.wait([measuring], timeout=1.0)
+        return await measuring
+
+    result = asyncio.run(disturbed())
+    assert 0 < result.num_disturbed < result.num_batches
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("3m", 180), ("1.5h", 5400)])
+def test_budgets_have_units(text: str, seconds: float) -> None:
+    """Seconds, minutes, hours."""
+    assert seconds_of(text, "budget") == seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--budget", "soon"), "budget"),
+        (("--engine-url", "http://127.0.0.1:1", "--state-file", "/nowhere", "--budget", "1s"), "budget"),
+        (("--engine-url", "http://127.0.0.1:1", "--state-file", "/nowhere"), "state_file"),
+        (("--engine-url", "http://127.0.0.1:1"), "state_file"),
+        ((), "engine_url"),
+        (("--engine-url", "http://127.0.0.1:1", "--start", "vllm serve"), "engine_url"),
+        (("--start", "/nowhere/vllm serve MODEL"), "start"),
+        (("--start", "false"), "start: it ended"),
+        (("--start", "false", "-o", "/nowhere/profile.json"), "output"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], complaint: str) -> None:
+    """The line names what is wrong."""
+    assert complaint in refusal("profile", "measure", *flags)
+
+
+def test_the_command_starts_an_engine_measures_it_and_ends_it(tmp_path: Path) -> None:
+    """It writes a profile that can be read, tells what it was measured from, and leaves nothing running."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    state, made = tmp_path / "engine.state", tmp_path / "made.json"
+    command = (
+        f"{sys.executable} -m services.cli serve engine --profile llama-2-7b-a30 --speed 50 --port {port}"
+        f" --state-file {state}"
+    )
+    flags = ("--start", command, "--state-file", str(state), "--budget", "5s", "--gpu", "A30", "-o", str(made))
+    done = block("profile", "measure", *flags, "--json", "--start-timeout", "5m")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    profile = profile_from_json(made.read_text())
+    assert (profile.model, profile.gpu) == (A30.model, "A30")
+    assert profile.transit.inward_s > 0
+    assert told["engine"]["max_num_seqs"] == 48
+    assert told["num_batches"] > 0
+    assert not state.exists()
