@@ -1,0 +1,137 @@
+"""The files by which others run it: every command line in them is one that its program takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from services.cli import block
+from services.instances import instances_from_file
+from tests.conformance.vllm_side import interpreter
+from tests.deploy.engines import need_vllm
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+COMPOSE = DEPLOY / "compose" / "compose.yaml"
+TAKES = """
+import sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for line in sys.stdin:
+    make_arg_parser(FlexibleArgumentParser()).parse_args(line.split())
+"""
+
+
+def command_of(unit: Path) -> list[str]:
+    """The command line of a unit, for instance 1, as systemd and the shell would have it."""
+    text = unit.read_text().replace("%i", "1")
+    (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", text, re.MULTILINE))
+    words = shlex.split(line.replace("$$", "$"))
+    if words[:2] == ["/bin/sh", "-c"]:
+        script = re.sub(r'"?\$(\w+)"?', lambda found: variables[found[1]], words[2])
+        words = shlex.split(script.removeprefix("exec "))
+    return words
+
+
+def services() -> dict[str, dict[str, object]]:
+    """The containers."""
+    return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text()))["services"]
+
+
+def commands(program: str) -> Iterator[list[str]]:
+    """What a program is told, by units and containers."""
+    for unit in UNITS:
+        if (words := command_of(unit))[0].endswith(f"/{program}"):
+            yield words[1:]
+    for service in services().values():
+        if program == "vllm" and service.get("entrypoint") == ["vllm", "serve"]:
+            yield ["serve", *service["command"]]
+        if program == "block" and "entrypoint" not in service:
+            yield list(service["command"])
+
+
+def test_our_commands_take_their_flags() -> None:
+    """Each is parsed by the command itself; a flag that it does not have, or a value that makes no sense, fails."""
+    seen = set()
+    for words in commands("block"):
+        command: click.Command = block
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        command.make_context(command.name, list(words))
+        seen.add(command.name)
+    assert seen == {"predictor", "tagger", "scheduler", "gateway"}
+
+
+def test_a_wrong_flag_would_be_noticed() -> None:
+    """The parser that the other tests rely on refuses what is not there."""
+    with pytest.raises(click.NoSuchOption):
+        block.commands["serve"].commands["tagger"].make_context("tagger", ["--prot", "1"])
+
+
+def test_parts_find_each_other() -> None:
+    """What one is told of another is where that one listens."""
+    listen = {}
+    for name, service in services().items():
+        words = " ".join(map(str, service["command"])).replace("=", " ").split()
+        listen[name] = int(words[words.index("--port") + 1])
+    text = COMPOSE.read_text()
+    told = {(host, int(port)) for host, port in re.findall(r"([a-z]+(?:-\d)?):(\d{4,5})\b", text) if host in listen}
+    assert {host for host, _ in told} >= {"engine-0", "engine-1", "sidecar", "tagger", "scheduler"}
+    assert all(listen[host] == port for host, port in told)
+    ports = {unit.stem: " ".join(command_of(unit)) for unit in UNITS}
+    for unit in UNITS:
+        for port in re.findall(r"127\.0\.0\.1:(\d+)", " ".join(command_of(unit))):
+            assert any(f"--port {port}" in command for command in ports.values()), (unit.name, port)
+    sidecars = {
+        one.instance_id: one.sidecar_address for one in instances_from_file(str(DEPLOY / "systemd/instances.toml"))
+    }
+    assert sidecars["engine-1"] in ports["block-sidecar@"].replace("--port ", "127.0.0.1:")
+
+
+def test_engines_and_sidecars_agree_on_state_files() -> None:
+    """Where an engine writes its sidecar reads."""
+    written = {
+        service["environment"]["BLOCK_STATE_FILE"] for service in services().values() if "environment" in service
+    }
+    assert len(written) == 2
+    assert all(any(file in word for word in services()["sidecar"]["command"]) for file in written)
+    engine, sidecar = (DEPLOY / f"systemd/block-{part}@.service" for part in ("engine", "sidecar"))
+    (file,) = re.findall(r"BLOCK_STATE_FILE=(\S+)", engine.read_text())
+    assert f"--state-file {file}" in sidecar.read_text()
+    users = {re.findall(r"^User=(\w+)$", unit.read_text(), re.MULTILINE)[0] for unit in UNITS}
+    assert len(users) == 1  # a state file is its writer's only
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    """It has nothing to say against them, once their programs are there."""
+    for unit in UNITS:
+        text = unit.read_text().replace("/opt/block/bin/block", "/bin/true")
+        name = unit.name.replace("@.", "@1.")
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [shutil.which("systemd-analyze"), "verify", "--man=no", *sorted(map(str, tmp_path.glob("*.service")))],
+        capture_output=True, text=True, check=False, env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:/lib/systemd/system"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.vllm
+def test_vllm_takes_its_flags() -> None:
+    """The real parser takes what engines are told."""
+    need_vllm()
+    lines = [" ".join(words[1:]) for words in commands("vllm")]
+    assert len(lines) == 3
+    done = subprocess.run(
+        [interpreter(), "-c", TAKES], input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
