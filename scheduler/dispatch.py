@@ -169,9 +169,8 @@ def as_ranked(ranked: Sequence[Candidate]) -> Ranking:
     place_of = {candidate.instance_id: place for place, candidate in enumerate(ranked)}
 
     def rank(candidate: Candidate) -> tuple[int, float]:
-        score = candidate.score
-        known = score is not None and not math.isnan(score)
-        return place_of.get(candidate.instance_id, len(place_of)), score if known else math.inf
+        score = math.inf if candidate.score is None or math.isnan(candidate.score) else candidate.score
+        return place_of.get(candidate.instance_id, len(place_of)), score
 
     def ranking(compared: Sequence[Candidate]) -> list[Candidate]:
         return sorted(compared, key=rank)

@@ -60,6 +60,13 @@ def parts(values: tuple[str, ...]) -> tuple[str, ...]:
     default="",
     help="The model's tokenizer.json: sizes prompts exactly, and finds their blocks in engines' prefix caches.",
 )
+@server_flag(
+    "gateway",
+    "--chat-template",
+    metavar="FILE",
+    default="",
+    help="Of conversations, as engines were told; without, the one beside the tokenizer.",
+)
 @server_flag("gateway", "--block-tokens", type=int, default=16, help="Of the engines' KV blocks.")
 @server_flag("gateway", "--hash-seed", default=SEED, help="The engines' PYTHONHASHSEED, where they have one.")
 def gateway(

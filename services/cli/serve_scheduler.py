@@ -8,6 +8,7 @@ import click
 
 from length_tagger.settings import TaggerSettings
 from scheduler.policies import POLICIES
+from services.block_names import SEED
 from services.cli.server_options import server_flag, server_options, server_settings
 from services.instances import FromFile, Listed, Source, instance_from_flag, source_from_name
 
@@ -95,6 +96,22 @@ PORT = 50051
     default=False,
     help="Also all candidates of each decision.",
 )
+@server_flag(
+    "scheduler",
+    "--tokenizer",
+    metavar="FILE",
+    default="",
+    help="The model's tokenizer.json: sizes Generate's prompts, and finds their blocks in engines' prefix caches.",
+)
+@server_flag(
+    "scheduler",
+    "--chat-template",
+    metavar="FILE",
+    default="",
+    help="Of conversations, as engines were told; without, the one beside the tokenizer.",
+)
+@server_flag("scheduler", "--block-tokens", type=int, default=16, help="Of the engines' KV blocks.")
+@server_flag("scheduler", "--hash-seed", default=SEED, help="The engines' PYTHONHASHSEED, where they have one.")
 @server_flag("scheduler", "--attempts", type=int, default=3, help="Engines that Generate tries for one request.")
 @server_flag(
     "scheduler", "--first-token-s", type=float, default=120.0, help="Generate's longest wait for a first token."

@@ -32,6 +32,7 @@ class Ask:
     hinted_priority: int | None  # likewise, from a hint that engines do not read
     token_ids: tuple[int, ...] = ()  # the first of them, where the client sent those of one prompt
     num_prompts: int = 1
+    conversation: Mapping[str, Any] | None = None  # the whole body, where it has messages
 
 
 def read_body(body: bytes, *, chat: bool) -> Ask:
@@ -65,6 +66,7 @@ def read_body(body: bytes, *, chat: bool) -> Ask:
         hinted_priority=_hinted_priority(hints),
         token_ids=tuple(prompts[0][:MOST_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=1 if chat else max(len(parts), len(prompts)),
+        conversation=data if chat else None,
     )
 
 

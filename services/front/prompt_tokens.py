@@ -7,6 +7,7 @@ from typing import Any
 
 from services.block_names import block_names
 from services.front.asking import MESSAGE_TOKENS, MOST_TOKEN_IDS, Ask
+from services.front.chat_template import template_beside
 from services.front.prompt_sizes import PromptSizes
 
 MOST_BYTES = 32 * 1024  # of a text that are cut into tokens
@@ -15,30 +16,51 @@ MOST_BYTES = 32 * 1024  # of a text that are cut into tokens
 class PromptTokens:
     """Sizes prompts, and names their blocks as engines do; without a tokenizer only those that came as token ids.
 
-    The tokenizer is the `tokenizer.json` beside a model's weights. Of a conversation it gives the size, but no names:
-    the chat template is the engine's. Of long prompts the beginning is named.
+    The tokenizer is the `tokenizer.json` beside a model's weights; conversations need the chat template beside it too,
+    and are only sized without. Of long prompts the beginning is named.
     """
 
-    def __init__(self, sizes: PromptSizes, *, tokenizer: str = "", block_tokens: int = 16, seed: str = "") -> None:
-        """Load the tokenizer; ValueError where there is none."""
-        self._sizes = sizes
+    def __init__(
+        self,
+        sizes: PromptSizes,
+        *,
+        tokenizer: str = "",
+        chat_template: str = "",
+        block_tokens: int = 16,
+        seed: str = "",
+    ) -> None:
+        """Load the tokenizer and the chat template; ValueError where one is named that cannot be read."""
+        self.sizes = sizes
         self._block_tokens = block_tokens
         self._seed = seed
-        self._tokenizer = _loaded(tokenizer) if tokenizer else None
+        self._tokenizer: Any = _loaded(tokenizer) if tokenizer else None
+        self._template = template_beside(tokenizer, chat_template) if tokenizer else None
 
     def read(self, ask: Ask) -> tuple[int, list[bytes]]:
         """Tell how many tokens a prompt has, about or exactly, and the names of its first blocks."""
         if ask.token_ids:
-            return self._sizes.tokens(ask), self._names(ask.token_ids)
-        if self._tokenizer is None or not ask.prompt:
-            return self._sizes.tokens(ask), []
-        text = ask.prompt[:MOST_BYTES].decode("utf-8", "ignore")
-        ids: Sequence[int] = self._tokenizer.encode(text).ids
-        whole = ask.prompt_bytes <= MOST_BYTES
-        num_tokens = len(ids) if whole else round(len(ids) * ask.prompt_bytes / MOST_BYTES)
-        if ask.num_messages or ask.num_prompts > 1:
-            return num_tokens + MESSAGE_TOKENS * ask.num_messages, []
-        return max(1, num_tokens), self._names(ids if whole else ids[: -self._block_tokens])  # the cut moves tokens
+            return self.sizes.tokens(ask), self._names(ask.token_ids)
+        if self._tokenizer is None or ask.prompt_tokens is not None:
+            return self.sizes.tokens(ask), []
+        text = None
+        if ask.conversation is not None and self._template is not None:
+            text = self._template.text_of(ask.conversation)
+        if text is not None:
+            data = text.encode("utf-8", "replace")
+            return self._cut(data, len(data), is_chat=True)
+        if not ask.prompt:
+            return self.sizes.tokens(ask), []
+        num_tokens, names = self._cut(ask.prompt, ask.prompt_bytes, is_chat=False)
+        is_as_sent = ask.conversation is None and ask.num_prompts == 1
+        return num_tokens + MESSAGE_TOKENS * ask.num_messages, names if is_as_sent else []
+
+    def _cut(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:
+        """Cut the beginning of a text into tokens; a chat template writes the special ones itself."""
+        text = data[:MOST_BYTES].decode("utf-8", "ignore")
+        ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=not is_chat).ids
+        if num_bytes <= MOST_BYTES:
+            return max(1, len(ids)), self._names(ids)
+        return round(len(ids) * num_bytes / MOST_BYTES), self._names(ids[: -self._block_tokens])  # the cut moves tokens
 
     def _names(self, ids: Sequence[int]) -> list[bytes]:
         return block_names(ids[:MOST_TOKEN_IDS], self._block_tokens, self._seed)

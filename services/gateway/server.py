@@ -67,7 +67,11 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
     metrics = Metrics(registry)
     sizes = PromptSizes(settings.bytes_per_token)
     prompts = PromptTokens(
-        sizes, tokenizer=settings.tokenizer, block_tokens=settings.block_tokens, seed=settings.hash_seed
+        sizes,
+        tokenizer=settings.tokenizer,
+        chat_template=settings.chat_template,
+        block_tokens=settings.block_tokens,
+        seed=settings.hash_seed,
     )
     with listening(server.host, server.port) as own, metrics_served(server, registry):
         schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)

@@ -32,6 +32,7 @@ class GatewaySettings:
     max_concurrency: int = 1024
     bytes_per_token: float = 4.0  # of prompts, until engines have told better
     tokenizer: str = ""  # the model's tokenizer.json: sizes prompts, and names their blocks as engines do
+    chat_template: str = ""  # a file; else the one beside the tokenizer
     block_tokens: int = 16  # of an engine's KV block
     hash_seed: str = SEED  # the engines' PYTHONHASHSEED, where they have one
     releases_kept: int = 4096  # waiting to be told to a scheduler
@@ -49,6 +50,8 @@ class GatewaySettings:
                 raise ValueError(f"engine_url: {error}") from None
         if not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
+        if self.chat_template and not self.tokenizer:
+            raise ValueError("chat_template: is of no use without a tokenizer")
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.front.asking import MOST_TOKEN_IDS
+from services.front.asking import Ask, read_body
 from services.http_client import Connection, Headers, HttpClient, origin_of, request_head
 from services.instances import Instance
 
@@ -58,9 +58,11 @@ class Question:
     body: dict[str, Any]
     request_id: str
     prompt: bytes  # as text, for the tagger
-    num_prompt_tokens: int  # 0: not known
     output_tokens: int | None = None  # of an emulated answer
-    token_ids: tuple[int, ...] = ()  # the first of them, where the client sent those
+
+    def read(self) -> Ask:
+        """Tell what placing it needs to know."""
+        return read_body(self.body_for(()), chat=self.path == CHAT)
 
     def body_for(self, models: tuple[str, ...]) -> bytes:
         """Write the body; an engine is asked by its own model's name where the request has none."""
@@ -77,7 +79,7 @@ def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
             raise ValueError(f"parameters.{name}: is said by {SAID_ELSEWHERE[name]}")
         if name in OURS:
             raise ValueError(f"parameters.{name}: cannot be chosen here")
-    path, asked, prompt, num_prompt_tokens = _input(message)
+    path, asked, prompt = _input(message)
     return Question(
         path=path,
         body={
@@ -89,9 +91,7 @@ def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
         },
         request_id=request.request_id,
         prompt=prompt,
-        num_prompt_tokens=num_prompt_tokens,
         output_tokens=request.output_tokens if request.HasField("output_tokens") else None,
-        token_ids=tuple(message.prompt_token_ids.ids[:MOST_TOKEN_IDS]),
     )
 
 
@@ -110,17 +110,16 @@ def _settings(request: common_pb2.Request) -> dict[str, Any]:
     return settings
 
 
-def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any], bytes, int]:
-    """Read where to ask, what to ask, its text, and how many tokens that has, where it is known."""
+def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any], bytes]:
+    """Read where to ask, what to ask, and its text."""
     kind = message.WhichOneof("input")
     if kind == "prompt" and message.prompt:
-        return COMPLETIONS, {"prompt": message.prompt}, message.prompt.encode(), 0
+        return COMPLETIONS, {"prompt": message.prompt}, message.prompt.encode()
     if kind == "prompt_token_ids" and message.prompt_token_ids.ids:
-        token_ids = list(message.prompt_token_ids.ids)
-        return COMPLETIONS, {"prompt": token_ids}, b"", len(token_ids)
+        return COMPLETIONS, {"prompt": list(message.prompt_token_ids.ids)}, b""
     if kind == "messages" and message.messages:
         messages: Any = _plain(MessageToDict(message.messages))
-        return CHAT, {"messages": messages}, "\n".join(_texts(messages)).encode(), 0
+        return CHAT, {"messages": messages}, "\n".join(_texts(messages)).encode()
     raise ValueError("input: is missing: prompt, prompt_token_ids or messages" if kind is None else f"{kind}: is empty")
 
 

@@ -12,20 +12,22 @@ from scheduler.indicators import ROW_OF
 from scheduler.prefix import PrefixIndex, text_blocks
 from scheduler.prefix.text import BLOCK_BYTES
 from scheduler.table import Table
+from services.front.asking import PROMPT_END_BYTES
+from services.scheduler_server.lengths import BYTES_PER_TOKEN
 from services.scheduler_server.sidecar import USUAL_BLOCK_TOKENS
 from services.scheduler_server.wish import Wish
 
 USUAL_BLOCKS = 4096  # of a cache whose size nobody has told
 MOST_NAMES = 128  # of one prompt; of a longer one, every second, fourth, ... block is remembered
-BYTES_PER_TOKEN = 4  # of English text, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt by the names of its blocks, each of so many tokens; none where nothing is known of it."""
+    """A prompt by the names of its blocks, each of so many tokens and engine's blocks; none where nothing is known."""
 
     names: tuple[Hashable, ...] = ()
     block_tokens: float = USUAL_BLOCK_TOKENS
+    num_blocks: float = 1.0
 
 
 class Prefixes:
@@ -44,14 +46,14 @@ class Prefixes:
         if request.prefix_hashes and request.prefix_block_tokens:
             names: tuple[Hashable, ...] = tuple(request.prefix_hashes)
             block_tokens: float = request.prefix_block_tokens
+            num_blocks = 1.0  # they are the engine's own
         else:
-            names = text_blocks(wish.prompt)
-            num_bytes = max(1, len(wish.prompt))
-            block_tokens = request.prompt_tokens * min(1.0, BLOCK_BYTES / num_bytes)
+            names, block_tokens = _text_blocks(wish)
+            num_blocks = max(1.0, block_tokens / USUAL_BLOCK_TOKENS)
         step = 1
         while len(names) > MOST_NAMES * step:
             step *= 2
-        return Prompt(names=names[step - 1 :: step], block_tokens=block_tokens * step)
+        return Prompt(names=names[step - 1 :: step], block_tokens=block_tokens * step, num_blocks=num_blocks * step)
 
     def look_up(self, prompt: Prompt, known: Candidates) -> None:
         """Add to candidates how much of a prompt they hold, and to the request to which class it belongs."""
@@ -64,7 +66,7 @@ class Prefixes:
         """Note where a prompt goes."""
         if prompt.names and instance_id in self._table.place_of:
             self._follow()
-            self._index.sent(instance_id, prompt.names, max(1.0, prompt.block_tokens / USUAL_BLOCK_TOKENS))
+            self._index.sent(instance_id, prompt.names, prompt.num_blocks)
 
     def _follow(self) -> None:
         """Take instances' sizes over when instances have come or gone, or told theirs."""
@@ -79,3 +81,11 @@ class Prefixes:
             }
         )
         self._following, self._sizes = known.instance_ids, sizes.copy()
+
+
+def _text_blocks(wish: Wish) -> tuple[tuple[Hashable, ...], float]:
+    """Name blocks of a prompt's text, and tell how many tokens each has; of a long prompt only the head is whole."""
+    text = wish.prompt
+    if len(text) < 2 * PROMPT_END_BYTES:
+        return text_blocks(text), wish.request.prompt_tokens * min(1.0, BLOCK_BYTES / max(1, len(text)))
+    return text_blocks(text[:PROMPT_END_BYTES]), BLOCK_BYTES / BYTES_PER_TOKEN

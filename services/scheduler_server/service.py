@@ -13,15 +13,17 @@ from urllib.parse import unquote
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.block_names import block_names
 from services.failures import NotAllowedError
+from services.front.asking import Ask
+from services.front.prompt_sizes import PromptSizes
+from services.front.prompt_tokens import PromptTokens
 from services.http_client import HttpClient
 from services.log_lines import say
 from services.scheduler_server.engines import EngineError, Question, answer, question_from
 from services.scheduler_server.expectations import Expectations
 from services.scheduler_server.explaining import decision_message
 from services.scheduler_server.fleet import Fleet
-from services.scheduler_server.lengths import Lengths
+from services.scheduler_server.lengths import BYTES_PER_TOKEN, Lengths
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.placing import Placer
 from services.scheduler_server.progress import Progress
@@ -29,7 +31,7 @@ from services.scheduler_server.recent import RecentDecisions
 from services.scheduler_server.recording import Recorder
 from services.scheduler_server.reporting import Reports
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import USUAL_BLOCK_TOKENS, Sidecar
+from services.scheduler_server.sidecar import Sidecar
 from services.scheduler_server.wish import BASES, Placement, Wish
 from services.wire import require_name
 
@@ -65,6 +67,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._expectations = Expectations()
         self._recent = RecentDecisions()
         self._recorder = recorder
+        self._prompts = PromptTokens(
+            PromptSizes(BYTES_PER_TOKEN),
+            tokenizer=settings.tokenizer,
+            chat_template=settings.chat_template,
+            block_tokens=settings.block_tokens,
+            seed=settings.hash_seed,
+        )
 
     async def Schedule(
         self,
@@ -92,11 +101,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Decide, send the request, and stream its answer; another engine is tried as long as nothing has come."""
         question = question_from(request)
         taken_s = time.monotonic()
-        if not request.request.prompt_tokens:
-            request.request.prompt_tokens = question.num_prompt_tokens
-        if question.token_ids and not request.request.prefix_hashes:
-            request.request.prefix_hashes.extend(block_names(question.token_ids, USUAL_BLOCK_TOKENS))
-            request.request.prefix_block_tokens = USUAL_BLOCK_TOKENS
+        ask = question.read()
+        self._measure(request.request, ask)
         wish = Wish(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
         require(wish)
         for attempt in range(1, self._settings.attempts + 1):
@@ -121,10 +127,21 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 wish.excluded = {*wish.excluded, placement.chosen.name}
             else:
                 self._measures.attempts.labels("ended").inc()
+                self._prompts.sizes.learn(ask, progress.prompt_tokens)
                 yield scheduler_pb2.GenerateResponse(outcome=progress.outcome())
                 return
             finally:
                 self._end(placement.chosen, progress)
+
+    def _measure(self, request: common_pb2.Request, ask: Ask) -> None:
+        """Find out how long a prompt is and what its blocks are called, as far as the client has not said so."""
+        if request.prompt_tokens and request.prefix_hashes:
+            return
+        num_tokens, names = self._prompts.read(ask)
+        request.prompt_tokens = request.prompt_tokens or num_tokens
+        if names and not request.prefix_hashes:
+            request.prefix_hashes.extend(names)
+            request.prefix_block_tokens = self._settings.block_tokens
 
     async def _streamed(
         self, sidecar: Sidecar, question: Question, progress: Progress

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from length_tagger.settings import TaggerSettings
 from scheduler.circuit import Circuit
 from scheduler.policy import policy_from
+from services.block_names import SEED
 from services.instances import require_address
 
 LONGEST_RESERVATION_S = 600.0
@@ -42,6 +43,10 @@ class SchedulerSettings:
     record_mib: float = 256.0  # how large the file and the one before it may be together
     record_candidates: bool = False  # also write all candidates of each decision
 
+    tokenizer: str = ""  # the model's tokenizer.json: sizes Generate's prompts, and names their blocks as engines do
+    chat_template: str = ""  # a file; else the one beside the tokenizer
+    block_tokens: int = 16  # of an engine's KV block
+    hash_seed: str = SEED  # the engines' PYTHONHASHSEED, where they have one
     attempts: int = 3  # engines that Generate tries
     first_token_s: float = 120.0  # from sending to the first piece of a stream
     idle_s: float = 60.0  # between two pieces
@@ -73,6 +78,10 @@ class SchedulerSettings:
             raise ValueError(f"record_mib: must be above 0 and below {MOST_MIB:g}, not {self.record_mib}")
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed: must be at least 0, not {self.seed}")
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens: must be at least 1, not {self.block_tokens}")
+        if self.chat_template and not self.tokenizer:
+            raise ValueError("chat_template: is of no use without a tokenizer")
         if self.tagger:
             require_address("tagger", self.tagger)
         for address in self.provisioners:

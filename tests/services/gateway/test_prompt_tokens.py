@@ -12,10 +12,12 @@ from services.block_names import SEED, block_names
 from services.front.asking import MOST_TOKEN_IDS, read_body
 from services.front.prompt_sizes import PromptSizes
 from services.front.prompt_tokens import MOST_BYTES, PromptTokens
+from services.gateway.settings import GatewaySettings
 from tests.services.gateway.stubs import completes, scene
 from tests.services.waiting import run
 
 tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,10 @@ def words(numbers: list[int]) -> tuple[str, list[int]]:
 
 
 def test_a_text_is_what_the_tokenizer_makes_of_it(tokenizer: str) -> None:
-    """Its size is exact and its blocks have the engine's names; of several prompts and of chats only the size is told."""
+    """Its size is exact and its blocks have the engine's names; of several prompts only the size is told.
+
+    So it is of chats, where there is no chat template.
+    """
     prompts = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, seed=SEED)
     text, ids = words([number % 100 for number in range(50)])
     assert read(prompts, prompt=text) == (51, block_names(ids, 16))
@@ -50,6 +55,36 @@ def test_a_text_is_what_the_tokenizer_makes_of_it(tokenizer: str) -> None:
     assert read(prompts, prompt=[text, text])[1] == []
     size, names = read(prompts, chat=True, messages=[{"role": "user", "content": text}])
     assert (51 <= size <= 60, names) == (True, [])
+
+
+def test_a_chat_is_what_its_template_and_the_tokenizer_make_of_it(tokenizer: str, tmp_path: Path) -> None:
+    """The template is found beside the tokenizer, or named; special tokens are the template's business."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(Path(tokenizer).read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>"}))
+    text, ids = words(list(range(40)))
+    asked = {"messages": [{"role": "user", "content": text}]}
+    as_sent = [0, 1, *ids[1:], 1]  # <s>, who speaks, what is said, whose turn it is
+    beside = PromptTokens(PromptSizes(4.0), tokenizer=str(folder / "tokenizer.json"), seed=SEED)
+    assert read(beside, chat=True, **asked) == (43, block_names(as_sent, 16))
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }} {{ bos_token }}")
+    mine = PromptTokens(
+        PromptSizes(4.0),
+        tokenizer=str(folder / "tokenizer.json"),
+        chat_template=str(tmp_path / "mine.jinja"),
+        seed=SEED,
+    )
+    assert read(mine, chat=True, **asked) == (41, block_names([*ids[1:], 1], 16))
+    pictures = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert read(beside, chat=True, messages=pictures)[1] == []
+    (tmp_path / "broken.jinja").write_text("{{ raise_exception('no') }}")
+    broken = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, chat_template=str(tmp_path / "broken.jinja"))
+    size, names = read(broken, chat=True, **asked)
+    assert (41 <= size <= 50, names) == (True, [])
+
+
+TEMPLATE = "{{ bos_token }} {% for message in messages %}<|{{ message.role }}|> {{ message.content }} {% endfor %}<|assistant|>"
 
 
 def test_a_long_text_is_named_by_its_beginning(tokenizer: str) -> None:
@@ -91,10 +126,14 @@ def test_schedulers_are_told_the_names(tokenizer: str) -> None:
     run(test)
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_none_is_refused(tokenizer: str, tmp_path: Path) -> None:
     """At the start, by its name."""
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
+    with pytest.raises(ValueError, match="chat_template: .*nowhere.* cannot be read"):
+        PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, chat_template=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="chat_template: is of no use without a tokenizer"):
+        GatewaySettings(schedulers=("127.0.0.1:1",), chat_template="some.jinja")
     for bad in (path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=r"tokenizer: .*json cannot be read"):
             PromptTokens(PromptSizes(4.0), tokenizer=str(bad))

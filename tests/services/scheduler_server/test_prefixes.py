@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from predictor.config import EngineConfig
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.block_names import block_names
-from services.emulator.tokens import token_ids
+from services.emulator.tokens import chat_text, token_ids, token_text
 from services.instances import Instance, Listed
 from tests.services.emulator.running import Emulated, emulated
 from tests.services.predictor_server.asking import node_of
@@ -28,6 +30,7 @@ CONFIG = EngineConfig(
     enable_prefix_caching=True,
 )  # fmt: skip
 NUM_REQUESTS = 60
+IDS, TEXT, CHATS = "ids", "text", "chats"
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def two_engines(folder: Path) -> Iterator[dict[str, Emulated]]:
 
 
 @asynccontextmanager
-async def scheduler_over(engines: dict[str, Emulated]) -> AsyncIterator[Client]:
+async def scheduler_over(engines: dict[str, Emulated], **settings: Any) -> AsyncIterator[Client]:
     """The engines' sidecars, and a scheduler."""
     async with node_of({name: engine.state_file for name, engine in engines.items()}) as node:
         instances = [
@@ -54,7 +57,7 @@ async def scheduler_over(engines: dict[str, Emulated]) -> AsyncIterator[Client]:
             )
             for name, engine in engines.items()
         ]
-        async with scheduler(Listed(instances)) as client:
+        async with scheduler(Listed(instances), **settings) as client:
             yield client
 
 
@@ -79,21 +82,54 @@ class Seen:
     most_tokens: int
 
 
-async def asked(client: Client, policies: Sequence[str], *, named: bool) -> list[Seen]:
-    """Have one answer after the other, by policies in turn; prompts are sent as token ids, or as text."""
+TURN_WORDS = 60
+
+
+def conversation(prompt: str) -> list[tuple[str, str]]:
+    """Make turns of a prompt, in words of three letters: a token each, whose id a tokenizer's table can hold."""
+    letters = prompt.replace(" ", "")
+    words = [letters[start : start + 3] for start in range(0, len(letters), 3)]
+    turns = [" ".join(words[start : start + TURN_WORDS]) for start in range(0, len(words), TURN_WORDS)]
+    return [("assistant" if number % 2 else "user", text) for number, text in enumerate(turns)]
+
+
+def tokenizer_in(folder: Path) -> str:
+    """Write the emulated engines' tokenizer down, as far as these conversations need it, with their chat template."""
+    used = {token for prompt in talks(random.Random(5)) for token in token_ids(chat_text(conversation(prompt)))}
+    made = {
+        "version": "1.0", "added_tokens": [],
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": r" ?[^\s]{1,4}|\s"}, "behavior": "Isolated", "invert": False,
+        },
+        "model": {"type": "WordLevel", "vocab": {token_text(token): token for token in used}, "unk_token": "?"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    (folder / "chat_template.jinja").write_text(
+        "{% for one in messages %}<|{{ one.role }}|>\n{{ one.content }}\n{% endfor %}<|assistant|>\n"
+    )
+    return str(folder / "tokenizer.json")
+
+
+async def asked(client: Client, policies: Sequence[str], *, sent_as: str) -> list[Seen]:
+    """Have one answer after the other, by policies in turn; prompts are sent as token ids, as text, or as chats."""
     seen, sent = [], {"a": set[bytes](), "b": set[bytes]()}
     for prompt, policy in zip(talks(random.Random(5)), cycle(policies), strict=False):
-        ids = [one % 2**31 if named else one for one in token_ids(prompt)]  # as far as the wire carries them
-        names = block_names(ids, BLOCK_TOKENS)
-        request = client.request(
-            model="tiny", prompt_tokens=len(ids), output_tokens=None, max_tokens=4, ignore_eos=True
-        )
+        request = client.request(model="tiny", prompt_tokens=0, output_tokens=None, max_tokens=4, ignore_eos=True)
         message = scheduler_pb2.GenerateRequest(request=request, explain=True, policy=policy)
-        if named:
+        if sent_as == CHATS:
+            ids = token_ids(chat_text(conversation(prompt)))
+            for role, content in conversation(prompt):
+                message.messages.add_struct().update({"role": role, "content": content})
+        elif sent_as == IDS:
+            ids = [one % 2**31 for one in token_ids(prompt)]  # as far as the wire carries them
             message.prompt_token_ids.ids.extend(ids)
         else:
+            ids = token_ids(prompt)
+            message.request.prompt_tokens = len(ids)
             message.prompt = prompt
         first, *_, last = [event async for event in client.stub.Generate(message)]
+        assert last.outcome.prompt_tokens == len(ids)
+        names = block_names(ids, BLOCK_TOKENS)
         there = sent[first.decision.instance.instance_id]
         most_tokens = BLOCK_TOKENS * sum(name in there for name in names)
         there.update(names)
@@ -101,31 +137,35 @@ async def asked(client: Client, policies: Sequence[str], *, named: bool) -> list
     return seen
 
 
-def test_sidecars_know_exactly_what_engines_will_find(tmp_path: Path) -> None:
-    """The hits of each forecast are those of the engine, to the token, also where blocks had to go."""
+@pytest.mark.parametrize("sent_as", [IDS, CHATS])
+def test_sidecars_know_exactly_what_engines_will_find(tmp_path: Path, sent_as: str) -> None:
+    """The hits of each forecast are those of the engine, to the token, also where blocks had to go.
+
+    Of chats too, as the scheduler has the tokenizer and the chat template.
+    """
 
     async def test() -> None:
-        async with scheduler_over(engines) as client:
-            seen = await asked(client, ["block_ttft", "block_ttft", "expr: -predicted_ttft_s"], named=True)
+        async with scheduler_over(engines, tokenizer=tokenizer) as client:
+            seen = await asked(client, ["block_ttft", "block_ttft", "expr: -predicted_ttft_s"], sent_as=sent_as)
         found = [one.outcome.prefix_hit_tokens for one in seen]
         assert [one.decision.forecast.prefix_hit_tokens for one in seen] == found
         assert {one.decision.instance.instance_id for one in seen} == {"a", "b"}
         assert sum(hits > 0 for hits in found) > NUM_REQUESTS / 2
         assert sum(one.most_tokens > hits + BLOCK_TOKENS for one, hits in zip(seen, found, strict=True)) > 3
 
+    tokenizer = tokenizer_of(sent_as, tmp_path)
     with two_engines(tmp_path) as engines:
         run(test)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, named: bool) -> None:
+@pytest.mark.parametrize("sent_as", [IDS, TEXT, CHATS])
+def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, sent_as: str) -> None:
     """From what they sent where: by token blocks nearly always exactly, by blocks of text to within one."""
 
     async def test() -> None:
-        async with scheduler_over(engines) as client:
-            seen = await asked(
-                client, ["expr: -prefix_hit_tokens", "expr: -prefix_hit_tokens", "expr: prefix_hit_tokens"], named=named
-            )
+        async with scheduler_over(engines, tokenizer=tokenizer) as client:
+            policies = ["expr: -prefix_hit_tokens", "expr: -prefix_hit_tokens", "expr: prefix_hit_tokens"]
+            seen = await asked(client, policies, sent_as=sent_as)
         guessed, found = [], []
         for one in seen:
             chosen = one.decision.instance.instance_id
@@ -134,8 +174,18 @@ def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, named: boo
             found.append(one.outcome.prefix_hit_tokens)
         errors = np.abs(np.array(guessed) - np.array(found))
         assert np.mean(found) > 100  # there is something to find
-        assert np.mean(errors <= (BLOCK_TOKENS if named else 6 * BLOCK_TOKENS)) > 0.8, errors
-        assert np.mean(errors) < (0.1 if named else 0.35) * np.mean(found)
+        assert np.mean(errors <= (6 * BLOCK_TOKENS if sent_as == TEXT else BLOCK_TOKENS)) > 0.8, errors
+        assert np.mean(errors) < (0.35 if sent_as == TEXT else 0.1) * np.mean(found)
 
+    tokenizer = tokenizer_of(sent_as, tmp_path)
     with two_engines(tmp_path) as engines:
         run(test)
+
+
+def tokenizer_of(sent_as: str, folder: Path) -> str:
+    """Where a scheduler finds the tokenizer, if it needs one."""
+    if sent_as != CHATS:
+        return ""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    return tokenizer_in(folder)
