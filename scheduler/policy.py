@@ -34,8 +34,8 @@ class Policy:
         self.text = spec.text
         self.name = spec.name
         self._score = entry.make(spec.parameters, generator)
-        self._filter = condition(spec.filter) if spec.filter else None
-        self._tie_break = number(tie_break, "tie_break") if tie_break else None
+        self._filter = condition(spec.filter, f"policy: {spec.name}: filter") if spec.filter else None
+        self._tie_break = number(tie_break, f"policy: {spec.name}: tie_break") if tie_break else None
         self._sample = entry.sample if spec.sample is None else spec.sample
         self._draws = Draws(generator)
         self._k = 0 if spec.k is None else spec.k
@@ -105,6 +105,8 @@ def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Poli
     spec = spec_from(given)
     if (spec.k is not None or spec.shortlist is not None) and not _is_foretold(_entry_of(spec).needs):
         raise ValueError(f"policy: {spec.name}: k and shortlist are for policies that need forecasts")
+    if spec.shortlist is not None and spec.k is None:
+        raise ValueError(f"policy: {spec.name}: shortlist: says nothing without k, as in k = 8")
     if spec.k == 0:
         cheap = _cheap(spec)
         spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=spec.sample or cheap.sample)

@@ -30,6 +30,8 @@ class PromptTokens:
         seed: str = "",
     ) -> None:
         """Load the tokenizer and the chat template; ValueError where one is named that cannot be read."""
+        if chat_template and not tokenizer:
+            raise ValueError("chat_template: is of no use without a tokenizer")
         self.sizes = sizes
         self._block_tokens = block_tokens
         self._seed = seed

@@ -50,8 +50,6 @@ class GatewaySettings:
                 raise ValueError(f"engine_url: {error}") from None
         if not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
-        if self.chat_template and not self.tokenizer:
-            raise ValueError("chat_template: is of no use without a tokenizer")
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -80,8 +80,6 @@ class SchedulerSettings:
             raise ValueError(f"seed: must be at least 0, not {self.seed}")
         if self.block_tokens < 1:
             raise ValueError(f"block_tokens: must be at least 1, not {self.block_tokens}")
-        if self.chat_template and not self.tokenizer:
-            raise ValueError("chat_template: is of no use without a tokenizer")
         if self.tagger:
             require_address("tagger", self.tagger)
         for address in self.provisioners:

@@ -12,7 +12,6 @@ from services.block_names import SEED, block_names
 from services.front.asking import MOST_TOKEN_IDS, read_body
 from services.front.prompt_sizes import PromptSizes
 from services.front.prompt_tokens import MOST_BYTES, PromptTokens
-from services.gateway.settings import GatewaySettings
 from tests.services.gateway.stubs import completes, scene
 from tests.services.waiting import run
 
@@ -133,7 +132,7 @@ def test_a_tokenizer_that_is_none_is_refused(tokenizer: str, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="chat_template: .*nowhere.* cannot be read"):
         PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, chat_template=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="chat_template: is of no use without a tokenizer"):
-        GatewaySettings(schedulers=("127.0.0.1:1",), chat_template="some.jinja")
+        PromptTokens(PromptSizes(4.0), chat_template="some.jinja")
     for bad in (path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=r"tokenizer: .*json cannot be read"):
             PromptTokens(PromptSizes(4.0), tokenizer=str(bad))
