@@ -114,6 +114,7 @@ def predictor(
     once.
     """
     from services.predictor_server import MirrorSettings, SidecarSettings, serve
+    from services.predictor_server.indicators import warm_indicators
     from services.warmup import warm_up
 
     server = server_settings(flags)
@@ -145,6 +146,7 @@ def predictor(
         engines = [SidecarSettings(**{**named, "mirror": mirror, **closely})]
     known = profile_named(profile) if profile else None
     warm_up()
+    warm_indicators()
     serve(engines, server, known)
 
 

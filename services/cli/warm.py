@@ -12,10 +12,12 @@ from services.warmup import warm_up
 @click.command()
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
+    from services.predictor_server.indicators import warm_indicators
     from services.simulator.warming import warm_simulator
 
     start_s = time.monotonic()
     warmed()
+    warm_indicators()
     warm_simulator()
     click.echo(f"kernels ready in {time.monotonic() - start_s:.1f} s")
 

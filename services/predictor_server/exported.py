@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from predictor.correction import Correction
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
-from predictor.profile import Profile, load_profile
+from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from predictor.twin import Twin
@@ -26,6 +27,7 @@ from services.export.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.log_lines import say
 from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
+from services.predictor_server.plausible import StepCheck, require_possible
 from services.predictor_server.promised import Lengths, Promised
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class ExportedEngine:
         self._picture: Picture | None = None
         self._life = 0
         self._serial = 0
+        self._transit = NO_TRANSIT
+        self._check: StepCheck | None = None  # of a profile that somebody has named, for an engine that names none
         self._correction = Correction()
         self._corrected_s = 0.0
         self._counters = Counters()
@@ -124,7 +128,7 @@ class ExportedEngine:
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that the engine shows."""
         picture = self._picture or self.look()
-        if self._promised.add(request, picture.engine, picture.now_s):
+        if self._promised.add(request, picture.engine, picture.comes_s):
             self._changed()
 
     def withdraw(self, request_id: str) -> None:
@@ -197,6 +201,7 @@ class ExportedEngine:
             age_s=view.age_s,
             late_s=0.0,
             serial=0,
+            transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.factor},
         )
         self._changed()
@@ -206,11 +211,15 @@ class ExportedEngine:
         """Make a model for an engine that is new, or has changed the size of its file."""
         config = config_of(view)
         profile = self._profile or _named_by(view)
+        if self._profile is not None:
+            _require(require_possible, profile, config)
+        self._transit = profile.transit
         if view.life != self._life:
             say(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = Correction()
+            self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = Counters()
         twin = Twin(
             config,
@@ -269,6 +278,12 @@ class ExportedEngine:
                 predicted_s = met.twin.step_seconds(**dict(zip(SUMS, sums, strict=True)))
                 if predicted_s is not None:
                     self._correction = self._correction.observe(predicted_s=predicted_s, real_s=real_s)
+                    if self._check is not None:
+                        self._check.observe(predicted_s=predicted_s, real_s=real_s)
+        elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
+            self._check.forget()  # as in `_forget_pace`
+        if self._check is not None:
+            _require(self._check.require_close)
         met.twin.engine.set_pace(self._correction.factor)
 
     def _forget_pace(self, met: Met, picture: Picture) -> None:
@@ -277,6 +292,14 @@ class ExportedEngine:
         met.twin.engine.set_pace(self._correction.factor)
         picture.counters["pace"] = self._correction.factor
         self._changed()
+
+
+def _require(check: Callable[..., None], *arguments: Any) -> None:
+    """Have an engine count as one that cannot be foretold where a check of its profile says so."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        raise UnreadableError(CORRUPT, str(error)) from None
 
 
 def _named_by(view: View) -> Profile:

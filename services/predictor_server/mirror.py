@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from predictor.config import EngineConfig
@@ -21,6 +21,7 @@ from services.log_lines import say
 from services.predictor_server.arrivals import Arrival, Guest
 from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
+from services.predictor_server.plausible import require_possible
 from services.predictor_server.promised import Length, Lengths, Promised
 from services.predictor_server.settings import MirrorSettings
 from services.predictor_server.strangers import Strangers
@@ -141,6 +142,7 @@ class MirroredEngine:
             age_s=max(0.0, monotonic_s - self._heard_s) if life.tracker.requests else 0.0,
             late_s=self._late_s(life, now_s, monotonic_s),
             serial=self._serial,
+            transit=replace(self._profile.transit, outward_s=0.0),  # a step ends when its tokens are seen
             counters=self._counted(life),
         )
         return self._picture
@@ -155,7 +157,7 @@ class MirroredEngine:
     def promise(self, request: Request) -> None:
         """Let a request stand in the picture behind those that are there."""
         picture = self._picture or self.look()
-        if self._promised.add(request, picture.engine, picture.now_s):
+        if self._promised.add(request, picture.engine, picture.comes_s):
             self._changed()
 
     def withdraw(self, request_id: str) -> None:
@@ -349,6 +351,7 @@ class MirroredEngine:
             raise DownError("the engine has told nothing of itself yet", STARTING)
         try:
             config = self._config()
+            require_possible(self._profile, config)
             tracker = Tracker(config, self._profile.step_time, max(0.0, self._engine_s(self._origin_s)))
         except ValueError as error:
             raise DownError(f"engine settings: {error}", STARTING) from None

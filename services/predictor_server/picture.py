@@ -8,6 +8,7 @@ from typing import Protocol
 
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
+from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
@@ -28,7 +29,8 @@ class Picture:
     """An engine model that stands as the engine does, promised requests included, at `now_s` on the engine's clock.
 
     `clock_rate` is engine seconds per second; `serial` changes whenever the picture does; `late_s` tells by how many
-    seconds a step under way has outlasted its forecast. `counters` are indicators that only the engine can tell.
+    seconds a step under way has outlasted its forecast; `transit` is what requests need to the engine's loop and back.
+    `counters` are indicators that only the engine can tell.
     """
 
     engine: Engine
@@ -38,7 +40,13 @@ class Picture:
     age_s: float
     late_s: float
     serial: int
+    transit: Transit = NO_TRANSIT
     counters: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def comes_s(self) -> float:
+        """When a request that is sent now will be in the engine's loop, on the engine's clock."""
+        return self.now_s + self.transit.inward_s * self.clock_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from predictor.forecast import Forecast, Forecaster
+from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
@@ -141,8 +142,8 @@ class Sidecar:
             forecasts: Sequence[Forecast | Refused] = await self._simulated(picture, here, delays=delays)
         except ValueError:  # one of them does not fit, so each by itself
             forecasts = [await self._forecast_or_refusal(picture, one, delays=delays) for one in here]
-        rate = picture.clock_rate
-        return [one if isinstance(one, Refused) else on_the_wall(one, rate) for one in forecasts]
+        rate, transit = picture.clock_rate, picture.transit
+        return [one if isinstance(one, Refused) else on_the_wall(one, rate, transit) for one in forecasts]
 
     async def _forecast_or_refusal(self, picture: Picture, request: Request, *, delays: bool) -> Forecast | Refused:
         try:
@@ -160,7 +161,7 @@ class Sidecar:
         """Simulate here and now if that is quick, else in a thread: it needs no interpreter lock."""
         if not requests:
             return []
-        simulate = partial(_timed, picture.forecaster, requests, picture.now_s, delays=delays)
+        simulate = partial(_timed, picture.forecaster, requests, picture.comes_s, delays=delays)
         if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
         else:
@@ -234,17 +235,18 @@ def _hashed(request: Request) -> Request:
     return replace(request, prefix_hashes=hashes)
 
 
-def on_the_wall(forecast: Forecast, clock_rate: float) -> Forecast:
-    """Put a forecast's times, which are the engine's, as the wall clock will show them."""
-    if clock_rate == 1.0:
+def on_the_wall(forecast: Forecast, clock_rate: float, transit: Transit = NO_TRANSIT) -> Forecast:
+    """Put a forecast's times, which are the engine's, as a client will see them on the wall clock."""
+    if clock_rate == 1.0 and transit == NO_TRANSIT:
         return forecast
+    on_the_way_s = transit.inward_s + transit.outward_s
     delay_sum_s, delay_worst_s = forecast.delay_sum_s, forecast.delay_worst_s
     return replace(
         forecast,
-        ttft_s=forecast.ttft_s / clock_rate,
-        e2e_s=forecast.e2e_s / clock_rate,
+        ttft_s=forecast.ttft_s / clock_rate + on_the_way_s,
+        e2e_s=forecast.e2e_s / clock_rate + on_the_way_s,
         tpot_s=forecast.tpot_s / clock_rate,
-        queue_s=forecast.queue_s / clock_rate,
+        queue_s=forecast.queue_s / clock_rate + transit.inward_s,
         delay_sum_s=None if delay_sum_s is None else delay_sum_s / clock_rate,
         delay_worst_s=None if delay_worst_s is None else delay_worst_s / clock_rate,
     )
