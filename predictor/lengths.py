@@ -40,18 +40,29 @@ def plus_ten(tag: Tag, tokens_so_far: int) -> float:
 
 def conditional_median(tag: Tag, tokens_so_far: int) -> float:
     """End at the median of the lengths that are still possible; a bare number knows none and is extended by ten."""
+    return _conditional(tag, tokens_so_far, QUANTILES["conditional_median"])
+
+
+def conditional_quartile(tag: Tag, tokens_so_far: int) -> float:
+    """End at their lower quartile: who decides by this whether there will be room is hopeful rather than idle."""
+    return _conditional(tag, tokens_so_far, QUANTILES["conditional_quartile"])
+
+
+def _conditional(tag: Tag, tokens_so_far: int, quantile: float) -> float:
     if tag.spread == 0 or tokens_so_far == 0:
         return plus_ten(tag, tokens_so_far)
     location = math.log(tag.median_tokens)
     log_survival = log_ndtr((location - math.log(tokens_so_far)) / tag.spread)
-    exponent = location - tag.spread * float(ndtri_exp(log_survival - math.log(2)))
+    exponent = location - tag.spread * float(ndtri_exp(log_survival + math.log1p(-quantile)))
     return math.exp(exponent) if exponent < math.log(MOST_TOKENS) else MOST_TOKENS
 
 
 RESIDUALS: dict[str, Callable[[Tag, int], float]] = {
     "plus_ten": plus_ten,
     "conditional_median": conditional_median,
+    "conditional_quartile": conditional_quartile,
 }
+QUANTILES = {"conditional_median": 0.5, "conditional_quartile": 0.25}  # of the lengths that are still possible
 
 
 def expected_tokens(tag: Tag, tokens_so_far: int, residual: str = DEFAULT_RESIDUAL) -> int:
@@ -70,10 +81,10 @@ def expected_lengths(
     """Do for many requests at once what `expected_tokens` does for one; NaN where there is no tag."""
     expected = np.where(medians > tokens_so_far, medians, tokens_so_far + OVERDUE_TOKENS)
     expected[np.isnan(medians)] = np.nan
-    if residual == "conditional_median":
+    if residual in QUANTILES:
         (rest,) = np.nonzero((spreads > 0) & (tokens_so_far > 0) & ~np.isnan(medians))
         location, spread = np.log(medians[rest]), spreads[rest]
         log_survival = log_ndtr((location - np.log(tokens_so_far[rest])) / spread)
-        exponent = location - spread * ndtri_exp(log_survival - math.log(2))
+        exponent = location - spread * ndtri_exp(log_survival + math.log1p(-QUANTILES[residual]))
         expected[rest] = np.exp(np.minimum(exponent, math.log(MOST_TOKENS)))
     return np.maximum(tokens_so_far + 1, np.minimum(MOST_TOKENS, np.ceil(expected - 0.5)))

@@ -51,7 +51,8 @@ class Candidate:
 
     `version` counts the promises that its forecast knows of, `promised` those that are known to have been made since.
     `indicators` are the last ones known, so old; `unseen` counts requests that were sent there since without a promise.
-    `read` is what the policy read of it when it decided without forecasts.
+    `read` is what the policy read of it when it decided without forecasts. `admits` tells whether the request may go
+    there now, where the policy holds requests.
     """
 
     instance_id: str
@@ -66,6 +67,7 @@ class Candidate:
     unseen: int = 0
     engine_failed: bool = False  # lately, say those who sent requests there
     score: float | None = None
+    admits: bool = True
     note: str = ""
     answered_s: float = 0.0
 
@@ -154,11 +156,17 @@ def by_forecasts(policy: Policy, known: Candidates) -> Ranking:
         if policy.needs_prefix:
             some.add(forecast_columns(forecasts, ("prefix_hit_tokens",)))
         scores = policy.scores(some)
-        for candidate, score in zip(by_place, scores.tolist(), strict=True):
-            candidate.score = score
-        return [by_place[place] for place in policy.order(some, scores).tolist()]
+        for candidate, score, admits in zip(by_place, scores.tolist(), policy.admits(some).tolist(), strict=True):
+            candidate.score, candidate.admits = score, admits
+        return admitting_first([by_place[place] for place in policy.order(some, scores).tolist()])
 
     return ranking
+
+
+def admitting_first(ranked: list[Candidate]) -> list[Candidate]:
+    """Put those first to whom the request may go now."""
+    ranked.sort(key=lambda candidate: not candidate.admits)
+    return ranked
 
 
 def as_ranked(ranked: Sequence[Candidate]) -> Ranking:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.candidates import Candidates, Places
 from scheduler.expressions import Expression, condition, number
@@ -25,6 +26,7 @@ class Policy:
 
     The shortlist is the `k` best by a cheap score over indicators at hand; with k = 0 that score decides, and where all
     are forecast it is not made. A filter that nobody passes filters nobody: there is always somebody to choose.
+    One that `holds` requests has them wait for an instance that `admits` them, for at most `hold_s`.
     """
 
     def __init__(self, spec: Spec, generator: np.random.Generator) -> None:
@@ -36,11 +38,15 @@ class Policy:
         self._score = entry.make(spec.parameters, generator)
         self._filter = condition(spec.filter, f"policy: {spec.name}: filter") if spec.filter else None
         self._tie_break = number(tie_break, f"policy: {spec.name}: tie_break") if tie_break else None
+        hold = entry.hold if spec.hold is None else spec.hold
+        self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
+        self.holds = self._hold is not None
+        self.hold_s = spec.hold_s
         self._sample = entry.sample if spec.sample is None else spec.sample
         self._draws = Draws(generator)
         self._k = 0 if spec.k is None else spec.k
         self._shortlist = Policy(_cheap(spec), generator) if self._k else None
-        self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist))
+        self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist, self._hold))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it looks at nothing
         self.foretold = tuple({root.name for root in roots if root.source is Source.FORECAST})
@@ -48,7 +54,7 @@ class Policy:
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is Source.PREFIX for root in roots)
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
-        self.needs_told = any(root.source is Source.TOLD for root in roots)
+        self.needs_told = self.holds or any(root.source is Source.TOLD for root in roots)
         if _is_foretold(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made after it")
 
@@ -63,6 +69,12 @@ class Policy:
         if self._shortlist is not None and self._k < len(candidates):
             candidates = candidates.only(self._shortlist.lowest(candidates, self._k), "is not on the shortlist")
         return candidates
+
+    def admits(self, candidates: Candidates) -> npt.NDArray[np.bool_]:
+        """Tell who may have the request now; what is not known of an instance does not speak for it."""
+        if self._hold is None:
+            return np.ones(len(candidates), np.bool_)
+        return self._hold(candidates) == 1.0
 
     def scores(self, candidates: Candidates) -> Column:
         """Score each; once for each request, as a policy may remember what it has seen."""

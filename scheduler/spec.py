@@ -3,6 +3,7 @@
     lmetric
     linear: lambda = 0.3
     block: k = 8, shortlist = "llumnix", filter = "num_waiting < 50"
+    jsq: hold = "batch_size < 48", hold_s = 5
     expr: p_tokens * batch_size
     expr: score = "p_tokens * batch_size", filter = "age_s < 1"
 
@@ -25,7 +26,9 @@ EXPRESSION = "expr"
 ALL = "all"
 LONGEST = 4000  # characters
 MOST = 1_000_000  # of k and sample
-OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist")  # that every policy has
+HOLD_S = 10.0  # that a request is held at most
+OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s")  # that every policy has
+LONGEST_HOLD = Parameter(default=HOLD_S, meaning="seconds that a request is held at most")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Spec:
     sample: int | None = None
     k: int | None = None
     shortlist: str | None = None
+    hold: str | None = None
+    hold_s: float = HOLD_S
 
 
 def spec_from(given: str | Mapping[str, Any]) -> Spec:
@@ -70,6 +75,8 @@ def spec_from(given: str | Mapping[str, Any]) -> Spec:
             sample=_count("sample", settings["sample"], least=1) if "sample" in settings else None,
             k=None if settings.get("k", ALL) == ALL else _count("k", settings["k"], least=0),
             shortlist=_text("shortlist", settings["shortlist"]) if "shortlist" in settings else None,
+            hold=_text("hold", settings["hold"]) if "hold" in settings else None,
+            hold_s=_within("hold_s", LONGEST_HOLD, settings.get("hold_s", HOLD_S)),
         )
     except ValueError as error:
         raise ValueError(f"policy: {name}: {error}") from None

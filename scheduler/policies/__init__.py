@@ -14,6 +14,7 @@ from scheduler.policies import (
     block_ttft,
     dynamo,
     filter,  # noqa: A004 - the policy's name
+    hold,
     infaas,
     infaas_paper,
     jsq,
@@ -40,6 +41,13 @@ POLICIES = {
         formula="predicted_e2e_s",
         source="Block §4.2, §5",
         needs=("predicted_e2e_s",),
+    ),
+    "hold": Entry(
+        make=plain(hold.lowest_e2e),
+        formula=f"predicted_e2e_s, held while none has {hold.ADMITS}",
+        source="ours, after Block §4.2",
+        needs=("predicted_e2e_s",),
+        hold=hold.ADMITS,
     ),
     "block_ttft": Entry(
         make=plain(block_ttft.lowest_ttft),

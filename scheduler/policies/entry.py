@@ -30,7 +30,8 @@ class Entry:
 
     What is made scores all candidates of one request, and is called once for each request; the lowest score wins. Of
     equals, the lowest `tie_break` wins, a formula over indicators, and of those the first instance id. With `sample`,
-    so many candidates are drawn at random first.
+    so many candidates are drawn at random first. With `hold`, a condition over indicators, a request is held at the
+    scheduler until that holds of some instance.
     """
 
     make: Callable[[Mapping[str, float], np.random.Generator], Score]
@@ -40,6 +41,7 @@ class Entry:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     tie_break: str = ""
     sample: int = 0
+    hold: str = ""
 
 
 def plain(score: Score) -> Callable[[Mapping[str, float], np.random.Generator], Score]:

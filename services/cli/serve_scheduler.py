@@ -69,6 +69,7 @@ PORT = 50051
     default=10,
     help="Times that a request yields to those decided elsewhere at the same time.",
 )
+@server_flag("scheduler", "--most-held", type=int, default=1000, help="Most requests of a model that a policy holds.")
 @server_flag("scheduler", "--max-deciding", type=int, default=8, help="Most fan-outs at once; more requests wait.")
 @server_flag(
     "scheduler",

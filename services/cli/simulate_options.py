@@ -38,7 +38,7 @@ CONDITIONS = {
     "indicator_period_s": (float, "How often instances tell of themselves; 0: indicators are always true."),
     "indicator_delay_s": (float, "How old what they tell is when it is heard."),
     "step_noise": (float, "Standard deviation of the logarithm of step times."),
-    "residual": (str, "What is left of an answer: conditional_median or plus_ten."),
+    "residual": (str, "What is left of an answer: conditional_median, conditional_quartile or plus_ten."),
     "prefix_view": (click.Choice(["engine", "sent"]), "Hits are known from engines' caches, or from what was sent."),
 }
 

@@ -45,16 +45,22 @@ class Choice:
     group: Group
     candidates: list[Candidate]  # those that were looked at, and those that are not well
     rest: Rest  # everybody else
+    may_hold: bool  # the request can wait for somebody who admits it
     foretold_anyway: bool  # have the choice foretold, where the policy does without
     settings: SchedulerSettings
     measures: Measures
     num_conflicts: int = 0
     num_failed: int = 0
 
-    async def settled(self, asker: Asker) -> Placement:
-        """Find the place. ConnectionError where nobody could take the request, ValueError where nobody ever will."""
+    async def settled(self, asker: Asker) -> Placement | None:
+        """Find the place; None where the request may be held, and nobody admits it now.
+
+        ConnectionError where nobody could take the request, ValueError where nobody ever will.
+        """
         while True:
             placement = self._best()
+            if self.may_hold and not placement.candidate.admits:
+                return None
             chosen, candidate = placement.chosen, placement.candidate
             if self.wish.dry_run:
                 return placement

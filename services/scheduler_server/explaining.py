@@ -71,6 +71,8 @@ def why(placement: Placement, skipped: list[Candidate]) -> str:
             line += f", after {placement.num_conflicts} conflicts"
     else:
         line = f"{placement.policy} over {num}"
+    if placement.held_s > 0:
+        line += f"; held {placement.held_s:.3f} s{'' if placement.candidate.admits else ', and nobody admitted it'}"
     if skipped:
         named = [f"{candidate.instance_id}: {candidate.note}" for candidate in skipped[:MOST_NAMED]]
         more = f", and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
@@ -105,6 +107,6 @@ def candidate_message(candidate: Candidate, basis: common_pb2.DecisionBasis.Valu
         score=None if candidate.score is None or math.isnan(candidate.score) else candidate.score,
         forecast=None if forecast is None else forecast_message(forecast),
         indicators=indicators_message(known, age_s=candidate.age_s) if known else None,
-        note=candidate.note,
+        note=candidate.note or ("" if candidate.admits else "does not admit it now"),
         answered_s=candidate.answered_s,
     )

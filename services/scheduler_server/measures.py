@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+HELD_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Measures:
@@ -22,6 +23,11 @@ class Measures:
         self.decisions = Counter(
             "block_decisions", "Decisions, by what they rest on.", ("policy", "basis"), registry=registry
         )
+        self.held = Gauge(
+            "block_held_requests", "Requests that wait for an instance that admits them.", registry=registry
+        )
+        self.holds = Counter("block_holds", "Requests that were held, by why that ended.", ("end",), registry=registry)
+        self.held_s = Histogram("block_held_seconds", "How long.", buckets=HELD_SECONDS, registry=registry)
         self.undecided = Counter("block_undecided", "Requests that could be sent nowhere.", registry=registry)
         self.fan_out_s = Histogram(
             "block_fan_out_seconds", "From asking all sidecars to the last answer.", buckets=SECONDS, registry=registry

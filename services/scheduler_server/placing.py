@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from scheduler.candidates import Candidates, Facts
 from scheduler.dispatch import Candidate, Fate, Ranking, as_ranked, by_forecasts
@@ -11,6 +12,7 @@ from scheduler.rest import Rest, rest_of
 from services.scheduler_server.asking import Asker, unwell_in
 from services.scheduler_server.choosing import Choice
 from services.scheduler_server.fleet import Fleet, Group
+from services.scheduler_server.holding import Holding
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.prefixes import Prefixes, Prompt
@@ -32,6 +34,7 @@ class Placer:
         self._lengths = lengths
         self._measures = measures
         self._asker = Asker(settings, measures)
+        self._holding = Holding(fleet.table, measures, settings.most_held)
         self._prefixes = Prefixes(fleet.table)
         self._policies: dict[str, Policy] = {}
         self.policy = settings.policy
@@ -64,12 +67,18 @@ class Placer:
         start_s = time.monotonic()
         policy = self._policy(wish.policy or self.policy)
         self._listen_for(policy)
-        group = self._fleet.serving(wish.request.model)
+        self._fleet.serving(wish.request.model)  # is there anybody?
         await self._complete(
             wish, for_forecasts=policy.needs_forecast or policy.needs_tag or self._settings.forecast_always
         )
-        placement = await self._placed(wish, policy, group)
-        placement.decision_s = time.monotonic() - start_s
+        attempt = partial(self._placed, wish, policy)
+        if policy.holds and not wish.dry_run:
+            placement = await self._holding.placed(wish, policy.hold_s, attempt)
+        else:
+            found = await attempt(False)
+            assert found is not None
+            placement = found
+        placement.decision_s = time.monotonic() - start_s - placement.held_s
         self._measures.decision_s.labels(policy.name).observe(placement.decision_s)
         self._measures.decisions.labels(policy.name, BASES[placement.basis]).inc()
         return placement
@@ -82,7 +91,9 @@ class Placer:
         except ValueError as error:
             raise ValueError(f"request.{error}") from None
 
-    async def _placed(self, wish: Wish, policy: Policy, group: Group) -> Placement:
+    async def _placed(self, wish: Wish, policy: Policy, may_hold: bool) -> Placement | None:
+        """Find a place as things are now; None where the request may be held, and nobody admits it."""
+        group = self._fleet.serving(wish.request.model)
         table = self._fleet.table
         unwell = unwell_in(group, self._fleet.troubled, wish.excluded)
         places = group.without([candidate.instance_id for candidate in unwell], table.place_of)
@@ -90,6 +101,10 @@ class Placer:
         known = table.candidates(_facts(wish), time.monotonic(), places)
         if policy.needs_prefix:
             self._prefixes.look_up(prompt, known)
+        if may_hold and len(known):
+            known = self._holding.worth_asking(known)
+            if not len(known):
+                return None
         looked = policy.among(known) if len(known) else known
         if policy.needs_forecast:
             compared = [group.sidecars[name].as_known() for name in looked.instance_ids]
@@ -106,12 +121,15 @@ class Placer:
             group=group,
             candidates=[*compared, *unwell],
             rest=rest,
+            may_hold=may_hold,
             foretold_anyway=self._settings.forecast_always and not policy.needs_forecast,
             settings=self._settings,
             measures=self._measures,
         )
         placement = await choice.settled(self._asker)
-        if not wish.dry_run:
+        if may_hold:
+            self._holding.heard(compared, time.monotonic())
+        if placement is not None and not wish.dry_run:
             self._prefixes.sent(placement.chosen.name, prompt)
         return placement
 
@@ -129,11 +147,15 @@ def _scored(policy: Policy, looked: Candidates, group: Group) -> tuple[list[Cand
     scores = policy.scores(looked)
     columns = {name: looked[name] for name in policy.needs}
     ranked = []
-    for place in policy.order(looked, scores)[:MOST_RANKED].tolist():
+    admits = policy.admits(looked)
+    order = policy.order(looked, scores)
+    if policy.holds:
+        order = order[(~admits[order]).argsort(kind="stable")]  # those first that admit it
+    for place in order[:MOST_RANKED].tolist():
         candidate = group.sidecars[looked.instance_id(place)].as_known(
             Fate.UNASKED if policy.is_blind else Fate.INDICATORS
         )
-        candidate.score = float(scores[place])
+        candidate.score, candidate.admits = float(scores[place]), bool(admits[place])
         candidate.read = {name: float(column[place]) for name, column in columns.items()}
         ranked.append(candidate)
     return ranked, rest_of(looked, scores, columns) if len(looked) > len(ranked) else rest_of(looked)

@@ -48,7 +48,7 @@ class Reports:
                     instance_id=placement.chosen.name,
                     forecast=common_pb2.Forecast(
                         ttft_s=forecast.ttft_s,
-                        e2e_s=wish.waited_s + forecast.e2e_s,
+                        e2e_s=wish.waited_s + placement.held_s + forecast.e2e_s,
                         tpot_s=forecast.tpot_s,
                         queue_s=forecast.queue_s,
                         output_tokens=forecast.output_tokens,

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+PLACING = 3  # of the sidecars' deadlines that placing a request may take
 OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s")
 
 
@@ -84,6 +85,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         wish = Wish(
             request=request.request,
             taken_s=time.monotonic(),
+            patience_s=patience(context, self._settings),
             prompt=request.prompt,
             policy=request.policy,
             excluded=frozenset(request.exclude_instance_ids),
@@ -257,6 +259,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 reserved=decision.HasField("reserved_for_s"), why=decision.why,
             )  # fmt: skip
         return decision
+
+
+def patience(context: Context, settings: SchedulerSettings) -> float:
+    """Tell for how long a request may be held so that its caller, who has a deadline, still hears of its place."""
+    left_s = context.time_remaining()
+    if left_s is None:
+        return math.inf
+    return float(left_s) - min(left_s / 2, PLACING * settings.sidecar_deadline_s)
 
 
 def is_local(peer: str) -> bool:

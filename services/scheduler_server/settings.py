@@ -13,6 +13,7 @@ from services.instances import require_address
 
 LONGEST_RESERVATION_S = 600.0
 MOST_MIB = 2.0**20
+LEAST = {"most_conflicts": 0, "most_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class SchedulerSettings:
     watch_s: float = 0.1  # between two messages of a sidecar about itself, for policies that read indicators
     reservation_s: float = 10.0
     most_conflicts: int = 10  # of one request with those who decide at the same time; then it reserves regardless
+    most_held: int = 1000  # requests of one model, by policies that hold; the first goes as it is when there are more
     max_deciding: int = 8  # fan-outs under way at once: more would only make each other late
     failures_to_open: int = 2  # of a part, in a row, until it is left alone for a while
     first_pause_s: float = 0.25
@@ -69,7 +71,7 @@ class SchedulerSettings:
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if self.reservation_s > LONGEST_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {LONGEST_RESERVATION_S:g}, not {self.reservation_s}")
-        for name, least in (("most_conflicts", 0), ("max_deciding", 1), ("failures_to_open", 1), ("attempts", 1)):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: must be at least {least}, not {getattr(self, name)}")
         if not 0 < self.record_share <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Wish:
     excluded: Collection[str] = ()
     dry_run: bool = False
     waited_s: float = 0.0  # before it came
+    patience_s: float = math.inf  # how long its caller waits for a decision
 
     def __post_init__(self) -> None:
         """Remember how old it was."""
@@ -55,4 +57,5 @@ class Placement:
     forecast: Forecast | None = None
     reserved_for_s: float | None = None
     num_conflicts: int = 0
-    decision_s: float = 0.0
+    decision_s: float = 0.0  # without what it was held
+    held_s: float = 0.0

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from predictor.forecast import RESULT
 from predictor.state import NOBODY
+from scheduler.holding import Refusals
 from scheduler.indicators import roots_of
 from scheduler.policy import policy_from
 from scheduler.prefix import PrefixIndex
@@ -49,7 +50,7 @@ def simulation(
         units,
         num_contents=lengths.num_contents,
         noise=noise_factors(conditions.step_noise, draws),
-        residual=residual_table(conditions.residual, conditions.residual_quantile),
+        residual=residual_table(conditions.residual),
         generator=draws,
     )
     ids = _names(len(units))
@@ -59,7 +60,7 @@ def simulation(
         prefixes = None
         if conditions.prefix_view == SENT_INDEX and made.needs_prefix:
             prefixes = PrefixIndex({name: unit.config.num_gpu_blocks for name, unit in zip(ids, units, strict=True)})
-        schedulers.append(Scheduler(policy=made, table=Table(ids), prefixes=prefixes))
+        schedulers.append(Scheduler(policy=made, table=Table(ids), prefixes=prefixes, refusals=Refusals(len(units))))
     made = schedulers[0].policy
     roots = {root.name for root in roots_of(made.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
@@ -73,6 +74,7 @@ def simulation(
         fleet=fleet,
         requests=_requests(work, lengths, conditions.order_s_per_token),
         turns=_turns(len(work), conditions.num_schedulers, draws),
+        pauses=np.random.default_rng([seed, 2]),
         results=np.zeros(len(units), RESULT).view(np.recarray),
         told=np.zeros_like(schedulers[0].table.known.told),
         decisions=decisions,

@@ -11,7 +11,8 @@ from predictor.config import require_count
 from predictor.lengths import RESIDUALS
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
-FIRST_COME, FEWEST_LATE = "first_come", "fewest_late"
+FIRST_COME, LATE_LAST, FEWEST_LATE = "first_come", "late_last", "fewest_late"
+TURNS = (FIRST_COME, LATE_LAST, FEWEST_LATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Conditions:
     Indicators are told every `indicator_period_s`, and known `indicator_delay_s` after; both 0 is always true ones.
     Forecasts are asked for with every decision. Without `reservations`, instances and forecasts do not know of requests
     that are on their way. `prefix_view` says where hits are known from: the engines' caches, or what was sent there.
+    Where a policy holds requests, `turn` says in which order they get their turn; those held for `late_s` are late.
     """
 
     num_schedulers: int = 1
@@ -50,13 +52,9 @@ class Conditions:
     reservations: bool = True
     step_noise: float = 0.0  # standard deviation of the logarithm of each step's time
     residual: str = "conditional_median"
-    residual_quantile: float = 0.5
     order_s_per_token: float = 0.0
-    admit: str = ""
     late_s: float = math.inf
     turn: str = FIRST_COME
-    retry_s: float = 0.05
-    again_s: float = 0.0
     prefix_view: str = ENGINE_CACHE
     sample_s: float = 1.0  # of what is watched over time; 0 for nothing
     outages: tuple[Outage, ...] = ()
@@ -67,7 +65,6 @@ class Conditions:
         for name in (
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
             "order_s_per_token",
-            "again_s",
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -76,12 +73,8 @@ class Conditions:
             raise ValueError(f"residual: {self.residual!r} is none of {', '.join(RESIDUALS)}")
         if not self.late_s > 0:
             raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
-        if not 0 < self.retry_s < math.inf:
-            raise ValueError(f"retry_s: must be a number above 0, not {self.retry_s!r}")
-        if not 0 < self.residual_quantile < 1:
-            raise ValueError(f"residual_quantile: must lie between 0 and 1, not {self.residual_quantile}")
-        if self.turn not in (FIRST_COME, FEWEST_LATE):
-            raise ValueError(f"turn: {self.turn!r} is neither {FIRST_COME} nor {FEWEST_LATE}")
+        if self.turn not in TURNS:
+            raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
             raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
 

@@ -13,6 +13,7 @@ from scipy.special import log_ndtr, ndtri_exp
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.lengths import QUANTILES
 from predictor.state import NOBODY, State, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
 from services.simulator.kernels import RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, UNIT, Fleet
@@ -34,12 +35,12 @@ class Unit:
     foreseen_pace: float = 1.0
 
 
-def residual_table(rule: str, quantile: float = 0.5) -> npt.NDArray[np.float64]:
+def residual_table(rule: str) -> npt.NDArray[np.float64]:
     """Tabulate where the rest of an answer ends, in standard scores of its logarithm, by what has come of it."""
-    if rule == "plus_ten":
+    if rule not in QUANTILES:
         return np.empty(0)
     scores = np.linspace(RESIDUAL_LOW, RESIDUAL_HIGH, NUM_RESIDUAL)
-    table: npt.NDArray[np.float64] = -ndtri_exp(log_ndtr(-scores) + math.log(1.0 - quantile))
+    table: npt.NDArray[np.float64] = -ndtri_exp(log_ndtr(-scores) + math.log1p(-QUANTILES[rule]))
     return table
 
 

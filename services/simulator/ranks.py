@@ -21,16 +21,16 @@ from services.simulator.scenario import Scenario
 from services.simulator.workload import Lengths, Workload
 
 POLICY = "random"
-FORETELL_ALL = "predicted_e2e_s > 0"  # always true, and has every instance foretell every request
+FORETELLING = "random: hold = 'predicted_e2e_s > 0'"  # always true, and has every instance foretell every request
 SAMPLED = 0.01
 
 
 def ranked(scenario: Scenario, rate: float, seed: int, share: float = SAMPLED) -> dict[str, Any]:
     """Run, and compare forecasts with what became of their requests."""
-    changed = scenario.changed(conditions={"admit": FORETELL_ALL, "sample_s": 0.0})
+    changed = scenario.changed(conditions={"sample_s": 0.0})
     units, work = changed.units(), changed.workload(rate, seed)
     chosen = np.flatnonzero(np.random.default_rng([seed, 17]).random(len(work)) < share)
-    running = simulation(units, work, POLICY, changed.conditions, seed=seed)
+    running = simulation(units, work, FORETELLING, changed.conditions, seed=seed)
     foretold: dict[int, npt.NDArray[np.float64]] = {}
     running.decided = _keep(foretold, set(chosen.tolist()))
     result = running.run()

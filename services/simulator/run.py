@@ -14,20 +14,21 @@ import numpy.typing as npt
 
 from predictor.state import NOBODY
 from scheduler.candidates import Candidates, Facts
-from scheduler.expressions import Expression, condition
-from scheduler.indicators import ROW_OF, Column, Source, roots_of
-from scheduler.policy import DELAYS, Policy
+from scheduler.holding import Queue, Refusals, pause_s
+from scheduler.indicators import ROW_OF, Column
+from scheduler.policy import Policy
 from scheduler.prefix import PrefixIndex
 from scheduler.table import Table
 from services.simulator import kernels
-from services.simulator.conditions import FIRST_COME, Conditions
+from services.simulator.conditions import FIRST_COME, LATE_LAST, Conditions
 from services.simulator.fleet import Unit, restart, widened, workspace_for
-from services.simulator.holding import fewest_late, first_come, prefill_seconds
+from services.simulator.turns import fewest_late, late_last, prefill_seconds
 from services.simulator.workload import Workload
 
 FOREVER = math.inf
 ROWS = np.array([ROW_OF[name] for name in kernels.TELLS], np.int64)
 PER_MINUTE, DRAINED = ROW_OF["requests_per_minute"], ROW_OF["drained_s"]
+FINISHED_TOTAL = ROW_OF["num_finished_total"]
 FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
     ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
 )
@@ -70,6 +71,8 @@ class Scheduler:
     policy: Policy
     table: Table
     prefixes: PrefixIndex | None
+    refusals: Refusals
+    held: Queue = field(default_factory=Queue)
     sent: deque[tuple[float, int, tuple[float, float, float]]] = field(default_factory=deque)
 
 
@@ -109,6 +112,7 @@ class Simulation:
     fleet: kernels.Fleet
     requests: kernels.Requests
     turns: npt.NDArray[np.int64]  # which scheduler a request comes to
+    pauses: np.random.Generator  # how long schedulers wait that hold requests
     workspace: Any = None
     results: Any = None
     told: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
@@ -128,12 +132,7 @@ class Simulation:
     minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
     watches_minute: bool = False
     watches_drain: bool = False
-    admits: Expression | None = None
-    held: list[list[int]] = field(default_factory=list)  # by scheduler
-    refused: list[npt.NDArray[np.float64]] = field(default_factory=list)  # with how many running, and when; likewise
-    foretold: tuple[str, ...] = ()
-    admits_by_forecast: bool = False
-    needs_delays: bool = False
+    holds: bool = False
     sees_now: bool = True  # decisions need the instances as they are
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
@@ -144,16 +143,8 @@ class Simulation:
     def __post_init__(self) -> None:
         """Take out of records what each decision needs: it is found faster."""
         policy = self.schedulers[0].policy
-        if self.conditions.admit:
-            self.admits = condition(self.conditions.admit, "admit")
-        asked = () if self.admits is None else self.admits.needs
-        foretold = {root.name for root in roots_of(asked) if root.source is Source.FORECAST}
-        self.admits_by_forecast = bool(foretold)
-        self.foretold = tuple({*foretold, *policy.foretold})
-        self.sees_now = self.conditions.has_fresh_indicators or bool(self.foretold)
-        self.needs_delays = any(name in DELAYS for name in self.foretold)
-        self.held = [[] for _ in self.schedulers]
-        self.refused = [np.stack((np.full(len(self.units), np.inf), np.zeros(len(self.units)))) for _ in self.held]
+        self.holds = policy.holds
+        self.sees_now = self.conditions.has_fresh_indicators or policy.needs_forecast
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
@@ -177,7 +168,7 @@ class Simulation:
             self._decide(number, now_s)
             if progress is not None and number & 255 == 0:
                 progress(number)
-        while any(held for held in self.held) or (self.events and self.events[0][1] != SAMPLE):
+        while self._num_held() or (self.events and self.events[0][1] != SAMPLE):
             if self._is_over():
                 break
             self._happen()
@@ -186,11 +177,14 @@ class Simulation:
     def _is_over(self) -> bool:
         """Tell whether nothing that still happens can matter to a request."""
         self.look(self.now_s)
-        busy = self.homeless or self.unsent[0] != NOBODY or any(self.held)
+        busy = self.homeless or self.unsent[0] != NOBODY or self._num_held()
         return not busy and all(
             engine.num_running + engine.num_waiting + engine.num_pending == 0
             for engine in self.fleet.stack.engine[:, 0]
         )
+
+    def _num_held(self) -> int:
+        return sum(len(scheduler.held) for scheduler in self.schedulers)
 
     # What happens besides arrivals.
 
@@ -314,57 +308,71 @@ class Simulation:
 
     def _decide(self, number: int, now_s: float) -> None:
         which = int(self.turns[number])
-        if self.admits is None:
+        held = self.schedulers[which].held
+        if not self.holds:
             self._place(number, which, now_s)
-            return
-        was_waiting = bool(self.held[which])
-        self.held[which].append(number)
-        if was_waiting:  # it looks again soon
-            return
-        self._retry(which, now_s)
+        elif held:  # it gets its turn after those
+            self._hold(number, which)
+        elif not self._place(number, which, now_s, may_hold=True):
+            self._hold(number, which)
+            self._look_again(which, now_s)
+
+    def _hold(self, number: int, which: int) -> None:
+        scheduler = self.schedulers[which]
+        scheduler.held.join(number, float(self.work.arrival_s[number]) + scheduler.policy.hold_s)
+
+    def _look_again(self, which: int, now_s: float) -> None:
+        waited_s = now_s - float(self.work.arrival_s[self.schedulers[which].held.first])
+        self.schedule(now_s + pause_s(waited_s, self.pauses.random()), RETRY, which)
 
     def _retry(self, which: int, now_s: float) -> None:
-        """Place what waits at a scheduler, until one finds nobody who would admit it; look again later."""
-        queue = self._in_turn(self.held[which], now_s)
-        for place, number in enumerate(queue):
-            if not self._place(number, which, now_s):
-                self.held[which] = queue[place:]
-                self.schedule(now_s + self.conditions.retry_s, RETRY, which)
-                return
-        self.held[which] = []
+        """Place what is held at a scheduler, until one finds nobody who would admit it; look again later."""
+        held = self.schedulers[which].held
+        for number in held.must_go(now_s):
+            self._place(number, which, now_s)
+            held.leave(number)
+        for number in self._in_turn(held.numbers, now_s):
+            if not self._place(number, which, now_s, may_hold=True):
+                break
+            held.leave(number)
+        if held:
+            self._look_again(which, now_s)
 
     def _in_turn(self, waiting: list[int], now_s: float) -> list[int]:
-        if len(waiting) < 2:
+        if len(waiting) < 2 or self.conditions.turn == FIRST_COME:
             return waiting
         late_s, arrival_s = self.conditions.late_s, self.work.arrival_s
 
         def due_s(number: int) -> float:
             return float(arrival_s[number]) + late_s
 
-        if self.conditions.turn == FIRST_COME:
-            return first_come(waiting, due_s, now_s)
+        if self.conditions.turn == LATE_LAST:
+            return late_last(waiting, due_s, now_s)
         step_s = float(self.told[STEP_S].mean()) * len(self.schedulers)
         return fewest_late(
             waiting, due_s, lambda number: self.takes_steps[number] * step_s + self.prefill_s[number], now_s
         )
 
-    def _place(self, number: int, which: int, now_s: float) -> bool:
-        """Send a request to an instance; False where nobody admits it now."""
-        policy = self.schedulers[which].policy
+    def _place(self, number: int, which: int, now_s: float, *, may_hold: bool = False) -> bool:
+        """Send a request to an instance; False where it may be held, and nobody admits it now."""
+        scheduler = self.schedulers[which]
+        policy = scheduler.policy
         places = self._able(number)
         if places is not None and len(places) == 0:
             self._nowhere(number)
             return True
         if self.sees_now or self.unsent[0] != NOBODY:
             self.look(now_s)
-        if self.admits_by_forecast:
-            places = self._worth_asking(which, places, now_s)
-            if len(places) == 0:
+        if may_hold:
+            finished = self.told[FINISHED_TOTAL] if places is None else self.told[FINISHED_TOTAL, places]
+            worth = np.flatnonzero(scheduler.refusals.worth_asking(finished, now_s, places))
+            if len(worth) == 0:
                 return False
+            places = worth if places is None else places[worth]
         among = policy.among(self._candidates(number, which, places, now_s))
-        if self.foretold:
-            self._foretell(among, number, now_s)
-        best = policy.choose(among) if self.admits is None else self._best_admitting(which, among, now_s)
+        if policy.foretold:
+            self._foretell(policy, among, number, now_s)
+        best = self._best_admitting(scheduler, among, now_s) if may_hold else policy.choose(among)
         if best == NOBODY:
             return False
         self._send(number, which, among, best, now_s)
@@ -386,16 +394,15 @@ class Simulation:
             candidates.add({"prefix_hit_tokens": hits})
         return candidates if places is None else candidates.only(places)
 
-    def _best_admitting(self, which: int, among: Candidates, now_s: float) -> int:
+    def _best_admitting(self, scheduler: Scheduler, among: Candidates, now_s: float) -> int:
         """Find the best of those that admit the request, or nobody."""
-        assert self.admits is not None
-        admitted = self.admits(among) == 1.0
-        if self.admits_by_forecast:
-            self._note_refusals(which, among, ~admitted, now_s)
-        admitting = np.flatnonzero(admitted)
+        admits = scheduler.policy.admits(among)
+        places = np.arange(len(self.units)) if among.places is None else among.places
+        scheduler.refusals.note(~admits, self.told[FINISHED_TOTAL, places], now_s, places)
+        admitting = np.flatnonzero(admits)
         if len(admitting) == 0:
             return NOBODY
-        return int(admitting[self.schedulers[which].policy.choose(among.only(admitting))])
+        return int(admitting[scheduler.policy.choose(among.only(admitting))])
 
     def _send(self, number: int, which: int, among: Candidates, best: int, now_s: float) -> None:
         """Promise a request to an instance; it is sent when next anything is looked at."""
@@ -403,7 +410,7 @@ class Simulation:
         instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
         instances[number], schedulers[number] = index, which
         num_sends[number] += 1
-        if self.foretold:
+        if self.schedulers[which].policy.foretold:
             predicted_ttft_s[number] = self.results["first_token_s"][best]
             predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
@@ -412,18 +419,6 @@ class Simulation:
         arrives_s = promised_s + conditions.network_s
         self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)
         self._note_sent(self.schedulers[which], number, index, self.unsent[3])
-
-    def _worth_asking(self, which: int, places: npt.NDArray[np.intp] | None, now_s: float) -> npt.NDArray[np.intp]:
-        """Leave out those that admitted nobody lately, and where nothing has ended since."""
-        then_running, then_s = self.refused[which]
-        worth = (self.told[RUNNING] < then_running) | (now_s - then_s >= self.conditions.again_s)
-        return np.flatnonzero(worth) if places is None else places[worth[places]]
-
-    def _note_refusals(self, which: int, among: Candidates, refused: npt.NDArray[np.bool_], now_s: float) -> None:
-        places = np.arange(len(among)) if among.places is None else among.places
-        then_running, then_s = self.refused[which]
-        then_running[places] = np.where(refused, self.told[RUNNING, places], np.inf)
-        then_s[places] = now_s
 
     def _able(self, number: int) -> npt.NDArray[np.intp] | None:
         """Where a request could be served: instances that are up and large enough; None for all."""
@@ -454,14 +449,14 @@ class Simulation:
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _foretell(self, among: Candidates, number: int, now_s: float) -> None:
+    def _foretell(self, policy: Policy, among: Candidates, number: int, now_s: float) -> None:
         places = np.arange(len(among)) if among.places is None else among.places
         results = self.results[: len(places)]
         kernels.foretell_directly(
-            self.fleet, self.requests, self._room(), number, places, now_s, self.needs_delays, results
+            self.fleet, self.requests, self._room(), number, places, now_s, policy.needs_delays, results
         )
-        columns = {name: _column(results, FORETOLD[name]) for name in self.foretold if name in FORETOLD}
-        if "predicted_tpot_s" in self.foretold:
+        columns = {name: _column(results, FORETOLD[name]) for name in policy.foretold if name in FORETOLD}
+        if "predicted_tpot_s" in policy.foretold:
             columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
                 1, results.output_tokens - 1
             )

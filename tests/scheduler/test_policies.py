@@ -49,6 +49,8 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", {"predicted_e2e_s": [2.0, 2.0, 1.0]}, "cab"),
         ("", {"predicted_e2e_s": [None, math.inf, 9.0]}, "cba"),
     ],
+    # The same; who admits whom is a question of its own.
+    "hold": [("", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac")],
     "block_ttft": [
         ("", {"predicted_ttft_s": [0.3, 0.1, 0.2], "predicted_e2e_s": [1.0, 9.0, 9.0]}, "bca"),
         ("", {"predicted_ttft_s": [0.2, None, 0.2]}, "acb"),

@@ -229,12 +229,12 @@ def test_indicators_grow_old() -> None:
 
 def test_expected_lengths_are_the_predictors() -> None:
     """What compiled code expects of a tag is what `predictor.lengths` does."""
-    from predictor.lengths import Tag, expected_tokens
+    from predictor.lengths import RESIDUALS, Tag, expected_tokens
     from services.simulator.fleet import residual_table
     from services.simulator.kernels import expected_tokens as compiled
 
     generator = np.random.default_rng(0)
-    for rule in ("plus_ten", "conditional_median"):
+    for rule in RESIDUALS:
         table = residual_table(rule)
         for _ in range(2000):
             tag = Tag(

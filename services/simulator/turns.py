@@ -1,4 +1,4 @@
-"""In which order requests that wait at a scheduler get their turn."""
+"""In which other orders than that of arrival requests that are held at a scheduler could get their turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from predictor.step_time import StepTime, step_seconds, tabulate
 
 
-def first_come(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:
+def late_last(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:
     """Go by arrival; those that are late already come after all others, whom they would make late too."""
     return sorted(waiting, key=lambda number: (due_s(number) < now_s, number))
 
