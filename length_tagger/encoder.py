@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from length_tagger.features import NUM_COUNTS
+from length_tagger.network import LOG_LENGTHS, LONG, USUAL
 from length_tagger.onnx_form import Array, Ids, Run
 from length_tagger.reading import laid_out
 
@@ -54,14 +55,15 @@ class LengthNetwork(nn.Module):
 def loss_of(medians: torch.Tensor, log_spreads: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Give the loss over prompts x models x answers, NaN where there is no answer.
 
-    Medians learn from the absolute error of the logarithm; spreads from the likelihood of a Laplace distribution
-    around them, which does not pull at the medians.
+    Medians learn from an absolute error that counts for more where the answer is long, as those of `linear` do; spreads
+    from the likelihood of a Laplace distribution of the logarithm, which does not pull at the medians.
     """
     known = torch.isfinite(wanted)
     errors = torch.where(known, (wanted.nan_to_num() - medians.unsqueeze(-1)).abs(), 0.0)
     spread = log_spreads.unsqueeze(-1)
     likelihood = torch.where(known, errors.detach() * torch.exp(-spread) + spread, 0.0)
-    return (errors + likelihood).sum() / known.sum().clamp(min=1)
+    counting = torch.exp(LONG * (medians.detach().clamp(*LOG_LENGTHS) - USUAL)).unsqueeze(-1)
+    return (counting * errors + likelihood).sum() / known.sum().clamp(min=1)
 
 
 def batch_of(ids: Sequence[Sequence[int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 - `prompts_per_s.{estimator}`: prompts in batches of 64, per second of the processor.
 - `p99_ms.{estimator}`: one prompt after the other, 99th percentile of the processor time; also `p50_ms`.
 - `roberta` only with --encoder: `prompts_per_s` in batches of 16, and `offered_p99_ms.roberta`: what callers wait, in
-  real time, through the server's micro-batches at --offered requests a second.
+  real time, through the server's micro-batches at --offered requests a second; `offered_cpu_ms.roberta`: the processor
+  time of each, asking included.
 
 Prompts are CASTILLO's where BLOCK_DATA is there, else made up of random words of the same lengths.
 """
@@ -29,6 +30,7 @@ from length_tagger import TAGGERS
 from length_tagger.estimate import Outcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
+from services.tagger_server.batches import Batched, Batches, Encoder
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -38,8 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--prompts", type=int, default=3000)
-    parser.add_argument("--encoder", default="", help="Folder of a checkpoint of `roberta`.")
-    parser.add_argument("--threads", type=int, default=1, help="Of torch.")
+    parser.add_argument(
+        "--encoder", default="", help="Folder of a checkpoint of `roberta`, or small: the package's own."
+    )
+    parser.add_argument("--runtime", choices=("auto", "onnx", "torch"), default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="That read a batch.")
     parser.add_argument("--offered", type=float, default=64.0, help="Requests a second.")
     arguments = parser.parse_args()
     threadpool_limits(1)  # as the server does
@@ -48,7 +53,10 @@ def main() -> None:
     ]
     results = list(measured(queries))
     if arguments.encoder:
-        results.extend(encoder_measured(queries, arguments.encoder, arguments.threads, arguments.offered))
+        encoder = Encoder(
+            folder=arguments.encoder, threads=arguments.threads, runtime=arguments.runtime, deadline_s=10.0
+        ).loaded()
+        results.extend(encoder_measured(queries, encoder, arguments.offered))
     if arguments.json:
         machine = {
             "cpu": platform.processor() or platform.machine(),
@@ -107,11 +115,8 @@ def percentiles(prefix: str, name: str, times: Sequence[float]) -> Iterator[dict
         yield row(f"{prefix}p{share}_ms.{name}", float(np.percentile(times, share)), "ms", len(times))
 
 
-def encoder_measured(queries: Sequence[Query], folder: str, threads: int, offered: float) -> Iterator[dict[str, Any]]:
+def encoder_measured(queries: Sequence[Query], encoder: Batched, offered: float) -> Iterator[dict[str, Any]]:
     """Measure the encoder alone, and through the server's batches."""
-    from services.tagger_server.batches import Batches, Encoder
-
-    encoder = Encoder(folder=folder, threads=threads, deadline_s=10.0).loaded()
     some = queries[:800]
     encoder.estimate_many(some[:16])
     start_s = time.process_time()
@@ -126,7 +131,9 @@ def encoder_measured(queries: Sequence[Query], folder: str, threads: int, offere
     yield from percentiles("", "roberta", times)
     batches = Batches(encoder, CollectorRegistry(), deadline_s=10.0)
     batches.warm_up()
+    start_s = time.process_time()
     waits = asyncio.run(offer(batches, some, offered))
+    yield row("offered_cpu_ms.roberta", 1e3 * (time.process_time() - start_s) / len(some), "ms", len(some))
     yield from percentiles("offered_", "roberta", waits)
 
 

@@ -115,10 +115,11 @@ def roberta(
 @click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
 @click.option("--encoder", metavar="FOLDER", default=None, help="For `roberta`, instead of the package's own.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=None, help="Of the split; the model's own by default.")
+@click.option("--errors", metavar="FOLDER", default="", help="Write tags beside true lengths there, for simulations.")
 @click.option("--part", type=click.Choice(["held-out", "all"]), default="held-out", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def evaluate(
-    data: str, linear_model: str | None, encoder: str | None, seed: int | None, part: str, *, as_json: bool
+    data: str, linear_model: str | None, encoder: str | None, seed: int | None, *, part: str, errors: str, as_json: bool
 ) -> None:
     """Judge the estimators on DATA's held-out prompts, or on outcomes that a tagger has recorded.
 
@@ -134,7 +135,7 @@ def evaluate(
     else:
         results = evaluated(
             samples_from(data), linear_model=linear_model, encoder=encoder, seed=seed, held_out=part == "held-out",
-            progress=bar_over,
+            errors=errors, progress=bar_over,
         )  # fmt: skip
     if as_json:
         print(json.dumps({"evaluate": data, "part": "recorded" if recorded is not None else part, "results": results}))

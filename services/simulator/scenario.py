@@ -30,6 +30,7 @@ T = TypeVar("T")
 TRACE, POISSON, GAMMA, UNIFORM = "trace", "poisson", "gamma", "uniform"
 ARRIVALS = (TRACE, POISSON, GAMMA, UNIFORM)
 LONGEST_ROW = 1 << 20
+EXPERIMENTS = Path(__file__).parent / "experiments"
 SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -131,7 +132,7 @@ class Tags:
             return work.constant(self.tokens, self.spread or 0.0)
         if self.kind == "typical":
             return work.typical
-        return work.fitted(*_errors(self.file))
+        return (work.ranked if self.kind == "ranked" else work.fitted)(*_errors(self.file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +295,11 @@ def require_text(path: Path) -> None:
 
 
 def found(path: str) -> Path:
-    """Find a file where it is named, or else beside the data."""
-    return Path(path) if Path(path).exists() else data_folder() / path
+    """Find a file where it is named, or else beside the experiments that come with the product, or the data."""
+    for near in (Path(path), EXPERIMENTS / path):
+        if near.is_file():
+            return near
+    return data_folder() / path
 
 
 def _errors(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

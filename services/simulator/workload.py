@@ -250,6 +250,31 @@ def fitted(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> Tag
     return tags
 
 
+def ranked(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> TagModel:
+    """Be as good as a tagger was, on other lengths: whatever share of its answers was shorter, that share of these is.
+
+    An answer stands for one of those that the tagger was tried on with about the same rank. The tag says here what the
+    tagger's said there: a length that as large a share of all answers stays below, and a spread as wide for these.
+    """
+    if len(true_tokens) < 10:
+        raise ValueError(f"errors: {len(true_tokens)} are too few to draw from")
+    order = np.argsort(true_tokens, kind="stable")
+    known, spreads = true_tokens[order], tag_spreads[order]
+    below = np.interp(np.log(tag_medians[order]), np.log(known), np.linspace(0.0, 1.0, len(known)))
+    width = max(1e-9, float(np.log(known).std()))
+    window = max(5, len(known) // 50)
+
+    def tags(output_tokens: Counts, generator: np.random.Generator) -> tuple[Floats, Floats]:
+        logs = np.log(output_tokens)
+        ranks = np.argsort(np.lexsort((generator.random(len(logs)), logs))) / max(1, len(logs) - 1)
+        near = np.rint(ranks * (len(known) - 1)).astype(np.int64)
+        near = np.clip(near + generator.integers(-window, window + 1, len(near)), 0, len(known) - 1)
+        medians = np.exp(np.quantile(logs, below[near]))
+        return np.maximum(1.0, medians), spreads[near] * (float(logs.std()) / width)
+
+    return tags
+
+
 def tagged(work: Workload, model: TagModel, generator: np.random.Generator) -> Workload:
     """Give every request a tag."""
     median, spread = model(work.lengths.output_tokens, generator)
@@ -262,4 +287,5 @@ TAGS: Mapping[str, str] = {
     "constant": "the same number for each",
     "typical": "the distribution of all lengths for each",
     "fitted": "off as a tagger was",
+    "ranked": "as good as a tagger was, on other lengths",
 }

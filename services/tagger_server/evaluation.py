@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from services.tagger_server.batches import SMALL, Batched, encoder_from
 
 UNITS = {"mae": "tokens", "pinball": "tokens"}
 BATCH = 64
+MOST_ERRORS = 1000  # of each kind: simulations need no more
 ALL, CHAT = "all", "chat"
 
 Bar = Callable[[list[Any], str], Iterable[Any]]
@@ -49,6 +50,7 @@ def evaluated(  # noqa: PLR0913 - the command's options
     encoder: str | None = None,
     seed: int | None = None,
     held_out: bool = True,
+    errors: str = "",
     progress: Bar = lambda items, _: items,
 ) -> list[dict[str, Any]]:
     """Score every estimator on the test part of the samples, or on all of them."""
@@ -72,7 +74,27 @@ def evaluated(  # noqa: PLR0913 - the command's options
         *sampling_ceiling([sample.output_tokens for sample in repeated]),
         [sample.kind for sample in repeated for _ in sample.output_tokens],
     )
+    if errors:
+        write_errors(told, Path(errors), seed)
     return [row for name, one in told.items() for row in _rows(name, one)]
+
+
+def write_errors(told: Mapping[str, Told], folder: Path, seed: int) -> None:
+    """Write what each estimator said beside what became true, a file for each kind of prompts, a row for each answer.
+
+    Simulations draw tags from them: `tags = { kind = "ranked", file = ... }`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (lengths, medians, spreads, kinds) in told.items():
+            for kind in dict.fromkeys(kinds):
+                places = [place for place, one in enumerate(kinds) if one == kind]
+                Random(seed).shuffle(places)  # noqa: S311 - a sample, not a secret
+                rows = (f"{lengths[one]:.0f},{medians[one]:.4g},{spreads[one]:.3g}\n" for one in places[:MOST_ERRORS])
+                file = folder / f"{name}-{kind or ALL}.csv"
+                file.write_text("output_tokens,median_tokens,spread\n" + "".join(rows), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"errors: {folder} cannot be written: {error.strerror}") from None
 
 
 def _rows(name: str, told: Told) -> Iterable[dict[str, Any]]:

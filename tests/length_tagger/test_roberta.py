@@ -194,10 +194,11 @@ def test_the_shipped_encoder_speaks_for_itself_and_linear() -> None:
 
 
 def test_unknown_lengths_teach_nothing() -> None:
-    """A model that was not asked has no say in the loss."""
-    medians, spreads = torch.zeros(1, 2), torch.zeros(1, 2)
-    wanted = torch.tensor([[[1.0, float("nan")], [float("nan"), float("nan")]]])
+    """A model that was not asked has no say in the loss; an error counts for more where the answer is long."""
+    medians, spreads = torch.full((1, 2), 5.7), torch.zeros(1, 2)
+    wanted = torch.tensor([[[6.7, float("nan")], [float("nan"), float("nan")]]])
     assert loss_of(medians, spreads, wanted).item() == pytest.approx(2.0)
+    assert loss_of(medians + 2, spreads, wanted + 2).item() == pytest.approx(1 + np.e)
 
 
 def test_folders_that_are_no_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -64,6 +64,27 @@ def test_error_models_are_off_by_as_much_as_asked() -> None:
     assert errors[true > 150].std() == pytest.approx(0.8, rel=0.1)
 
 
+def test_ranked_tags_are_as_good_on_lengths_of_any_size() -> None:
+    """A tagger tried on long answers is as good, by rank and in units of their spread, on answers a twentieth as long."""
+    draw = np.random.default_rng(9)
+    tried = np.exp(draw.normal(6, 1, 20_000))
+    said = np.exp(6 + 0.7 * (np.log(tried) - 6) + 0.4 * draw.standard_normal(len(tried)))
+    tags = work.ranked(tried, said, np.full(len(tried), 0.6))
+    true = np.exp(generator().normal(3, 0.5, 20_000)).astype(np.int64) + 1
+    median, spread = tags(true, generator())
+
+    def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
+        return float(np.corrcoef(np.argsort(np.argsort(one)), np.argsort(np.argsort(other)))[0, 1])
+
+    assert rank_correlation(np.log(true), median) == pytest.approx(rank_correlation(tried, said), abs=0.04)
+    assert np.abs(np.log(median / true)).mean() == pytest.approx(0.5 * np.abs(np.log(said / tried)).mean(), rel=0.15)
+    assert spread == pytest.approx(0.6 * np.log(true).std() / np.log(tried).std(), rel=0.01)
+    alike, _ = tags(np.full(50, 7), generator())
+    assert alike == pytest.approx(np.full(50, 7.0))
+    with pytest.raises(ValueError, match="too few"):
+        work.ranked(tried[:5], said[:5], said[:5])
+
+
 def test_the_same_seed_gives_the_same_pattern_at_any_rate() -> None:
     """Only time is stretched when the rate changes: prompts, answers and tags stay."""
     scenario = scenario_from({"traffic": {"num_requests": 50}, "tags": {"kind": "noisy"}})
