@@ -12,6 +12,7 @@ from predictor.profile import FITTED, Profile, SuggestedEngine, Transit, ValidRa
 from services.profiling.measuring import Measured
 
 FEWEST_TRANSITS = 5
+MOST_OF_A_RUN = 8  # decodes in a row by the same requests
 
 
 def profile_of(measured: Measured, *, name: str, gpu: str, tensor_parallel: int = 1, dtype: str = "auto") -> Profile:
@@ -38,7 +39,7 @@ def profile_of(measured: Measured, *, name: str, gpu: str, tensor_parallel: int 
             max_context_tokens=max(1, int(steps.decode_context.max())),
         ),
         error=error_of(predict(step_time, test), test.seconds),
-        source=f"{len(steps)} steps of {measured.num_requests} requests, measured on {measured.source}"
+        source=f"{len(measured.steps)} steps of {measured.num_requests} requests, measured on {measured.source}"
         f" in {measured.took_s:.0f} s",
         engine=SuggestedEngine(
             num_gpu_blocks=config.num_gpu_blocks,
@@ -51,9 +52,30 @@ def profile_of(measured: Measured, *, name: str, gpu: str, tensor_parallel: int 
 
 
 def steps_of(records: np.ndarray) -> Steps:
-    """Arrange steps as an engine shows them (`layout.STEP`) for the fit; what took no time says nothing."""
+    """Arrange steps as an engine shows them (`layout.STEP`) for the fit: a row for each run of like steps.
+
+    A run's row has the mean of everything: what adds up to a request's latency is means, and a fit to single steps
+    would be drawn to the quick ones, as errors are relative.
+    """
     sound = records[(records["seconds"] > 0) & (records["num_tokens"] > 0)]
-    return Steps(**{column: sound[column].astype(np.float64) for column in COLUMNS})
+    if not len(sound):
+        return Steps(**{column: np.empty(0) for column in COLUMNS})
+    starts = _starts_of_runs(sound)
+    lengths = np.diff([*starts, len(sound)])
+    return Steps(**{name: np.add.reduceat(sound[name].astype(np.float64), starts) / lengths for name in COLUMNS})
+
+
+def _starts_of_runs(steps: np.ndarray) -> np.ndarray:
+    """Where steps begin that are not like the one before, or that are enough of the same."""
+    alike = np.ones(len(steps), np.bool_)
+    alike[0] = False
+    for name in ("num_tokens", "num_decodes", "num_sampled"):
+        alike[1:] &= steps[name][1:] == steps[name][:-1]
+    alike &= steps["num_prefills"] == 0
+    alike[1:] &= steps["number"][1:] == steps["number"][:-1] + 1
+    begins, length = np.flatnonzero(~alike), MOST_OF_A_RUN
+    ends = [*begins[1:], len(steps)]
+    return np.concatenate([np.arange(begin, end, length) for begin, end in zip(begins, ends, strict=True)])
 
 
 def transit_of(transits: np.ndarray) -> Transit:
