@@ -74,7 +74,8 @@ class Policy:
         """Tell who may have the request now; what is not known of an instance does not speak for it."""
         if self._hold is None:
             return np.ones(len(candidates), np.bool_)
-        return self._hold(candidates) == 1.0
+        admits: npt.NDArray[np.bool_] = self._hold(candidates) == 1.0
+        return admits
 
     def scores(self, candidates: Candidates) -> Column:
         """Score each; once for each request, as a policy may remember what it has seen."""
