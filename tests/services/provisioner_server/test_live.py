@@ -46,7 +46,7 @@ async def living(folder: Path) -> AsyncIterator[tuple[Child, Child]]:
     """Run a provisioner, a scheduler and a gateway; instances, which outlive the provisioner, are ended at the end."""
     provisioner = Child(
         "provisioner", "provisioner", "--folder", str(folder), "--model", "tiny", "--min-instances", "2",
-        "--max-instances", "5", "--cooldown-s", "1", "--calm-s", "10", "--cold-start-s", "5", "--threshold-s", "4",
+        "--max-instances", "5", "--cooldown-s", "1", "--calm-s", "4", "--cold-start-s", "5", "--threshold-s", "3",
         "--seats", "8", "--tick-s", "0.5", "--settle-s", "1.5", "--engine-flags", ENGINE, "--sidecar-flags",
         "--stall-s 60",
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_requ
             url = f"http://127.0.0.1:{gateway.port}"
             await until(partial(has, 2), "two instances")
             await until(lambda: _seen(tmp_path) == 2, "two instances in the file")
-            async with loaded(url, clients=60, output_tokens=60, most=100_000) as load:
+            async with loaded(url, clients=90, output_tokens=60, most=100_000) as load:
                 await until(lambda: load.served_since(0) > 0, "a first answer")
                 await until(partial(has, 5), "five instances")
             burst = list(load.results)
