@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from predictor.forecast import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.calibration import Calibration
+from services.scheduler_server.measures import Measures
 from services.wire import forecast_message
 
 MOST_WAITED_FOR = 1 << 14
@@ -13,8 +16,9 @@ MOST_WAITED_FOR = 1 << 14
 class Expectations:
     """Keeps each forecast, as it was made, until its request ends; a restart only makes it learn anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, measures: Measures) -> None:
         """Expect nothing."""
+        self._measures = measures
         self._calibration = Calibration()
         self._made: dict[str, Forecast] = {}
 
@@ -25,10 +29,13 @@ class Expectations:
         self._made[request_id] = forecast
         return forecast_message(self._calibration.corrected(forecast))
 
-    def ended(self, outcome: common_pb2.Outcome, *, completed: bool) -> None:
+    def ended(self, instance_id: str, outcome: common_pb2.Outcome, *, completed: bool) -> None:
         """Learn from an answer that came to its end; forget the others."""
         forecast = self._made.pop(outcome.request_id, None)
         if forecast is None or not completed:
             return
         ttft_s = outcome.ttft_s if outcome.HasField("ttft_s") else None
-        self._calibration.observe(forecast, ttft_s, outcome.e2e_s if outcome.HasField("e2e_s") else None)
+        e2e_s = outcome.e2e_s if outcome.HasField("e2e_s") else None
+        self._calibration.observe(forecast, ttft_s, e2e_s)
+        if e2e_s and math.isfinite(forecast.e2e_s):
+            self._measures.forecast_error.labels(instance_id).observe(abs(forecast.e2e_s - e2e_s) / e2e_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 HELD_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -34,6 +34,12 @@ class Measures:
         )
         self.sidecar_failures = Counter(
             "block_sidecar_failures", "Sidecars' failures to answer.", ("instance", "kind"), registry=registry
+        )
+        self.forecast_error = Summary(
+            "block_scheduler_forecast_error_ratio",
+            "|predicted - actual| / actual time to the end, of forecasts as sidecars made them.",
+            ("instance",),
+            registry=registry,
         )
         self.circuits_open = Gauge("block_sidecar_circuits_open", "Sidecars that are left alone.", registry=registry)
         self.instances = Gauge("block_instances", "Instances that are known.", registry=registry)

@@ -65,7 +65,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._client = client
         self._reports = reports or Reports((), settings.scheduler_id)
         self._placer = Placer(settings, fleet, lengths, measures)
-        self._expectations = Expectations()
+        self._expectations = Expectations(measures)
         self._recent = RecentDecisions()
         self._recorder = recorder
         self._prompts = PromptTokens(
@@ -232,7 +232,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
         self._reports.ended(outcome)
-        self._expectations.ended(outcome, completed=outcome.finish_reason in ENDED)
+        self._expectations.ended(sidecar.name, outcome, completed=outcome.finish_reason in ENDED)
         if self._recorder is not None:
             self._recorder.ended(outcome)
         if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:

@@ -42,6 +42,7 @@ class StubSidecar:
     models: tuple[str, ...] = ()
     hung: asyncio.Event | None = None
     hung_reserving: asyncio.Event | None = None
+    hung_promised: asyncio.Event | None = None  # after the promise, before it is told
     twist: Callable[[predictor_pb2.PredictResponse], Any] | None = None
     refuse: grpc.StatusCode | None = None
     held: dict[str, predictor_pb2.ReserveRequest] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class StubSidecar:
         }
         if self.streams:
             methods["PredictStream"] = grpc.stream_stream_rpc_method_handler(self.predict_stream)
+            methods["ReserveStream"] = grpc.stream_stream_rpc_method_handler(self.reserve_stream)
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
@@ -124,13 +126,22 @@ class StubSidecar:
     async def predict_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Answer one question after the other."""
         self.num_streams += 1
+        async for raw in self._until_ended(raws):
+            self.num_streamed += 1
+            yield await self.predict(raw, context)
+
+    async def reserve_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """Promise one place after the other."""
+        async for raw in self._until_ended(raws):
+            yield await self.reserve(raw, context)
+
+    async def _until_ended(self, raws: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         ended = asyncio.Event()
         self.open_streams.add(ended)
         try:
-            questions = aiter(raws)
-            while (raw := await _unless(ended, anext(questions, None))) is not None:
-                self.num_streamed += 1
-                yield await self.predict(raw, context)
+            messages = aiter(raws)
+            while (raw := await _unless(ended, anext(messages, None))) is not None:
+                yield raw
         finally:
             self.open_streams.discard(ended)
 
@@ -207,6 +218,8 @@ class StubSidecar:
             self.held[name] = request
             self.ever.append(name)
             self.version += 1
+        if self.hung_promised is not None:
+            await self.hung_promised.wait()
         response.version = self.version
         response.indicators.CopyFrom(self.indicators())
         return response.SerializeToString()

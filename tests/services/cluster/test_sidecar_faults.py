@@ -22,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a doze
 SOME = 20  # requests
 AT_ONCE_S = 0.001
 FAILURES = "block_sidecar_failures_total"
+ERROR = "block_scheduler_forecast_error_ratio"
 LEFT_ALONE = "block_sidecar_circuits_open"
 
 
@@ -40,6 +41,15 @@ async def explained(live: Living) -> dict[str, float]:
     assert answer.status_code == 200, answer.text
     candidates = json.loads(answer.headers["x-block-explanation"])["candidates"]
     return {one["instance"]: one["e2e_ms"] / 1000 for one in candidates}
+
+
+async def error_of(live: Living, instance: str) -> float:
+    """How far off an instance's forecasts were on average, as schedulers count it."""
+    total, count = [
+        sum([await live.metric(one, f"{ERROR}_{what}", instance=instance) for one in SCHEDULERS])
+        for what in ("sum", "count")
+    ]
+    return total / count
 
 
 def test_a_sidecar_is_stopped(live: Living) -> None:
@@ -116,7 +126,8 @@ def test_sidecars_answer_garbage(live: Living) -> None:
 def test_a_sidecar_lies_plausibly(live: Living) -> None:
     """It says that its engine is free at once, always: it draws every request, and the engine still serves them all.
 
-    Nobody distrusts it, as what it says could be; but a reply tells on whose word it came, and what became of that.
+    Nobody distrusts it, as what it says could be; but an explained reply tells on whose word it came, and schedulers count
+    how far off that was.
     """
 
     async def test() -> None:
@@ -128,6 +139,7 @@ def test_a_sidecar_lies_plausibly(live: Living) -> None:
                     await until(lambda: load.served_since(0, "liar") >= 2 * SOME)
                     foretold = await explained(live)
                 await until(lambda: not liar.held)  # all that it promised has been taken back
+                assert await error_of(live, "liar") > 0.9
             assert not load.failures()
             assert {one.instance for one in load.results} == {"liar"}
             actual_s = statistics.median(one.e2e_s for one in load.results)

@@ -93,17 +93,37 @@ def test_an_engine_that_failed_is_tried_again_by_one_request() -> None:
 
 
 def test_a_caller_that_leaves_leaves_nothing_behind() -> None:
-    """A promise that was on its way is taken back."""
+    """A promise that was made, and is on its way, is taken back."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
-            stubs[0].hung_reserving = asyncio.Event()
+            stubs[0].hung_promised = asyncio.Event()
             call = client.stub.Schedule(scheduler_pb2.ScheduleRequest(request=client.request()))
-            await until(lambda: client.count("block_fan_out_seconds_count") == 1)
+            await until(lambda: bool(stubs[0].held))
             call.cancel()
-            await until(lambda: client.count("block_grpc_requests_in_flight") == 0)
-            stubs[0].hung_reserving.set()
+            await until(lambda: not stubs[0].held)
+            stubs[0].hung_promised.set()
             assert (await client.decide(client.request(request_id="next"))).instance.instance_id == "a"
-            assert set(stubs[0].held) <= {"next"}
+            assert set(stubs[0].held) == {"next"}
+
+    run(test)
+
+
+def test_the_error_of_forecasts_is_counted() -> None:
+    """By instance, of answers that came to their ends: a sidecar that promises too much can be told by it."""
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs) as client:
+            for finish_reason in (STOP, FAILED):
+                decision = await client.decide()
+                outcome = common_pb2.Outcome(
+                    request_id=decision.request_id, ttft_s=0.2, e2e_s=8.0, output_tokens=9, finish_reason=finish_reason
+                )
+                await client.stub.Release(
+                    common_pb2.ReleaseRequest(request_id=decision.request_id, instance_id="a", outcome=outcome)
+                )
+            name = "block_scheduler_forecast_error_ratio"
+            assert client.count(f"{name}_count", instance="a") == 1
+            assert client.count(f"{name}_sum", instance="a") == pytest.approx(0.75)  # 2 s were foretold
 
     run(test)
