@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 # of a settings file: one for each kind of process, and that of a whole cluster; each reads its own and leaves the rest
-TABLES = ("cluster", "gateway", "scheduler", "predictor", "tagger", "engine", "provisioner", "bench")
+TABLES = ("cluster", "gateway", "scheduler", "predictor", "tagger", "engine", "vllm", "provisioner", "bench")
 
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -5,34 +5,93 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from predictor.profile import load_profile, profile_names
+from services.cli.engine_options import profile_named
 from services.log_lines import LEVELS, configure
+
+if TYPE_CHECKING:
+    from services.cluster.settings import VllmSettings
 
 
 @click.command()
 @click.option("--config", "-c", metavar="TOML", default=None, help="Tables [cluster], [engine], [predictor], … .")
-@click.option("--instances", "-n", type=int, default=None, help="Emulated engines, each with a sidecar. [default: 4]")
+@click.option("--instances", "-n", type=int, default=None, help="Engines, each with a sidecar. [default: 4]")
 @click.option("--schedulers", type=int, default=None, help="Schedulers for each policy. [default: 1]")
 @click.option("--policy", multiple=True, help="One or more; each has a gateway of its own. [default: block]")
 @click.option("--port", type=int, default=None, help="Of the first gateway. [default: 8000]")
-@click.option("--profile", "-p", default=None, help="Latency profile of the engines.")
-@click.option("--speed", type=float, default=None, help="Engine seconds per second.")
+@click.option("--profile", "-p", default=None, help="Latency profile of the engines, by name or JSON file.")
+@click.option("--speed", type=float, default=None, help="Engine seconds per second, of emulated engines.")
+@click.option("--vllm", metavar="MODEL", default=None, help="Serve this model by vLLM instead of emulating engines.")
+@click.option("--vllm-command", metavar="PATH", default=None, help="The executable. [default: vllm]")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
-def up(config: str | None, *, profile: str | None, speed: float | None, log_level: str, **flags: Any) -> None:
-    """Run engines (emulated), sidecars, a tagger, schedulers and gateways until Ctrl-C; what dies is started again."""
-    from services.cluster.settings import ClusterSettings, settings_from_file
+@click.argument("arguments", nargs=-1, metavar="[-- VLLM_ARGUMENTS]")
+def up(
+    config: str | None,
+    *,
+    profile: str | None,
+    speed: float | None,
+    vllm: str | None,
+    vllm_command: str | None,
+    log_level: str,
+    arguments: tuple[str, ...],
+    **flags: Any,
+) -> None:
+    """Run engines, sidecars, a tagger, schedulers and gateways until Ctrl-C; what dies is started again.
+
+    Engines are emulated, or with --vllm real: each on accelerators of its own, or on cores of its own where there are
+    none, with our plug-in, which is to be installed beside vLLM. What comes after -- are vllm serve's own arguments.
+    """
+    from services.cluster.settings import ClusterSettings, profile_in_file, settings_from_file
 
     configure(log_level, "text")
     given = settings_from_file(config) if config else {}
     flags["policies"] = flags.pop("policy") or None
     given.update({name: value for name, value in flags.items() if value is not None})
-    settings = ClusterSettings(
-        **given, tables_file=config, engine_flags=engine_flags(profile, speed), log_level=log_level
-    )
+    real = vllm_settings(config, vllm, vllm_command, arguments)
+    if real is None:
+        given["engine_flags"] = engine_flags(profile, speed)
+    else:
+        if speed is not None:
+            raise ValueError("speed: is of emulated engines only")
+        if profile is not None:
+            profile_named(profile)
+        elif config is None or not profile_in_file(config):
+            profile = profile_for(real.model)
+        given["sidecar_flags"] = () if profile is None else ("--profile", profile)
+    settings = ClusterSettings(**given, vllm=real, tables_file=config, log_level=log_level)
     asyncio.run(run_until_told(settings))
+
+
+def vllm_settings(
+    config: str | None, model: str | None, command: str | None, arguments: tuple[str, ...]
+) -> VllmSettings | None:
+    """Say what vLLM is to serve, by flags and by the file's table [vllm]; None where engines are emulated."""
+    from services.cluster.settings import VllmSettings, vllm_from_file
+
+    table = vllm_from_file(config) if config else {}
+    if model is not None:
+        table["model"] = model
+    if "model" not in table:
+        if table or command or arguments:
+            raise ValueError("vllm: is missing, the model that vLLM is to serve")
+        return None
+    if command is not None:
+        table["command"] = command
+    table["arguments"] = (*table.get("arguments", ()), *arguments)
+    return VllmSettings(**table)
+
+
+def profile_for(model: str) -> str:
+    """Find the shipped profile of a model; where it is measured on several GPUs only the user can tell."""
+    found = [name for name in profile_names() if load_profile(name).model == model]
+    if len(found) == 1:
+        return found[0]
+    which = f"there are {', '.join(found)}" if found else f"none is known for {model}"
+    raise ValueError(f"profile: {which}; say --profile NAME|FILE (block profile measure makes one)")
 
 
 def engine_flags(profile: str | None, speed: float | None) -> tuple[str, ...]:

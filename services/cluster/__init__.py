@@ -1,4 +1,4 @@
-"""The whole system on one machine: emulated engines, sidecars, a tagger, schedulers and gateways, each a process."""
+"""The whole system on one machine: engines (emulated, or vLLM's) and all that is around them, each a process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.cluster.child import Child, StartError
-from services.cluster.settings import ClusterSettings
+from services.cluster.engines import engines_of, require_shown
+from services.cluster.settings import ClusterSettings, VllmSettings
 from services.grpc_server import refuse_taken
 
-__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "running"]
+__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where processes of one machine share memory
 AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only wait for each other
@@ -34,6 +35,11 @@ class Cluster:
     def instances_file(self) -> Path:
         """Where schedulers find the instances; they see what is changed there."""
         return self.folder / "instances.json"
+
+    @property
+    def state_files(self) -> list[Path]:
+        """Where each engine shows its state, unless it is mirrored."""
+        return [self.folder / f"engine-{number}.state" for number in range(self.settings.instances)]
 
     @property
     def gateway_urls(self) -> Mapping[str, str]:
@@ -67,7 +73,9 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
     refuse_taken(settings.host, settings.port, "port")  # the gateway, which takes it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder())
     try:
-        for layer in (_engines_and_tagger, _sidecars, _schedulers, _gateways):
+        await _start(cluster, _engines_and_tagger(cluster), started)
+        require_shown(settings, cluster.state_files)
+        for layer in (_sidecars, _schedulers, _gateways):
             await _start(cluster, layer(cluster), started)
         yield cluster
     finally:
@@ -77,14 +85,7 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
 
 def _engines_and_tagger(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    engines = [
-        Child(
-            f"engine-{number}", "engine", *_common(settings), "--state-file",
-            "none" if settings.mirror else _state_file(cluster, number),
-            "--seed", str(number), *settings.engine_flags,
-        )
-        for number in range(settings.instances)
-    ]  # fmt: skip
+    engines = engines_of(settings, _common(settings), cluster.state_files)
     return [*engines, Child("tagger", "tagger", *_common(settings))]
 
 
@@ -95,7 +96,7 @@ def _sidecars(cluster: Cluster) -> list[Child]:
         return [
             Child(
                 f"predictor-{number}", "predictor", *_common(settings), "--instance-id", f"engine-{number}",
-                "--engine-url", cluster.url_of(f"engine-{number}"), proxy_port=0,
+                "--engine-url", cluster.url_of(f"engine-{number}"), *settings.sidecar_flags, proxy_port=0,
             )
             for number in everybody
         ]  # fmt: skip
@@ -104,6 +105,7 @@ def _sidecars(cluster: Cluster) -> list[Child]:
         Child(
             f"predictor-{place}", "predictor", *_common(settings),
             *(word for number in numbers for word in ("--engine", _engine_flag(cluster, number))),
+            *settings.sidecar_flags,
         )
         for place, numbers in enumerate(everybody[first : first + together] for first in everybody[::together])
     ]  # fmt: skip
@@ -111,7 +113,7 @@ def _sidecars(cluster: Cluster) -> list[Child]:
 
 def _engine_flag(cluster: Cluster, number: int) -> str:
     """Tell a sidecar of an engine that it is to know."""
-    return f"engine-{number}={_state_file(cluster, number)},{cluster.url_of(f'engine-{number}')}"
+    return f"engine-{number}={cluster.state_files[number]},{cluster.url_of(f'engine-{number}')}"
 
 
 def _schedulers(cluster: Cluster) -> list[Child]:
@@ -149,10 +151,6 @@ def _common(settings: ClusterSettings) -> tuple[str, ...]:
 
 def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="block-", dir=MEMORY if MEMORY.is_dir() else None))
-
-
-def _state_file(cluster: Cluster, number: int) -> str:
-    return str(cluster.folder / f"engine-{number}.state")
 
 
 def _write_instances(cluster: Cluster) -> None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import logging
 import os
 import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from http import HTTPStatus
 
+from services.cluster.programs import OurServer, Program
+from services.http_client import HttpClient, origin_of
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # the longest wait for a process to say that it serves; the first one ever compiles the kernels
 STOP_S = 40.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 WELL_S = 30.0  # a process that lived so long is started again at once when it dies
 LONGEST_LINE = 1 << 20
-REFUSAL = "block: "  # begins the one line of a command that cannot do what it was told
+MOST_LINES, MOST_TOLD = 200, 20  # kept, to tell what was wrong
+LAST_WORDS_S = 5.0
+ASK_EVERY_S, TELL_EVERY_S = 0.25, 10.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,21 +35,23 @@ class StartError(Exception):
 
 
 class Child:
-    """`block serve …` with a name; it keeps the port that it got when it was first started."""
+    """`block serve …`, or another program, with a name; it keeps the port that it got when it was first started."""
 
-    def __init__(self, name: str, *arguments: str, port: int = 0, proxy_port: int | None = None) -> None:
+    def __init__(
+        self, name: str, *arguments: str, port: int = 0, proxy_port: int | None = None, program: Program | None = None
+    ) -> None:
         """Start nothing yet."""
         self.name = name
         self.port = port
         self.proxy_port = proxy_port  # where it stands before an engine
         self.metrics_port: int | None = None  # where it has one of its own
         self.num_restarts = 0
-        self._arguments = arguments
+        self._program: Program = program or OurServer(arguments=arguments)
         self._process: asyncio.subprocess.Process | None = None
         self._serving = asyncio.Event()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._last_words: deque[str] = deque(maxlen=5)
+        self._last_words: deque[str] = deque(maxlen=MOST_LINES)
 
     @property
     def pid(self) -> int:
@@ -70,37 +75,70 @@ class Child:
         if process is not None and process.returncode is None:
             _signal(process, signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), STOP_S)
+                await asyncio.wait_for(_ended(process), STOP_S)
             except TimeoutError:
                 say(log, logging.WARNING, "killed, as it did not end", part=self.name)
                 _signal(process, signal.SIGKILL)
-                await process.wait()
+        if process is not None:
+            _signal_all(process, signal.SIGKILL)
+            await process.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _spawn(self) -> None:
         self._serving.clear()
-        proxy = () if self.proxy_port is None else ("--proxy-port", str(self.proxy_port))
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.cli", "serve", *self._arguments,
-            "--port", str(self.port), *proxy, "--log-format", "json",
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            limit=LONGEST_LINE, start_new_session=True, preexec_fn=_end_with_parent,
-        )  # fmt: skip
+        self._last_words.clear()
+        program = self._program
+        self._process = process = await _begun(self.name, program, program.words(self.port, self.proxy_port))
         listening = asyncio.create_task(self._listen(process))
-        serving = asyncio.create_task(self._serving.wait())
+        signs = [asyncio.create_task(self._serving.wait()), asyncio.create_task(_ended(process))]
+        asking = asyncio.create_task(self._ask()) if program.asked_at(self.port) else None
         try:
-            await asyncio.wait([listening, serving], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [*signs, listening], timeout=program.start_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
-            serving.cancel()
+            for task in (*signs, asking):
+                if task is not None:
+                    task.cancel()
         if not self._serving.is_set():
-            _signal(process, signal.SIGKILL)
+            late = "" if done else f" within {program.start_s:g} s"
+            _signal_all(process, signal.SIGKILL)
             await process.wait()
-            said = self._last_words[-1].removeprefix(REFUSAL) if self._last_words else "nothing"
-            raise StartError(f"{self.name} did not start; it said: {said}")
+            await asyncio.wait([listening], timeout=LAST_WORDS_S)
+            listening.cancel()
+            raise StartError(f"{self.name} did not start{late}; it said: {self._complaint()}")
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(listening)
+
+    def _complaint(self) -> str:
+        """Tell in a line what was wrong, and more for those who want to know."""
+        words = list(self._last_words)
+        for line in words[-MOST_TOLD:] if self._program.asked_at(self.port) else ():  # else they have been told already
+            say(log, logging.INFO, line, part=self.name)
+        return self._program.complaint(words)
+
+    async def _ask(self) -> None:
+        """Ask until it says that it serves, and tell meanwhile how far it is."""
+        client, origin = HttpClient(), origin_of(self._program.asked_at(self.port))
+        began_s = told_s = time.monotonic()
+        try:
+            while not self._serving.is_set():
+                with suppress(OSError, TimeoutError, ValueError):
+                    status, _ = await client.get(origin, b"/health", within_s=TELL_EVERY_S)
+                    if status == HTTPStatus.OK:
+                        say(log, logging.INFO, "serving", part=self.name, port=self.port)
+                        self._serving.set()
+                        return
+                if time.monotonic() - told_s > TELL_EVERY_S:
+                    told_s = time.monotonic()
+                    last = next((text for text in reversed(self._last_words) if text.strip()), "")
+                    last = self._program.understood(last).event if last else "nothing"
+                    say(log, logging.INFO, "loading", part=self.name, for_s=round(told_s - began_s), last=last)
+                await asyncio.sleep(ASK_EVERY_S)
+        finally:
+            client.close()
 
     async def _keep_alive(self) -> None:
         """Start the process again whenever it ends unasked."""
@@ -108,10 +146,11 @@ class Child:
         while True:
             assert self._process is not None
             born_s = time.monotonic()
-            status = await self._process.wait()
+            status = await _ended(self._process)
             if self._stopping:
                 return
             self._serving.clear()
+            _signal_all(self._process, signal.SIGKILL)  # what it has left behind, such as a vLLM's engine
             pause_s = FIRST_PAUSE_S if time.monotonic() - born_s > WELL_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             say(log, logging.WARNING, "ended unasked", part=self.name, status=status, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
@@ -123,26 +162,41 @@ class Child:
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process says, and notice when it serves."""
-        assert process.stderr is not None
-        while line := await _line_from(process.stderr):
+        assert process.stdout is not None
+        while line := await _line_from(process.stdout):
             text = line.decode(errors="replace").rstrip()
-            said = _event_from(text)
-            if said is None:
-                self._last_words.append(text)
-                if self.serves or not text.startswith(REFUSAL):  # else it is told when the start has failed
-                    say(log, logging.WARNING, text, part=self.name)
-                continue
-            event, level = str(said.pop("event")), str(said.pop("level", "info"))
+            self._last_words.append(text)
+            level, event, said = self._program.understood(text)
             if event == "proxying":
                 self.proxy_port = int(said.get("port", 0))
-            if event == "serving":
+            if event == "serving" and said:
                 self.port = int(said.get("port", self.port))
                 self.metrics_port = said.get("metrics_port")
                 self._serving.set()
-            for name in ("time", "logger"):
-                said.pop(name, None)
-            self._last_words.append(event)
-            say(log, logging.getLevelNamesMapping().get(level.upper(), logging.INFO), event, part=self.name, **said)
+            say(log, level, event, part=self.name, **said)
+
+
+async def _begun(name: str, program: Program, words: Sequence[str]) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            limit=LONGEST_LINE, start_new_session=True, preexec_fn=_end_with_parent,
+            env={**os.environ, **program.environment},
+        )  # fmt: skip
+    except OSError as error:
+        raise StartError(f"{name} did not start; {words[0]}: {error.strerror}") from None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int | None:
+    """Wait for its end, and not also, as asyncio does, for those that it left behind to let go of its output."""
+    waiting = asyncio.create_task(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait([waiting], timeout=ASK_EVERY_S)
+    finally:
+        waiting.cancel()
+    return process.returncode
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -152,19 +206,17 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
             os.kill(process.pid, number)
 
 
+def _signal_all(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Signal a process and those that it has started, or those that it has left behind."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
 async def _line_from(stream: asyncio.StreamReader) -> bytes:
     try:
         return await stream.readline()
     except ValueError:  # a line beyond all measure
         return b"(a line too long to show)\n"
-
-
-def _event_from(text: str) -> dict[str, Any] | None:
-    try:
-        said = json.loads(text)
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) and "event" in said else None
 
 
 def _end_with_parent() -> None:

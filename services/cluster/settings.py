@@ -12,6 +12,31 @@ from services.codec import read_text
 from services.names import TABLES, require_known
 
 MOST_INSTANCES = 256
+OURS = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Real engines instead of emulated ones: which model, by which command, with which arguments, and where.
+
+    Without `devices` each gets an accelerator, or as many as it spreads over, of those that there are; where there are
+    none it gets cores, for vLLM's CPU build.
+    """
+
+    model: str
+    command: str = "vllm"
+    arguments: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be started."""
+        for name in ("model", "command"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value or value.startswith("-"):
+                raise ValueError(f"{name}: must be a text, and no flag, not {value!r}")
+        for word in self.arguments:
+            if (name := word.partition("=")[0]) in OURS:
+                raise ValueError(f"arguments: {name} is not for the engines of a cluster, which talk to this machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +53,10 @@ class ClusterSettings:
     host: str = "127.0.0.1"
     mirror: bool = False  # engines tell nothing, and sidecars mirror their traffic; [predictor] must name the profile
     port: int = 8000  # of the first gateway; the others take any free one
+    vllm: VllmSettings | None = None  # engines are emulated without
     tables_file: str | None = None
     engine_flags: tuple[str, ...] = ()  # for every engine, beyond what its table says
+    sidecar_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     log_level: str = "info"
 
@@ -58,16 +85,16 @@ class ClusterSettings:
 KEYS = tuple(
     spec.name
     for spec in fields(ClusterSettings)
-    if spec.name not in ("tables_file", "engine_flags", "scheduler_flags", "log_level")
+    if spec.name not in ("vllm", "tables_file", "engine_flags", "sidecar_flags", "scheduler_flags", "log_level")
 )
+
+
+VLLM_KEYS = tuple(spec.name for spec in fields(VllmSettings))
 
 
 def settings_from_file(path: str) -> dict[str, Any]:
     """Read the table [cluster] of a TOML file; what is not known, there or as a table, is refused by name."""
-    try:
-        document = tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: is not TOML: {error}") from None
+    document = _document(path)
     table = document.get("cluster", {})
     try:
         require_known(document, TABLES, "table")
@@ -81,6 +108,34 @@ def settings_from_file(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return given
+
+
+def vllm_from_file(path: str) -> dict[str, Any]:
+    """Read the table [vllm] of a TOML file, in which everything may be left out."""
+    table = _document(path).get("vllm", {})
+    try:
+        if not isinstance(table, Mapping):
+            raise ValueError("must be a table")
+        require_known(table, VLLM_KEYS, "setting")
+        lists = {name: _texts(name, table[name]) for name in ("arguments", "devices") if name in table}
+        given = {**table, **lists}
+        VllmSettings(**{"model": "any", **given})
+    except ValueError as error:
+        raise ValueError(f"{path}: vllm: {error}") from None
+    return given
+
+
+def profile_in_file(path: str) -> bool:
+    """Tell whether the sidecars of a TOML file are told a latency profile there."""
+    table = _document(path).get("predictor", {})
+    return isinstance(table, Mapping) and "profile" in table
+
+
+def _document(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: is not TOML: {error}") from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
