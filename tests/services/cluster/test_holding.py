@@ -1,0 +1,54 @@
+"""A running cluster whose schedulers hold requests until an engine has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from protos.block.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.services.cluster.living import ENGINES, NUM_ENGINES, NUM_SEATS, SCHEDULERS, Living, is_none, is_some
+from tests.services.cluster.loading import loaded
+from tests.services.waiting import until
+
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+
+CLIENTS = 2 * NUM_ENGINES * NUM_SEATS
+SOME = 3 * CLIENTS
+
+
+@asynccontextmanager
+async def deciding_by(live: Living, policy: str) -> AsyncIterator[None]:
+    """Have all schedulers decide by a policy while the block runs."""
+    before = [await switched(live, name, policy) for name in SCHEDULERS]
+    try:
+        yield
+    finally:
+        for name, text in zip(SCHEDULERS, before, strict=True):
+            await switched(live, name, text)
+
+
+async def switched(live: Living, scheduler: str, policy: str) -> str:
+    """Have a scheduler decide by a policy; tell by which it did before."""
+    async with grpc.aio.insecure_channel(live.cluster.address_of(scheduler)) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+        answer: scheduler_pb2.UsePolicyResponse = await stub.UsePolicy(scheduler_pb2.UsePolicyRequest(policy=policy))
+    return answer.before
+
+
+def test_requests_wait_at_both_schedulers_and_not_in_engines(live: Living) -> None:
+    """With more clients than seats all are served, some after being held at either scheduler; then nobody is held."""
+
+    async def test() -> None:
+        async with deciding_by(live, "hold"), loaded(live.gateway, clients=CLIENTS) as load:
+            for name in SCHEDULERS:
+                await live.until_metric(name, "block_holds_total", is_some, end="admitted")
+            await until(lambda: load.served_since(0) >= SOME)
+        assert load.failures() == []
+        assert {result.instance for result in load.results} == {*ENGINES}
+        for name in SCHEDULERS:
+            await live.until_metric(name, "block_held_requests", is_none)
+
+    live.run(test())
