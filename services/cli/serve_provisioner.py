@@ -38,7 +38,7 @@ def flag(name: str, **attributes: Any) -> Callable[[F], F]:
 )
 @flag("--horizon-s", type=float, default=AIMS.horizon_s, help="How far ahead to look at most.")
 @flag("--cold-start-s", type=float, default=AIMS.cold_start_s, help="Of an instance, until one was measured.")
-@flag("--target-share", type=float, default=AIMS.target_share, help="Of an instance's room that may be planned for.")
+@flag("--target-share", type=float, default=AIMS.target_share, help="Of the threshold that headroom may plan for.")
 @flag("--seats", type=int, default=AIMS.seats, help="An engine's max-num-seqs; 0: not known.")
 @flag("--kv-tokens", type=int, default=AIMS.kv_tokens, help="An engine's KV cache in tokens; 0: not known.")
 @flag("--min-instances", type=int, default=LIMITS.min_instances)
@@ -58,6 +58,7 @@ def flag(name: str, **attributes: Any) -> Callable[[F], F]:
 @flag("--engine-command", default="", help="process: with {port}, {name}, {state}; an emulated engine if empty.")
 @flag("--engine-flags", default="", help="process: of the emulated engine.")
 @flag("--sidecar-flags", default="", help="process: of the sidecars.")
+@flag("--keep-instances/--end-instances", default=True, help="process: whether they go on without the provisioner.")
 @flag("--exec", default="", help="exec: the command; it gets the action as JSON on standard input.")
 @flag("--webhook", default="", help="webhook: the URL.")
 @flag("--webhook-secret", default="", help="webhook: what actions are signed with.")
@@ -82,6 +83,7 @@ def provisioner(**flags: Any) -> None:
 def hook_from(flags: dict[str, Any], folder: Path) -> Callable[[], Any]:
     """Take the hook's settings out of the flags, and refuse what it could not do."""
     engine = {name: flags.pop(name) for name in ("engine_command", "engine_flags", "sidecar_flags")}
+    keep = flags.pop("keep_instances")
     command, url, secret = (flags.pop(name) for name in ("exec", "webhook", "webhook_secret"))
     timeout_s, target = flags.pop("hook_timeout_s"), flags.pop("kubernetes")
     ports = {name: flags.pop(name) for name in ("engine_port", "sidecar_port")}
@@ -105,7 +107,7 @@ def hook_from(flags: dict[str, Any], folder: Path) -> Callable[[], Any]:
         return partial(Scale, api_client(), namespace=namespace, kind=resource, name=name, **ports)
     from services.provisioner_server.hooks.process import Processes
 
-    return partial(Processes, folder / "instances", **engine)
+    return partial(Processes, folder / "instances", keep=keep, **engine)
 
 
 def lease_from(text: str) -> Callable[[str], Any] | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--config", "-c", metavar="TOML", default=None, help="Tables [cluster], [engine], [predictor], … .")
 @click.option("--instances", "-n", type=int, default=None, help="Engines, each with a sidecar. [default: 4]")
+@click.option("--provision", metavar="MIN-MAX", default=None, help="So many instances as a provisioner finds needed.")
 @click.option("--schedulers", type=int, default=None, help="Schedulers for each policy. [default: 1]")
 @click.option("--policy", multiple=True, help="One or more; each has a gateway of its own. [default: block]")
 @click.option("--port", type=int, default=None, help="Of the first gateway. [default: 8000]")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_shown
+from services.cluster.growing import NAME as PROVISIONER
+from services.cluster.growing import first_instances, provisioner_of
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.grpc_server import refuse_taken
 
@@ -25,7 +27,7 @@ AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more woul
 
 @dataclass(slots=True)
 class Cluster:
-    """What runs, by name: engine-0, …, predictor-0, …, tagger, scheduler-block-0, …, gateway-block."""
+    """What runs, by name: engine-0, …, predictor-0, … (or provisioner), tagger, scheduler-block-0, …, gateway-block."""
 
     settings: ClusterSettings
     folder: Path
@@ -34,6 +36,8 @@ class Cluster:
     @property
     def instances_file(self) -> Path:
         """Where schedulers find the instances; they see what is changed there."""
+        if self.settings.span is not None:
+            return self.folder / PROVISIONER / "instances.json"
         return self.folder / "instances.json"
 
     @property
@@ -73,9 +77,14 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
     refuse_taken(settings.host, settings.port, "port")  # the gateway, which takes it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder())
     try:
-        await _start(cluster, _engines_and_tagger(cluster), started)
-        require_shown(settings, cluster.state_files)
-        for layer in (_sidecars, _schedulers, _gateways):
+        if settings.span is None:
+            await _start(cluster, _engines_and_tagger(cluster), started)
+            require_shown(settings, cluster.state_files)
+            await _start(cluster, _sidecars(cluster), started)
+        else:
+            await _start(cluster, _provisioner_and_tagger(cluster), started)
+            await first_instances(cluster.instances_file, settings.span.least)
+        for layer in (_schedulers, _gateways):
             await _start(cluster, layer(cluster), started)
         yield cluster
     finally:
@@ -87,6 +96,13 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     engines = engines_of(settings, _common(settings), cluster.state_files)
     return [*engines, Child("tagger", "tagger", *_common(settings))]
+
+
+def _provisioner_and_tagger(cluster: Cluster) -> list[Child]:
+    settings, common = cluster.settings, _common(cluster.settings)
+    assert settings.span is not None
+    folder = cluster.instances_file.parent
+    return [provisioner_of(settings, settings.span, common, folder), Child("tagger", "tagger", *common)]
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
@@ -118,12 +134,16 @@ def _engine_flag(cluster: Cluster, number: int) -> str:
 
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    _write_instances(cluster)
+    told: tuple[str, ...] = ()
+    if settings.span is None:
+        _write_instances(cluster)
+    else:
+        told = ("--provisioner", cluster.address_of(PROVISIONER))
     return [
         Child(
             f"scheduler-{policy}-{number}", "scheduler", *_common(settings), "--policy", policy,
             "--instances-file", str(cluster.instances_file), "--tagger", cluster.address_of("tagger"),
-            "--scheduler-id", f"{policy}-{number}", *settings.scheduler_flags,
+            "--scheduler-id", f"{policy}-{number}", *told, *settings.scheduler_flags,
         )
         for policy in settings.policies
         for number in range(settings.schedulers)
@@ -189,5 +209,5 @@ async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[
 async def _stop(cluster: Cluster) -> None:
     """End everything from the front to the back, so that what is under way can finish."""
     names = list(cluster.children)
-    for kind in ("gateway", "scheduler", "tagger", "predictor", "engine"):
+    for kind in ("gateway", "scheduler", "tagger", PROVISIONER, "predictor", "engine"):
         await asyncio.gather(*(cluster.children[name].stop() for name in names if name.startswith(kind)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from scheduler.policy import policy_from
+from services.cluster.growing import Span, room_of, span_from
 from services.codec import read_text
 from services.names import TABLES, require_known
 
@@ -47,6 +48,7 @@ class ClusterSettings:
     """
 
     instances: int = 4
+    provision: str = ""  # MIN-MAX: a provisioner sees to them instead
     engines_per_sidecar: int = 16  # read by one process, of which a scheduler asks for all at once
     schedulers: int = 1
     policies: tuple[str, ...] = ("block",)
@@ -58,6 +60,7 @@ class ClusterSettings:
     engine_flags: tuple[str, ...] = ()  # for every engine, beyond what its table says
     sidecar_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
+    room: Mapping[str, int] = field(default_factory=dict)  # of every engine, as a provisioner is told
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -76,16 +79,23 @@ class ClusterSettings:
             raise ValueError(f"host: must be a text, not {self.host!r}")
         if not isinstance(self.mirror, bool):
             raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
+        if self.span is not None and (self.vllm is not None or self.mirror):
+            raise ValueError("provision: is for emulated engines that tell of themselves; see block serve provisioner")
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
             policy_from(policy)
 
+    @property
+    def span(self) -> Span | None:
+        """Between how many instances a provisioner may choose; None where there is none."""
+        return span_from(self.provision) if self.provision != "" else None
+
 
 KEYS = tuple(
     spec.name
     for spec in fields(ClusterSettings)
-    if spec.name not in ("vllm", "tables_file", "engine_flags", "sidecar_flags", "scheduler_flags", "log_level")
+    if spec.name not in ("vllm", "tables_file", "engine_flags", "sidecar_flags", "scheduler_flags", "room", "log_level")
 )
 
 
@@ -104,10 +114,23 @@ def settings_from_file(path: str) -> dict[str, Any]:
         given = dict(table)
         if "policies" in given:
             given["policies"] = _texts("policies", given["policies"])
+        given.update(_provisioned(document, given))
         ClusterSettings(**given)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return given
+
+
+def _provisioned(document: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Take from [provisioner] whether there is one, and from [engine] what it is not told there of engines."""
+    engine, table = (document.get(name, {}) for name in ("engine", "provisioner"))
+    if not (isinstance(engine, Mapping) and isinstance(table, Mapping)):
+        return {}  # who reads them refuses them
+    said = {name.replace("-", "_"): value for name, value in table.items()}
+    found: dict[str, Any] = {"room": {name: num for name, num in room_of(engine).items() if name not in said}}
+    if "max_instances" in said and "provision" not in given:
+        found["provision"] = f"{said.get('min_instances', 1)}-{said['max_instances']}"
+    return found
 
 
 def vllm_from_file(path: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ NOTE = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv
 PORTS = range(20_000, 32_000)
 PAUSE_S = 0.05
 NOTE_S = 20.0
+CLOSE_S = 15.0  # longest wait for all of them, where they end with the provisioner
 END_S = 60.0  # longest wait for an end that was asked for; engines finish what they have first
 
 
@@ -39,10 +40,10 @@ class Processes:
 
     def __init__(  # noqa: PLR0913 - what the operator may say
         self, folder: Path, *, engine_command: str = "", engine_flags: str = "", sidecar_flags: str = "",
-        host: str = "127.0.0.1", end_s: float = END_S,
+        host: str = "127.0.0.1", end_s: float = END_S, keep: bool = True,
     ) -> None:  # fmt: skip
         """Start nothing yet."""
-        self._folder, self._host, self._end_s = folder, host, end_s
+        self._folder, self._host, self._end_s, self._keep = folder, host, end_s, keep
         self._engine_command = shlex.split(engine_command)
         self._engine_flags, self._sidecar_flags = shlex.split(engine_flags), shlex.split(sidecar_flags)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -70,7 +71,11 @@ class Processes:
         return None
 
     async def close(self) -> None:
-        """Leave all running."""
+        """Leave all running, or end them all."""
+        if self._keep or not self._folder.is_dir():
+            return
+        names = [path.parent.name for path in self._folder.glob("*/instance.json")]
+        await asyncio.gather(*(self._end(name, min(self._end_s, CLOSE_S)) for name in names))
 
     # Within.
 

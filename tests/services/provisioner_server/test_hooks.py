@@ -194,6 +194,21 @@ def test_processes_are_started_once_and_ended(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_processes_end_with_a_hook_that_is_not_to_keep_them(tmp_path: Path) -> None:
+    """Whoever runs a whole system on one machine leaves nothing behind."""
+    sleeper = f"{sys.executable} -c 'import time; time.sleep(600)'"
+    hook = Processes(tmp_path, engine_command=sleeper, keep=False)
+
+    async def test() -> None:
+        await hook.act(pb.Action(action_id="p-1", kind=pb.ACTION_KIND_START, num_instances=2))
+        assert len(await hook.instances()) == 2
+        await hook.close()
+        assert await hook.instances() == []
+        assert not any(hook._runs(name, part) for name in ("p-1-0", "p-1-1") for part in (ENGINE, SIDECAR))
+
+    asyncio.run(test())
+
+
 def test_a_start_that_was_half_done_is_completed(tmp_path: Path) -> None:
     """Where the engine runs already, only its sidecar is started."""
     sleeper = f"{sys.executable} -c 'import time; time.sleep(600)'"
