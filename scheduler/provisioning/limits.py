@@ -43,7 +43,8 @@ class Limits:
 class Aims:
     """What rules are for: latencies that must not be, how far ahead to look, what one instance bears.
 
-    `seats` and `kv_tokens` are an engine's; 0 is not known. `target_share` of them may be taken by what is expected.
+    `seats` and `kv_tokens` are an engine's; 0 is not known. `target_share` of the threshold may be taken by what is
+    expected.
     """
 
     threshold_s: float = 70.0  # e2e; the paper's
@@ -51,7 +52,7 @@ class Aims:
     low_share: float = 0.6  # of the threshold: what forecasts stay below while fewer instances would do
     horizon_s: float = 900.0
     cold_start_s: float = 60.0  # as long as none was measured
-    target_share: float = 0.8
+    target_share: float = 0.9
     seats: int = 0
     kv_tokens: int = 0
 

@@ -23,6 +23,7 @@ LATELY_S = 30.0
 LONGEST_S = 600.0  # beyond what was foreseen, after which a request is thought to have ended unheard
 FEWEST = 8  # placements in a bin whose pace is believed
 FEW = 256
+SETTLED = 1.5  # of the longest answers' time: full for so long, an instance has long and short ones as they usually are
 FEWEST_BINS = 3  # before which a rate is too rough to act on
 
 
@@ -47,6 +48,8 @@ class Bin:
     tokens: float = 0.0
     seconds: float = 0.0
     company: float = 0.0  # summed over its placements
+    full_ends: int = 0  # on instances that had been full for a while
+    full_s: float = 0.0
 
 
 class Observed:
@@ -64,6 +67,9 @@ class Observed:
         self._on: Counter[str] = Counter()  # requests on each instance
         self._summed_s = -math.inf  # up to when the next two are
         self._trend, self._load = Trend(), Load()
+        self._full_since: dict[str, float] = {}
+        self._full, self._settled_s = math.inf, math.inf  # requests at a time; how long it takes then to be settled
+        self._looked_s = math.nan
 
     def placed(self, now_s: float, one: Placed) -> None:
         """Take note of a placement."""
@@ -83,6 +89,8 @@ class Observed:
 
     def ended(self, now_s: float, request_id: str, e2e_s: float | None) -> None:
         """Take note of an end; without a time, of one that nobody waited for."""
+        if (where := self._there.get(request_id)) is not None:
+            self._bin(now_s).full_ends += self._has_settled(where[0], now_s)
         self._leave(request_id)
         if e2e_s is not None and math.isfinite(e2e_s):
             self._since_change[1] = max(self._since_change[1], e2e_s)
@@ -115,9 +123,17 @@ class Observed:
                 left[where] += max(0.0, due_s - now_s)
         return {name: (missed[name], left[name]) for name in instance_ids}
 
-    def situation(self, now_s: float, *, num_ready: int, num_starting: int, unix_s: float = 0.0) -> Situation:
+    def situation(
+        self,
+        now_s: float,
+        *,
+        num_ready: int,
+        num_starting: int,
+        ready_in_s: tuple[float, ...] = (),
+        unix_s: float = 0.0,
+    ) -> Situation:
         """Sum up."""
-        self._bin(now_s)
+        self._note_full(now_s)
         self._forget(now_s)
         self._sum_up()
         lately = [one.e2e_s for at_s, one in takewhile(lambda at: at[0] > now_s - LATELY_S, reversed(self._lately))]
@@ -132,11 +148,26 @@ class Observed:
             forecast_p_s=float(np.quantile(lately, self._aims.quantile)) if lately else 0.0,
             cold_start_s=self.cold_starts.expected_s,
             in_flight=len(self._there),
+            full_ends=sum(one.full_ends for one in self._bins),
+            full_s=sum(one.full_s for one in self._bins),
+            ready_in_s=ready_in_s,
             trend=self._trend,
             load=self._load,
         )
 
     # Within.
+
+    def _note_full(self, now_s: float) -> None:
+        """Follow which instances have as many requests as they serve at a time, or more."""
+        passed_s = 0.0 if math.isnan(self._looked_s) else min(BIN_S, now_s - self._looked_s)
+        self._looked_s = now_s
+        self._bin(now_s).full_s += passed_s * sum(self._has_settled(name, now_s) for name in self._full_since)
+        self._full_since = {
+            name: self._full_since.get(name, now_s) for name, num in self._on.items() if num >= self._full
+        }
+
+    def _has_settled(self, instance_id: str, now_s: float) -> bool:
+        return now_s - self._full_since.get(instance_id, math.inf) >= self._settled_s
 
     def _bin(self, now_s: float) -> Bin:
         start_s = now_s // BIN_S * BIN_S
@@ -179,3 +210,7 @@ class Observed:
         prompts = np.array([float(one.prompt_tokens) for _, one in self._lately])
         outputs = np.array([float(one.output_tokens) for _, one in self._lately])
         self._load = load_of(prompts, outputs, self._aims.quantile, spans, self._aims.room)
+        load = self._load
+        self._full = load.company(self._aims.room, threshold_s=self._aims.threshold_s, share=1.0)
+        if math.isfinite(self._full):
+            self._settled_s = SETTLED * load.tail_tokens * (load.pace_s + load.drag_s * self._full)

@@ -51,7 +51,10 @@ class Planner:
         self, now_s: float, ready: Sequence[str], num_starting: int, *, unix_s: float = 0.0, rule: Rule | None = None
     ) -> Decision:
         """Say what is to be done."""
-        now = self._observed.situation(now_s, num_ready=len(ready), num_starting=num_starting, unix_s=unix_s)
+        now = self._observed.situation(
+            now_s, num_ready=len(ready), num_starting=num_starting, ready_in_s=self._ready_in_s(now_s, num_starting),
+            unix_s=unix_s,
+        )  # fmt: skip
         wish = (rule or self._rule)(now)
         if rule is None:
             self._note(now, wish)
@@ -84,6 +87,12 @@ class Planner:
         calm_s = self._calm_s(now)
         while self._enough[0][0] < now.now_s and self._enough[0][0] <= now.now_s - calm_s:
             self._enough.popleft()
+
+    def _ready_in_s(self, now_s: float, num_starting: int) -> tuple[float, ...]:
+        """Tell when the latest ones, which are those that still start, should be there."""
+        expected_s = self._observed.cold_starts.expected_s
+        latest = list(self._starts)[-num_starting:] if num_starting else []
+        return tuple(max(0.0, start_s + expected_s - now_s) for start_s in latest)
 
     def _calm_s(self, now: Situation) -> float:
         """Wait the longer before one goes, the longer it takes to get it back."""

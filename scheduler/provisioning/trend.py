@@ -26,9 +26,9 @@ class Trend:
         """Say the rate so far ahead."""
         return max(0.0, self.level_per_s + self.slope_per_s2 * ahead_s)
 
-    def most(self, within_s: float) -> float:
-        """Say the highest rate within so long, on the safe side of the noise."""
-        level = max(self.at(0.0), self.at(within_s))
+    def safe(self, ahead_s: float) -> float:
+        """Say the rate so far ahead, on the safe side of the noise."""
+        level = self.at(ahead_s)
         return level + SURE * math.sqrt(level / self.seen_s) if self.seen_s > 0 else level
 
 

@@ -49,34 +49,61 @@ def test_the_papers_rules_are_content_with_one_less_far_below_the_threshold(name
     assert rule(situation(worst_lately_s=42.1)).num_enough == 4
 
 
-def test_headroom_divides_what_comes_by_what_an_instance_bears() -> None:
-    """40 seats at 10 s each bear 4 requests/s, so that 18 requests/s take five instances."""
-    wish = rule_from("headroom", AIMS)(situation(trend=Trend(level_per_s=18.0)))
-    assert LOAD.rate(40.0) == pytest.approx(4.0)
-    assert wish.num_wanted == 5
-    assert wish.num_enough == 4  # six with room to spare, but it asks for no more by that
-
-
-def test_headroom_starts_none_for_a_trifle() -> None:
-    """4.15 instances' worth of requests is what four have room for; 4.25 is not."""
+def test_headroom_knows_what_an_instance_serves_from_forecasts_and_then_from_what_it_served() -> None:
+    """Four fifths of 50 seats at 10 s each are 4 requests/s; 400 requests in 200 s on full instances are half of it."""
     rule = rule_from("headroom", AIMS)
-    assert rule(situation(trend=Trend(level_per_s=16.6))).num_wanted == 4
-    assert rule(situation(trend=Trend(level_per_s=17.0))).num_wanted == 5
+    assert LOAD.rate(40.0) == pytest.approx(4.0)
+    assert rule(situation()).numbers["instance_bears_per_s"] == pytest.approx(4.0)
+    seen = rule(situation(full_ends=400, full_s=200.0)).numbers["instance_bears_per_s"]
+    assert seen == pytest.approx(2.0, rel=0.05)
+
+
+def test_headroom_starts_none_as_long_as_the_threshold_bears_the_queue() -> None:
+    """Full instances take 22 s. 2 requests/s too many for 135 s make 39 s of it; 8 make 89 s, six instances 40 s."""
+    rule = rule_from("headroom", AIMS)
+    busy = situation(trend=Trend(level_per_s=18.0), in_flight=200)
+    assert rule(busy).numbers["slowest_ahead_s"] == pytest.approx(39.0, abs=1.0)
+    assert rule(busy).num_wanted == 4
+    over = rule(situation(trend=Trend(level_per_s=24.0), in_flight=200))
+    assert over.numbers["slowest_ahead_s"] == pytest.approx(89.0, abs=2.0)
+    assert over.num_wanted == 6
+
+
+def test_headroom_sees_the_queue_that_is_there() -> None:
+    """What four instances would serve for ever they cannot serve beside 800 requests that wait already."""
+    rule = rule_from("headroom", AIMS)
+    assert rule(situation(trend=Trend(level_per_s=15.0), in_flight=200)).num_wanted == 4
+    assert rule(situation(trend=Trend(level_per_s=15.0), in_flight=1000)).num_wanted > 4
 
 
 def test_headroom_looks_a_cold_start_ahead() -> None:
-    """10 requests/s that grow by 0.12 every second are 17.8 after 60 + 5 s."""
+    """10 requests/s that grow by 0.1 every second are 16.5 after 60 + 5 s, which four bear, and 40.5 after 300 + 5 s."""
     rule = rule_from("headroom", AIMS)
-    wish = rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.12)))
-    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(17.8)
-    assert wish.num_wanted == 5
-    assert rule(situation(trend=Trend(level_per_s=10.0, slope_per_s2=0.12), cold_start_s=300.0)).num_wanted == 12
+    climbing = Trend(level_per_s=10.0, slope_per_s2=0.1)
+    wish = rule(situation(trend=climbing))
+    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(16.5)
+    assert wish.num_wanted == 4
+    assert wish.num_enough == 4  # nobody leaves while more and more come
+    assert rule(situation(trend=climbing, cold_start_s=300.0)).num_wanted >= 10
 
 
-def test_headroom_counts_instances_that_are_starting() -> None:
-    """Five wanted, two there and three on the way, is nothing to do."""
-    wish = rule_from("headroom", AIMS)(situation(num_ready=2, num_starting=3, trend=Trend(level_per_s=18.0)))
-    assert wish.num_wanted == 5
+def test_headroom_counts_instances_that_start_from_when_they_will_be_there() -> None:
+    """Two that come in 10 s do what six would; two that come in 60 s leave a longer queue behind."""
+    rule = rule_from("headroom", AIMS)
+    load = {"trend": Trend(level_per_s=24.0), "in_flight": 200, "num_starting": 2}
+    soon = rule(situation(**load, ready_in_s=(10.0, 10.0)))
+    late = rule(situation(**load, ready_in_s=(60.0, 60.0)))
+    assert soon.num_wanted == 6
+    assert soon.numbers["slowest_ahead_s"] < late.numbers["slowest_ahead_s"]
+
+
+def test_headroom_lets_go_only_what_it_would_not_soon_miss() -> None:
+    """With a sixth more of the 10 requests/s three are enough; with a third more, where a cold start is long, are not."""
+    rule = rule_from("headroom", AIMS)
+    assert rule(situation(trend=Trend(level_per_s=10.0))).num_enough == 3
+    assert rule(situation(trend=Trend(level_per_s=12.0))).num_enough == 4
+    assert rule(situation(trend=Trend(level_per_s=10.0), cold_start_s=300.0)).num_enough == 4
+    assert rule(situation(trend=Trend(level_per_s=10.0), in_flight=1000)).num_enough == 4
 
 
 def test_headroom_believes_forecasts_more_than_its_own_reckoning() -> None:
@@ -200,4 +227,4 @@ def test_a_step_is_no_ramp_and_a_ramp_no_step() -> None:
     assert jumped.level_per_s == pytest.approx(24.0, rel=0.1)
     climbing = trend_of(draws.poisson(np.linspace(60.0, 180.0, 48)).astype(float), 5.0)
     assert climbing.slope_per_s2 == pytest.approx(0.1, rel=0.3)
-    assert climbing.most(60.0) > climbing.at(60.0) > climbing.level_per_s
+    assert climbing.safe(60.0) > climbing.at(60.0) > climbing.level_per_s
