@@ -312,6 +312,11 @@ class Node:
         """Promise a place."""
         return self._sidecars[request.instance_id].reserve(request)
 
+    async def reserve_stream(self, requests: Any, context: Any) -> Any:
+        """Promise one place after the other."""
+        async for request in requests:
+            yield await self.reserve(request, context)
+
     async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
         """Take a promise back."""
         return self._sidecars[request.instance_id].release(request)
@@ -343,6 +348,11 @@ def handlers_of(one: Node) -> grpc.GenericRpcHandler:
         "PredictStream": grpc.stream_stream_rpc_method_handler(one.predict_stream, question, answer),
         "Reserve": grpc.unary_unary_rpc_method_handler(
             one.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
+        ),
+        "ReserveStream": grpc.stream_stream_rpc_method_handler(
+            one.reserve_stream,
+            predictor_pb2.ReserveRequest.FromString,
+            predictor_pb2.ReserveResponse.SerializeToString,
         ),
         "Release": grpc.unary_unary_rpc_method_handler(
             one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString

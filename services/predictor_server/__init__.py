@@ -25,7 +25,7 @@ from services.predictor_server.sidecar import Sidecar
 __all__ = ["ENDLESS", "MirrorSettings", "PredictorService", "SidecarSettings", "serve", "standing_beside"]
 
 NAME = "predictor"
-ENDLESS = ("/block.v1.Predictor/Watch", "/block.v1.Predictor/PredictStream")
+ENDLESS = tuple(f"/block.v1.Predictor/{method}" for method in ("Watch", "PredictStream", "ReserveStream"))
 
 
 def serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:

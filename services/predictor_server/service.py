@@ -38,6 +38,13 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         """Promise a place, unless others came first."""
         return await self._named(request.instance_id).reserve(request)
 
+    async def ReserveStream(
+        self, request_iterator: AsyncIterator[predictor_pb2.ReserveRequest], context: Context
+    ) -> AsyncIterator[predictor_pb2.ReserveResponse]:
+        """Promise one place after the other."""
+        async for request in request_iterator:
+            yield await self._named(request.instance_id).reserve(request)
+
     async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseResponse:
         """End a promise."""
         return await self._named(request.instance_id).release(request)

@@ -1,4 +1,4 @@
-"""Questions to one node over one long-lived stream: half the processor time of a call for each."""
+"""Calls of one method of a node over one long-lived stream: half the processor time of a call for each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class _Waiting:
         """Answer with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
+            self.answer.exception()  # who asked may have stopped waiting, and that is no fault to be told of
 
 
 class Line:
@@ -41,10 +42,10 @@ class Line:
     more, each by a call of its own, and what comes of that call is its answer.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, method: str, deadline_s: float) -> None:
         """Open nothing yet."""
-        self._open: Any = channel.stream_stream(f"/{PREDICTOR}/PredictStream")
-        self._ask_alone: Any = channel.unary_unary(f"/{PREDICTOR}/Predict")
+        self._open: Any = channel.stream_stream(f"/{PREDICTOR}/{method}Stream")
+        self._ask_alone: Any = channel.unary_unary(f"/{PREDICTOR}/{method}")
         self._deadline_s = deadline_s
         self._can_stream = True  # as long as nothing else is known
         self._has_ended = False

@@ -1,4 +1,4 @@
-"""The way to the sidecars of one node: one channel, and one stream of questions, for all of them."""
+"""The way to the sidecars of one node: one channel, one stream of questions and one of promises, for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.dispatch import Fate
 from services.scheduler_server.line import Line
 from services.scheduler_server.measures import Measures
-from services.scheduler_server.replies import FAILURES, fate_of, responses_in
+from services.scheduler_server.replies import FAILURES, fate_of, promise_in, responses_in
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.trust import Trust
 
@@ -74,8 +74,9 @@ class Node:
         self._deadline_s = settings.sidecar_deadline_s
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
         stub = predictor_pb2_grpc.PredictorStub(self._channel)
-        self._reserve, self._release, self._watch = stub.Reserve, stub.Release, stub.Watch
-        self._line = Line(self._channel, self._deadline_s)
+        self._release, self._watch = stub.Release, stub.Watch
+        self._asking = Line(self._channel, "Predict", self._deadline_s)
+        self._reserving = Line(self._channel, "Reserve", self._deadline_s)
         self._num_calls = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -87,7 +88,7 @@ class Node:
             whom = predictor_pb2.PredictRequest(instance_id=names[0])
         else:
             whom = predictor_pb2.PredictRequest(instance_ids=names)
-        return Asked(names, self._line.ask(question + whom.SerializeToString()), self._deadline_s)
+        return Asked(names, self._asking.ask(question + whom.SerializeToString()), self._deadline_s)
 
     def note(self, asked: Asked) -> None:
         """Note whether a question was answered in time."""
@@ -102,13 +103,16 @@ class Node:
         if fate in UNREACHED:
             self.troubled.update(self.names)
             if self.trust.failed(fate.value):
-                self._line.hang_up()
+                self._asking.hang_up()
+                self._reserving.hang_up()
 
     async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         """Ask for a promise."""
-        with self._calling():
-            response: predictor_pb2.ReserveResponse = await self._reserve(request, timeout=self._deadline_s)
-        return response
+        answer = self._reserving.ask(request.SerializeToString())
+        await asyncio.wait([answer], timeout=self._deadline_s)
+        if not answer.done():
+            raise TimeoutError(f"no answer within {self._deadline_s * 1e3:g} ms")
+        return promise_in(answer.result())
 
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """End a promise."""
@@ -140,7 +144,7 @@ class Node:
     async def close(self) -> None:
         """Take nothing new, finish what is under way, and let the channel go."""
         self._has_gone = True
-        await self._line.close()
+        await asyncio.gather(self._asking.close(), self._reserving.close())
         await self._is_idle.wait()  # every call has a deadline
         await self._channel.close()
         self.trust.forget()

@@ -48,6 +48,14 @@ def responses_in(raw: bytes, names: Sequence[str]) -> dict[str, predictor_pb2.Pr
     return {answer.instance_id: answer for answer in answers}
 
 
+def promise_in(raw: bytes) -> predictor_pb2.ReserveResponse:
+    """Read the answer to who asked for a promise."""
+    try:
+        return predictor_pb2.ReserveResponse.FromString(raw)
+    except DecodeError:
+        raise ValueError("its answer is garbage") from None
+
+
 def prediction_in(response: predictor_pb2.PredictResponse, request_id: str) -> tuple[Forecast | None, str]:
     """Find the forecast for the one request that was asked about, or why it is refused."""
     if len(response.predictions) != 1:

@@ -50,6 +50,11 @@ class PredictorStub:
                 request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.FromString,
                 _registered_method=True)
+        self.ReserveStream = channel.stream_stream(
+                '/block.v1.Predictor/ReserveStream',
+                request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/block.v1.Predictor/Release',
                 request_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
@@ -88,6 +93,13 @@ class PredictorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReserveStream(self, request_iterator, context):
+        """Reserve, over and over on one stream, as PredictStream does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id.
         """
@@ -117,6 +129,11 @@ def add_PredictorServicer_to_server(servicer, server):
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
+                    request_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.SerializeToString,
+            ),
+            'ReserveStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReserveStream,
                     request_deserializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.SerializeToString,
             ),
@@ -210,6 +227,33 @@ class Predictor:
             request,
             target,
             '/block.v1.Predictor/Reserve',
+            protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReserveStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/block.v1.Predictor/ReserveStream',
             protos_dot_block_dot_v1_dot_predictor__pb2.ReserveRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_predictor__pb2.ReserveResponse.FromString,
             options,

@@ -44,6 +44,8 @@ class PredictorStub:
     """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
     expiry. Idempotent by request id: reserving again extends the same reservation.
     """
+    ReserveStream: _grpc.StreamStreamMultiCallable[_predictor_pb2.ReserveRequest, _predictor_pb2.ReserveResponse]
+    """Reserve, over and over on one stream, as PredictStream does."""
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
     """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id."""
     Watch: _grpc.UnaryStreamMultiCallable[_predictor_pb2.WatchRequest, _predictor_pb2.WatchResponse]
@@ -62,6 +64,8 @@ class PredictorAsyncStub(PredictorStub):
     """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
     expiry. Idempotent by request id: reserving again extends the same reservation.
     """
+    ReserveStream: _aio.StreamStreamMultiCallable[_predictor_pb2.ReserveRequest, _predictor_pb2.ReserveResponse]  # type: ignore[assignment]
+    """Reserve, over and over on one stream, as PredictStream does."""
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
     """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id."""
     Watch: _aio.UnaryStreamMultiCallable[_predictor_pb2.WatchRequest, _predictor_pb2.WatchResponse]  # type: ignore[assignment]
@@ -95,6 +99,14 @@ class PredictorServicer(metaclass=_abc_1.ABCMeta):
         """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
         expiry. Idempotent by request id: reserving again extends the same reservation.
         """
+
+    @_abc_1.abstractmethod
+    def ReserveStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_predictor_pb2.ReserveRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_predictor_pb2.ReserveResponse], _abc.AsyncIterator[_predictor_pb2.ReserveResponse]]:
+        """Reserve, over and over on one stream, as PredictStream does."""
 
     @_abc_1.abstractmethod
     def Release(
