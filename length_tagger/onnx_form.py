@@ -14,6 +14,8 @@ Array = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Run = Callable[[Ids, Ids, Array], tuple[Array, Array]]
 
+AUTO, ONNX, TORCH = "auto", "onnx", "torch"
+RUNTIMES = (AUTO, ONNX, TORCH)
 FILE = "model.onnx"
 INPUTS, OUTPUTS = ("ids", "mask", "counts"), ("medians", "log_spreads")
 OPSET = 17

@@ -22,7 +22,7 @@ from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance
 from length_tagger.features import NUM_COUNTS, features
 from length_tagger.linear import LinearTagger
 from length_tagger.linear import load as load_linear
-from length_tagger.onnx_form import Array, Run
+from length_tagger.onnx_form import AUTO, ONNX, RUNTIMES, TORCH, Array, Run
 from length_tagger.reading import alike, encoded, laid_out
 from length_tagger.served import places_of
 
@@ -31,8 +31,6 @@ SHIPPED = Path(__file__).parent / "models" / "encoder"
 FORMAT = "block-roberta-1"
 LONGEST_LOG = math.log(1_000_000)
 WEIGHTS, ABOUT, CONFIG, TOKENS = "model.safetensors", "block.json", "config.json", "tokenizer.json"
-AUTO, ONNX, TORCH = "auto", "onnx", "torch"
-RUNTIMES = (AUTO, ONNX, TORCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from length_tagger.estimate import Estimate, Query
 from length_tagger.linear import SHIPPED
+from length_tagger.onnx_form import AUTO, RUNTIMES
 
 ENCODER = "roberta"
 SMALL = "small"
@@ -37,12 +38,14 @@ class Encoder:
     folder: str  # "small" is the package's own
     threads: int = 1
     deadline_s: float = 0.04
-    runtime: str = "auto"
+    runtime: str = AUTO
 
     def __post_init__(self) -> None:
         """Refuse what could not be used."""
         if self.threads < 1:
             raise ValueError(f"encoder_threads: must be at least 1, not {self.threads}")
+        if self.runtime not in RUNTIMES:
+            raise ValueError(f"encoder_runtime: {self.runtime!r} is none of {', '.join(RUNTIMES)}")
         if not 0 < self.deadline_s <= 60:
             raise ValueError(f"encoder_deadline_s: must lie above 0 and at most 60, not {self.deadline_s}")
 
@@ -56,7 +59,7 @@ class Encoder:
         return encoder_from(self.folder, threads=self.threads, runtime=self.runtime)
 
 
-def encoder_from(given: str, *, threads: int = 1, runtime: str = "auto") -> Batched:
+def encoder_from(given: str, *, threads: int = 1, runtime: str = AUTO) -> Batched:
     """Load a checkpoint of `roberta`."""
     try:
         from length_tagger.roberta import RobertaTagger
