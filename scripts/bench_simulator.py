@@ -22,7 +22,7 @@ from services.data import data_folder
 from services.load.traces import trace_from
 from services.simulator.assembly import simulate
 from services.simulator.fleet import Unit
-from services.simulator.run import FATES
+from services.simulator.result import FATES
 from services.simulator.workload import Lengths, Workload, at_rate, drawn, fitting, lengths_of, poisson_gaps, workload
 
 PROFILE = "llama-2-7b-a30"

@@ -14,7 +14,7 @@ import click
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
 from services.simulator.assembly import simulate as simulate_once
 from services.simulator.measures import Slo, summary, write_rows
-from services.simulator.run import Result
+from services.simulator.result import Result
 from services.simulator.scenario import TRACE, Scenario
 from services.simulator.workload import Workload
 

@@ -18,8 +18,10 @@ from scheduler.prefix import PrefixIndex
 from scheduler.table import Table
 from services.simulator import kernels
 from services.simulator.conditions import SENT_INDEX, Conditions, require_outages
+from services.simulator.deciders import Scheduler
 from services.simulator.fleet import Unit, make_fleet, noise_factors, residual_table
-from services.simulator.run import BACK, DECISION, FOREVER, OUT, SAMPLE, TICK, Result, Scheduler, Simulation
+from services.simulator.result import DECISION, Result
+from services.simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
 from services.simulator.workload import LONGEST, Lengths, Workload
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.step_time import Costs, step_seconds, tabulate
-from services.simulator.run import FATES, Result
+from services.simulator.result import FATES, Result
 
 Floats = npt.NDArray[np.float64]
 

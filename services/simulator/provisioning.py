@@ -19,7 +19,8 @@ from services.simulator import kernels
 from services.simulator.assembly import simulation
 from services.simulator.conditions import Conditions
 from services.simulator.fleet import Unit, restart
-from services.simulator.run import BACK, CALL, Result, Simulation
+from services.simulator.result import Result
+from services.simulator.run import BACK, CALL, Simulation
 from services.simulator.workload import Workload
 
 STATIC = "static"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from services.simulator.assembly import simulate, simulation
 from services.simulator.conditions import Conditions
 from services.simulator.measures import latencies
-from services.simulator.run import Result
+from services.simulator.result import Result
 from services.simulator.scenario import Scenario
 from services.simulator.workload import Lengths, Workload
 

@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from predictor.state import NOBODY
 from scheduler.candidates import Candidates, Facts
-from scheduler.holding import Queue, Refusals, pause_s
+from scheduler.holding import pause_s
 from scheduler.indicators import ROW_OF, Column
 from scheduler.policy import Policy
-from scheduler.prefix import PrefixIndex
-from scheduler.table import Table
 from services.simulator import kernels
-from services.simulator.conditions import FIRST_COME, LATE_LAST, Conditions
+from services.simulator.conditions import Conditions
+from services.simulator.deciders import Scheduler
 from services.simulator.fleet import Unit, restart, widened, workspace_for
-from services.simulator.turns import fewest_late, late_last, prefill_seconds
+from services.simulator.result import FATES, FINISHED, LOST, REFUSED, Result, Sample
+from services.simulator.turns import Orders
 from services.simulator.workload import Workload
 
 FOREVER = math.inf
@@ -32,11 +32,6 @@ FINISHED_TOTAL = ROW_OF["num_finished_total"]
 FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
     ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
 )
-ON_ITS_WAY = [ROW_OF[name] for name in ("num_reserved", "num_reserved_blocks", "queued_prefill_tokens")]
-
-# What became of a request.
-FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
-FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
 
 # What happens besides arrivals, in the order in which it happens at one moment.
 BACK, OUT, TICK, HEARD, RETRY, SAMPLE, CALL = range(7)
@@ -50,55 +45,6 @@ FORETOLD = {
     "delay_sum_s": "delay_sum_s",
     "delay_worst_s": "delay_worst_s",
 }
-
-DECISION = np.dtype(
-    [
-        ("instance", "i4"),
-        ("scheduler", "i4"),
-        ("fate", "i4"),
-        ("num_sends", "i4"),
-        ("predicted_ttft_s", "f8"),
-        ("predicted_e2e_s", "f8"),
-    ],
-    align=True,
-)
-
-
-@dataclass(slots=True, kw_only=True)
-class Scheduler:
-    """One scheduler: its policy, what it knows of the instances, and what it sent lately."""
-
-    policy: Policy
-    table: Table
-    prefixes: PrefixIndex | None
-    refusals: Refusals
-    held: Queue = field(default_factory=Queue)
-    sent: deque[tuple[float, int, tuple[float, float, float]]] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """All instances at a moment, a value for each."""
-
-    time_s: float
-    free_blocks: npt.NDArray[np.float64]
-    num_running: npt.NDArray[np.float64]
-    num_waiting: npt.NDArray[np.float64]
-    num_preemptions: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What became of every request, in the order of arrival; times are the simulation's."""
-
-    work: Workload
-    units: tuple[Unit, ...]
-    policy: str
-    outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
-    decisions: np.recarray[Any, Any]  # DECISION
-    samples: list[Sample]
-    end_s: float
-    up_s: float  # seconds that instances were there, in sum
 
 
 @dataclass(slots=True)
@@ -136,8 +82,7 @@ class Simulation:
     sees_now: bool = True  # decisions need the instances as they are
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
-    takes_steps: list[float] = field(default_factory=list)  # of the whole cluster, for an answer as long as is thought
-    prefill_s: list[float] = field(default_factory=list)  # likewise, for a prompt
+    orders: Orders | None = None  # of those that are held
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
 
     def __post_init__(self) -> None:
@@ -148,13 +93,8 @@ class Simulation:
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
-        tags = np.array(self.tag_tokens)
-        seats = sum(unit.config.max_num_seqs for unit in self.units)
-        room = sum(unit.config.num_gpu_blocks * unit.config.block_size for unit in self.units)
-        self.takes_steps = (tags * np.maximum(1 / seats, (lengths.prompt_tokens + tags / 2) / room)).tolist()
-        costs, num = self.units[0].step_time, len(self.units)
-        prompts, which = np.unique(lengths.prompt_tokens, return_inverse=True)
-        self.prefill_s = (prefill_seconds(costs, prompts) / num)[which].tolist()
+        if self.holds:
+            self.orders = Orders(self.work, self.units, self.conditions, len(self.schedulers))
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
@@ -204,7 +144,7 @@ class Simulation:
         elif kind == TICK:
             self._tick(time_s, what)
         elif kind == HEARD:
-            self._heard(*what)
+            self.schedulers[what[0]].hear(*what[1:])
         elif kind == RETRY:
             self._retry(what, time_s)
         elif kind == OUT:
@@ -234,20 +174,9 @@ class Simulation:
         if delay_s > 0:
             self.schedule(time_s + delay_s, HEARD, (which, time_s, told))
         else:
-            self._heard(which, time_s, told)
+            self.schedulers[which].hear(time_s, told)
         if time_s < self.work.arrival_s[-1]:
             self.schedule(time_s + max(period_s, 1e-3), TICK, which)
-
-    def _heard(self, which: int, told_at_s: float, told: npt.NDArray[np.float64]) -> None:
-        """Let a scheduler know what instances told; what it sent them since counts on top."""
-        scheduler = self.schedulers[which]
-        known, sent = scheduler.table.known, scheduler.sent
-        known.told[:] = told
-        known.told_s[:] = told_at_s
-        while sent and sent[0][0] <= told_at_s:
-            sent.popleft()
-        for _, place, share in sent:
-            known.told[ON_ITS_WAY, place] += share
 
     def _out(self, time_s: float, index: int) -> None:
         self.look(time_s)
@@ -331,27 +260,13 @@ class Simulation:
         for number in held.must_go(now_s):
             self._place(number, which, now_s)
             held.leave(number)
-        for number in self._in_turn(held.numbers, now_s):
+        assert self.orders is not None
+        for number in self.orders.in_turn(held.numbers, now_s, float(self.told[STEP_S].mean())):
             if not self._place(number, which, now_s, may_hold=True):
                 break
             held.leave(number)
         if held:
             self._look_again(which, now_s)
-
-    def _in_turn(self, waiting: list[int], now_s: float) -> list[int]:
-        if len(waiting) < 2 or self.conditions.turn == FIRST_COME:
-            return waiting
-        late_s, arrival_s = self.conditions.late_s, self.work.arrival_s
-
-        def due_s(number: int) -> float:
-            return float(arrival_s[number]) + late_s
-
-        if self.conditions.turn == LATE_LAST:
-            return late_last(waiting, due_s, now_s)
-        step_s = float(self.told[STEP_S].mean()) * len(self.schedulers)
-        return fewest_late(
-            waiting, due_s, lambda number: self.takes_steps[number] * step_s + self.prefill_s[number], now_s
-        )
 
     def _place(self, number: int, which: int, now_s: float, *, may_hold: bool = False) -> bool:
         """Send a request to an instance; False where it may be held, and nobody admits it now."""
@@ -364,15 +279,13 @@ class Simulation:
         if self.sees_now or self.unsent[0] != NOBODY:
             self.look(now_s)
         if may_hold:
-            finished = self.told[FINISHED_TOTAL] if places is None else self.told[FINISHED_TOTAL, places]
-            worth = np.flatnonzero(scheduler.refusals.worth_asking(finished, now_s, places))
-            if len(worth) == 0:
+            places = scheduler.worth_asking(places, now_s)
+            if len(places) == 0:
                 return False
-            places = worth if places is None else places[worth]
         among = policy.among(self._candidates(number, which, places, now_s))
         if policy.foretold:
             self._foretell(policy, among, number, now_s)
-        best = self._best_admitting(scheduler, among, now_s) if may_hold else policy.choose(among)
+        best = scheduler.best_admitting(among, now_s) if may_hold else policy.choose(among)
         if best == NOBODY:
             return False
         self._send(number, which, among, best, now_s)
@@ -393,16 +306,6 @@ class Simulation:
         if hits is not None:
             candidates.add({"prefix_hit_tokens": hits})
         return candidates if places is None else candidates.only(places)
-
-    def _best_admitting(self, scheduler: Scheduler, among: Candidates, now_s: float) -> int:
-        """Find the best of those that admit the request, or nobody."""
-        admits = scheduler.policy.admits(among)
-        places = np.arange(len(self.units)) if among.places is None else among.places
-        scheduler.refusals.note(~admits, self.told[FINISHED_TOTAL, places], now_s, places)
-        admitting = np.flatnonzero(admits)
-        if len(admitting) == 0:
-            return NOBODY
-        return int(admitting[scheduler.policy.choose(among.only(admitting))])
 
     def _send(self, number: int, which: int, among: Candidates, best: int, now_s: float) -> None:
         """Promise a request to an instance; it is sent when next anything is looked at."""
@@ -474,11 +377,7 @@ class Simulation:
             self.minute[index].append(self.now_s)
         if self.conditions.has_fresh_indicators:
             return
-        prompt_tokens = self.prompt_tokens[number]
-        blocks = -(-prompt_tokens // self.units[index].config.block_size)
-        share = (1.0, float(blocks), float(prompt_tokens))
-        scheduler.sent.append((shown_s, index, share))
-        scheduler.table.known.told[ON_ITS_WAY, index] += share
+        scheduler.note_sent(index, shown_s, self.prompt_tokens[number], self.units[index].config.block_size)
 
     def _count_minute(self, now_s: float) -> None:
         for index, times in enumerate(self.minute):

@@ -9,6 +9,40 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.step_time import StepTime, step_seconds, tabulate
+from services.simulator.conditions import FEWEST_LATE, FIRST_COME, LATE_LAST, Conditions
+from services.simulator.fleet import Unit
+from services.simulator.workload import Workload
+
+
+class Orders:
+    """Whose turn it is when, by the run's conditions."""
+
+    def __init__(self, work: Workload, units: Sequence[Unit], conditions: Conditions, num_schedulers: int) -> None:
+        """Reckon how long the cluster would be busy with each request, where that matters."""
+        self._turn, self._num_schedulers = conditions.turn, num_schedulers
+        self._due_s = (work.arrival_s + conditions.late_s).tolist()
+        if conditions.turn != FEWEST_LATE:
+            return
+        prompt_tokens = work.lengths.prompt_tokens
+        tags = np.where(np.isnan(work.tag_median), work.lengths.output_tokens, work.tag_median)
+        seats = sum(unit.config.max_num_seqs for unit in units)
+        room = sum(unit.config.num_gpu_blocks * unit.config.block_size for unit in units)
+        self._steps = (tags * np.maximum(1 / seats, (prompt_tokens + tags / 2) / room)).tolist()
+        prompts, which = np.unique(prompt_tokens, return_inverse=True)
+        self._prefill_s = (prefill_seconds(units[0].step_time, prompts) / len(units))[which].tolist()
+
+    def in_turn(self, waiting: list[int], now_s: float, step_s: float) -> list[int]:
+        """Sort those that wait, who are given by arrival; a step takes the instances so long on average."""
+        if len(waiting) < 2 or self._turn == FIRST_COME:
+            return waiting
+        if self._turn == LATE_LAST:
+            return late_last(waiting, self._due_s.__getitem__, now_s)
+        share_s = step_s * self._num_schedulers
+
+        def takes_s(number: int) -> float:
+            return float(self._steps[number] * share_s + self._prefill_s[number])
+
+        return fewest_late(waiting, self._due_s.__getitem__, takes_s, now_s)
 
 
 def late_last(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:

@@ -12,7 +12,7 @@ from predictor.step_time import Curve, StepTime
 from services.simulator.assembly import simulate
 from services.simulator.conditions import Conditions, Outage
 from services.simulator.fleet import Unit
-from services.simulator.run import FATES
+from services.simulator.result import FATES
 from services.simulator.workload import Lengths, at_rate, noisy, poisson_gaps, tagged, typical, workload
 from tests.services.simulator.small_clusters import A30, SECOND, config, lengths, plain_run, poisson, units
 

@@ -12,7 +12,7 @@ from scheduler.holding import RETRY_S
 from services.simulator.assembly import simulate
 from services.simulator.conditions import TURNS, Conditions
 from services.simulator.measures import latencies
-from services.simulator.run import FATES
+from services.simulator.result import FATES
 from services.simulator.turns import fewest_late, late_last
 from services.simulator.workload import noisy, tagged
 from tests.services.simulator.small_clusters import poisson, units
