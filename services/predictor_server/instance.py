@@ -20,6 +20,7 @@ from services.wire import forecast_from, forecast_message, indicators_message, r
 
 LEAST_INTERVAL_S = 0.02
 USUAL_INTERVAL_S = 0.1
+ALL_IS_AS_IT_WAS = 5  # intervals after which that is told too: what an idle engine told does not look stale
 
 RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
 EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
@@ -88,17 +89,19 @@ class Instance:
         return common_pb2.ReleaseResponse(released=released, indicators=indicators)
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
-        """Tell the indicators whenever they change, and the whole state where it is wanted."""
+        """Tell the indicators whenever they change, and now and then that they have not; the whole state if wanted."""
         interval_s = max(LEAST_INTERVAL_S, request.min_interval_s or USUAL_INTERVAL_S)
-        sequence, told = 0, predictor_pb2.WatchResponse()
+        sequence, num_silent, told = 0, 0, predictor_pb2.WatchResponse()
         known: Mapping[str, float] = {}
         while True:
             async with self._sidecar.lock:
                 response, values = self._seen(with_snapshot=request.with_snapshots)
             changed = {name: value for name, value in values.items() if known.get(name) != value}
             gone = known.keys() - values.keys()
-            if changed or gone or sequence == 0 or (response.state, response.version) != (told.state, told.version):
-                sequence += 1
+            is_new = changed or gone or (response.state, response.version) != (told.state, told.version)
+            num_silent += 1
+            if is_new or sequence == 0 or num_silent >= ALL_IS_AS_IT_WAS:
+                sequence, num_silent = sequence + 1, 0
                 response.full = sequence == 1 or bool(gone)
                 response.sequence = sequence
                 age_s, source = response.indicators.age_s, response.indicators.source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import grpc
@@ -309,8 +310,8 @@ def test_forecasts_are_compared_with_what_came_of_them(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_who_watches_hears_of_every_change_and_of_nothing_else(tmp_path: Path) -> None:
-    """The first message is full, later ones hold what has changed, a snapshot comes where it is wanted."""
+def test_who_watches_hears_of_every_change_and_that_there_was_none(tmp_path: Path) -> None:
+    """The first message is full, later ones hold what has changed, if anything; a snapshot comes where it is wanted."""
     writer = idle(tmp_path / "state")
 
     async def test() -> None:
@@ -319,9 +320,14 @@ def test_who_watches_hears_of_every_change_and_of_nothing_else(tmp_path: Path) -
             first = await call.read()
             assert (first.sequence, first.full, first.indicators.num_free_blocks) == (1, True, 32)
             assert b'"version":1' in first.snapshot_json
-            await asked.reserve(request("a", 32))
             second = await call.read()
-            assert (second.sequence, second.full, second.version) == (2, False, 1)
+            assert (second.sequence, second.full, second.version) == (2, False, 0)
+            assert not second.indicators.HasField("num_reserved")
+            assert 0 <= second.indicators.age_s < math.inf
+            await asked.reserve(request("a", 32))
+            while (second := await call.read()).version == 0:
+                pass
+            assert not second.full
             assert {field.name for field, _ in second.indicators.ListFields()} >= {"num_reserved", "source"}
             assert not second.indicators.HasField("num_free_blocks")
             call.cancel()

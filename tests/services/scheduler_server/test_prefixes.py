@@ -160,7 +160,7 @@ def test_sidecars_know_exactly_what_engines_will_find(tmp_path: Path, sent_as: s
 
 @pytest.mark.parametrize("sent_as", [IDS, TEXT, CHATS])
 def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, sent_as: str) -> None:
-    """From what they sent where: by token blocks nearly always exactly, by blocks of text to within one."""
+    """From what they sent where: by token blocks exactly but for what was forgotten, by blocks of text to within one."""
 
     async def test() -> None:
         async with scheduler_over(engines, tokenizer=tokenizer) as client:
@@ -174,7 +174,7 @@ def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, sent_as: s
             found.append(one.outcome.prefix_hit_tokens)
         errors = np.abs(np.array(guessed) - np.array(found))
         assert np.mean(found) > 100  # there is something to find
-        assert np.mean(errors <= (6 * BLOCK_TOKENS if sent_as == TEXT else BLOCK_TOKENS)) > 0.8, errors
+        assert np.mean(errors <= (6 * BLOCK_TOKENS if sent_as == TEXT else 0)) > 0.8, errors
         assert np.mean(errors) < (0.35 if sent_as == TEXT else 0.1) * np.mean(found)
 
     tokenizer = tokenizer_of(sent_as, tmp_path)
