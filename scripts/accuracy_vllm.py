@@ -12,8 +12,11 @@ two such engines can serve, through a gateway and a scheduler that know the true
   time, how many ended first on the instance that was chosen; `chosen_over_best` is by how much longer they took there.
 
 Mode `plugin` reads what the engines show of themselves; `mirror` stands as a proxy before them and is told nothing.
+The model is narrow and deep, so that its steps cost much in themselves and little by the token, as on a GPU.
+
 The two engines share memory and caches, and gateway, scheduler and this script run on the same cores: a forecast
-cannot know that. `cpu_share` tells how much of the machine went to what.
+cannot know that. `cpu_share` tells how much of the machine went to what; `others` are processes that have nothing to do
+with this, and where they got more than a few per cent, the figures tell more of them than of anything else.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import asyncio
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import tempfile
@@ -44,7 +48,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
 from services.export.reader import Reader
 from services.export.snapshot import config_of
-from services.http_client import origin_of
+from services.http_client import Origin, origin_of
 from services.load.asking import Manner, body_of
 from services.load.plan import Planned, Timing, arrival_times
 from services.load.running import Limits, Result, Sender, run_plan
@@ -93,8 +97,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
     parser.add_argument("--sample", type=float, default=0.05, help="share of requests that are sent to both")
     parser.add_argument("--budget", default="150s", help="for the profiles")
-    parser.add_argument("--hidden", type=int, default=512, help="size of the model")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=128, help="size of the model")
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="the Python that has it")
@@ -252,14 +256,14 @@ async def loaded(
     children: list[Child] = []
     try:
         urls, scheduler, gateway = await front_of(mode, instances, folder, children)
-        await run_plan(warm_up(), gateway, manner, limits, lambda _: None)
-        used, start_s = processor_times(children), time.monotonic()
+        await warmed_up(gateway, manner, limits, len(instances))
+        used, start_s = processor_times(children, instances), time.monotonic()
         results, both = await asyncio.gather(
             run_plan(others, gateway, manner, limits, lambda _: None),
             broadcast(sampled, scheduler, urls, manner, limits),
         )
         wall_s = time.monotonic() - start_s
-        used = {kind: seconds - used.get(kind, 0.0) for kind, seconds in processor_times(children).items()}
+        used = {kind: seconds - used.get(kind, 0.0) for kind, seconds in processor_times(children, instances).items()}
     finally:
         for child in reversed(children):
             await child.stop()
@@ -273,17 +277,24 @@ async def loaded(
     return [replace_name(one, f"{mode}.{one['name']}") for one in rows]
 
 
-def warm_up() -> list[Planned]:
-    """A few requests that do not count."""
-    return [
+async def warmed_up(gateway: Origin, manner: Manner, limits: Limits, num_instances: int) -> None:
+    """Send a few requests that do not count, until all instances serve."""
+    plan = [
         Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=8)
         for number in range(WARM_UP)
     ]
+    deadline_s = time.monotonic() + WITHIN_S
+    while True:
+        results = await run_plan(plan, gateway, manner, limits, lambda _: None)
+        if len({one.instance for one in results if one.failure is None}) == num_instances:
+            return
+        if time.monotonic() > deadline_s:
+            sys.exit("accuracy_vllm: not all instances serve")
 
 
 async def front_of(
     mode: str, instances: Sequence[Instance], folder: Path, children: list[Child]
-) -> tuple[dict[str, str], str, Any]:
+) -> tuple[dict[str, str], str, Origin]:
     """Start sidecars, a tagger, a scheduler and a gateway; give the engines' URLs, and where the last two listen."""
 
     async def start(name: str, *words: str, proxy: bool = False) -> Child:
@@ -396,23 +407,26 @@ def replace_name(one: dict[str, Any], name: str) -> dict[str, Any]:
     return {**one, "name": name}
 
 
-def processor_times(children: Sequence[Child]) -> dict[str, float]:
-    """Processor seconds used so far: by all processes of a kind, by this one, and by the whole machine."""
-    used: dict[str, float] = {}
-    for child in children:
-        fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        kind = child.name.partition("-")[0]
-        used[kind] = used.get(kind, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+def processor_times(children: Sequence[Child], instances: Sequence[Instance]) -> dict[str, float]:
+    """Processor seconds used so far: by all processes of a kind, by this one, and by all others on the machine."""
+    kinds = {child.pid: child.name.partition("-")[0] for child in children}
+    kinds |= {one.engine.pid: "engines" for one in instances}
+    used = dict.fromkeys(kinds.values(), 0.0)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if (kind := kinds.get(int(fields[3]))) is not None:  # each of them leads a session of its own
+            used[kind] += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     used["load"] = time.process_time()
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
-    used["machine"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S
+    used["others"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S - sum(used.values())
     return used
 
 
 def free_port() -> int:
     """Find a port that nobody uses now."""
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

@@ -25,10 +25,11 @@ LAST_WORDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Where an engine can be asked, and seen."""
+    """Where an engine can be asked, and seen; all its processes are of the session that `pid` leads."""
 
     url: str
     state_file: str
+    pid: int
 
 
 @asynccontextmanager
@@ -58,7 +59,7 @@ async def started(command: str, state_file: str, patience_s: float) -> AsyncIter
                 if time.monotonic() > deadline_s:
                     raise ValueError(f"start: it does not serve at {url} after {patience_s:g} s")
                 await asyncio.sleep(POLL_S)
-            yield Started(url=url, state_file=shown)
+            yield Started(url=url, state_file=shown, pid=process.pid)
         finally:
             await _end(process)
 
