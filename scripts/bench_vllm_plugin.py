@@ -1,0 +1,184 @@
+"""What the plug-in costs a real vLLM: time per output token with it and without, in runs that take turns.
+
+Two engines of vLLM's CPU build serve the same small random model on the same core, one with BLOCK_EXPORT=0. Only one of
+them has anything to do at a time: in each round one is sent as many streams at once as told, then the other, and the
+next round begins with the other. Nothing of ours reads the state meanwhile.
+
+- `tpot_ms.{with|without}.{concurrency}`: the median over rounds of a round's median;
+- `tpot_overhead.{concurrency}`: the median over rounds of with / without - 1, each pair within one round; `low` and
+  `high` are its quartiles;
+- `engine_cpu_ms_per_step.{with|without}.{concurrency}`: processor time of the process that schedules, which a busy
+  machine does not change as it does the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from services.cluster.child import Child
+from services.cluster.engines import free_port
+from services.cluster.programs import VllmServer
+from services.http_client import origin_of
+from services.load.asking import Manner
+from services.load.plan import Planned
+from services.load.running import Limits, Result, run_plan
+from services.log_lines import configure
+from tests.conformance.vllm_side import interpreter
+from tests.deploy.engines import MODEL, engine_environment, tiny_model
+
+HOST = "127.0.0.1"
+CASES = (1, 16)
+WARM_UP = 2
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LIMITS = Limits(timeout_s=1800.0)
+FLAGS = (
+    "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", "1024",
+    "--max-num-seqs", "128", "--block-size", "32", "--num-gpu-blocks-override", "4097", "--disable-uvicorn-access-log",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Rounds:
+    """What the rounds of one engine with one concurrency gave."""
+
+    tpot_s: list[float] = field(default_factory=list)
+    cpu_s_per_step: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CASES, help="streams at once")
+    parser.add_argument("--core", default="0", help="of both engines' workers")
+    arguments = parser.parse_args()
+    if not interpreter().exists():
+        parser.error(f"no vLLM at {interpreter()}: make vllm, or set BLOCK_VLLM_PYTHON")
+    configure("warning", "text")
+    measured = asyncio.run(measure(arguments))
+    results = [one for concurrency in arguments.concurrency for one in results_of(concurrency, measured)]
+    if arguments.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "load": os.getloadavg()[0],
+        }
+        json.dump({"bench": "vllm_plugin", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for one in results:
+        spread = f"  ({one['low']:.4f} to {one['high']:.4f})" if "low" in one else ""
+        print(f"{one['name']:40} {one['value']:9.4f} {one['unit']}{spread}")
+
+
+async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds]:
+    """Start both engines, and let them take turns."""
+    measured = {(name, one): Rounds() for name in ("with", "without") for one in arguments.concurrency}
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(Path(folder, "model"))
+        engines = {
+            "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(Path(folder, "state"))}),
+            "without": engine_of("without", model, arguments.core, {"BLOCK_EXPORT": "0"}),
+        }
+        try:
+            for engine in engines.values():
+                await engine.start()
+            require_shown(Path(folder, "state"))
+            for number in range(-WARM_UP, arguments.rounds):
+                for concurrency in arguments.concurrency:
+                    for name in ("with", "without") if number % 2 else ("without", "with"):
+                        tpot_s, cpu_s = await one_round(engines[name], number, concurrency, arguments.tokens)
+                        if number >= 0:
+                            measured[name, concurrency].tpot_s.append(tpot_s)
+                            measured[name, concurrency].cpu_s_per_step.append(cpu_s / arguments.tokens)
+                if sys.stderr.isatty():
+                    print(f"\rround {max(0, number + 1)} of {arguments.rounds}", end="", file=sys.stderr, flush=True)
+        finally:
+            await asyncio.gather(*(engine.stop() for engine in engines.values()))
+    return measured
+
+
+def require_shown(state: Path) -> None:
+    """Refuse to compare an engine without the plug-in with another."""
+    if not state.exists():
+        raise SystemExit("the plug-in shows nothing: is it installed? scripts/install_vllm_cpu.py does so")
+
+
+def engine_of(name: str, model: Path, core: str, shown: dict[str, str]) -> Child:
+    """An engine that differs from the other in what it is told of the plug-in only."""
+    environment = {**engine_environment(None), "VLLM_CPU_OMP_THREADS_BIND": core, **shown}
+    program = VllmServer(
+        command=str(interpreter().parent / "vllm"),
+        model=str(model),
+        host=HOST,
+        arguments=FLAGS,
+        environment=environment,
+    )
+    return Child(name, program=program, port=free_port(HOST))
+
+
+async def one_round(engine: Child, number: int, concurrency: int, tokens: int) -> tuple[float, float]:
+    """Send so many streams at once; the median time per token, and processor time of the scheduling process."""
+    plan = [
+        Planned(request_id=f"{number}-{concurrency}-{place}", due_s=0.0, prompt_tokens=32, output_tokens=tokens)
+        for place in range(concurrency)
+    ]
+    before_s = cpu_s_of(engine)
+    results = await run_plan(plan, origin_of(f"http://{HOST}:{engine.port}"), Manner(model=MODEL), LIMITS, ignored)
+    cpu_s = cpu_s_of(engine) - before_s
+    failed = [result.note for result in results if result.failure is not None]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {concurrency} requests failed: {failed[0]}")
+    return statistics.median(result.tpot_s for result in results if result.tpot_s is not None), cpu_s
+
+
+def ignored(_: Result) -> None:
+    """Need not hear of single requests."""
+
+
+def cpu_s_of(engine: Child) -> float:
+    """Processor time of an engine's scheduling process so far: the child of its front end."""
+    for path in Path(f"/proc/{engine.pid}/task").glob("*/children"):
+        for pid in path.read_text().split():
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            if "EngineCor" in stat[: stat.rindex(")")]:
+                fields = stat[stat.rindex(")") + 2 :].split()
+                return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    raise SystemExit("the engine has no process called EngineCore")
+
+
+def results_of(concurrency: int, measured: dict[tuple[str, int], Rounds]) -> Sequence[dict[str, Any]]:
+    """Sum one concurrency up."""
+    with_it, without = measured["with", concurrency], measured["without", concurrency]
+    ratios = [one / other - 1 for one, other in zip(with_it.tpot_s, without.tpot_s, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    num = len(ratios)
+    overhead = statistics.median(ratios)
+    found = [
+        {"name": f"tpot_overhead.{concurrency}", "value": overhead, "low": low, "high": high, "unit": "ratio", "n": num}
+    ]
+    for name, rounds in (("with", with_it), ("without", without)):
+        for what, values in (("tpot_ms", rounds.tpot_s), ("engine_cpu_ms_per_step", rounds.cpu_s_per_step)):
+            value = 1000 * statistics.median(values)
+            found.append({"name": f"{what}.{name}.{concurrency}", "value": value, "unit": "ms", "n": num})
+    return found
+
+
+if __name__ == "__main__":
+    main()
