@@ -65,6 +65,8 @@ LIVE = np.dtype(
     ]
 )
 
+LIVE_ROW = struct.Struct("<Q12i2d")  # the same, to write
+
 REQUEST = np.dtype(
     [
         ("serial", "<u8"),
@@ -79,6 +81,7 @@ REQUEST = np.dtype(
 )
 
 SCHEDULED = np.dtype([("slot", "<i4"), ("sampled", "<i4"), ("tokens", "<i8")])
+SCHEDULED_ROW = struct.Struct("<iiq")  # the same, to write
 
 STEP = np.dtype(
     [

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
 NEVER = -1.0
 UNKNOWN = -1
 DIGEST_BYTES = 16
+MOST_SINGLE_WRITES = 16  # of blocks; more are written with all others, at once
 
 
 class Writer:
@@ -131,8 +132,8 @@ class Writer:
         self._put("outcomes", place, 0, np.array([row], layout.OUTCOME))
         self.state["num_outcomes"] += 1
 
-    def publish(self) -> None:
-        """Let readers see everything as it is now."""
+    def publish(self, changed: Collection[int] | None = None) -> None:
+        """Let readers see everything as it is now; if it is known which `blocks` have changed, these are `changed`."""
         self._sequence += 2
         self.state["sequence"] = self._sequence
         self.state["written_ns"] = time.monotonic_ns()
@@ -141,8 +142,12 @@ class Writer:
         for name, offset, row in self._rows:
             self._write(row, self._places[name].offset + offset)
         self._rows.clear()
-        if len(self.blocks):
-            self._write(self.blocks.data, self._places["blocks"].offset)
+        offset, size = self._places["blocks"].offset, self.blocks.itemsize
+        if changed is None or len(changed) > MOST_SINGLE_WRITES:
+            self._write(self.blocks.data, offset)
+        else:
+            for block in changed:
+                self._write(self.blocks[block : block + 1].data, offset + block * size)
         self._write(SEQUENCE.pack(self._sequence), SEQUENCE_AT)
 
     def grow(self, num_slots: int) -> None:

@@ -23,6 +23,7 @@ class BlockContents:
     def __init__(self, pool: Any, blocks: np.ndarray) -> None:
         """Take down how the pool stands, and listen to it."""
         self.failure: Exception | None = None
+        self.changed: set[int] | None = None  # since it was last emptied; None if any may have
         self._pool = pool
         self._content, self._reuse = blocks["content"], blocks["reuse"]
         queue = pool.free_block_queue
@@ -47,6 +48,7 @@ class BlockContents:
         self._listen(table, "insert", lambda _, key, block: self._filled(key, block.block_id))
         self._listen(table, "pop", lambda _, _key, block_id: self._emptied(block_id))
         self._content[:] = 0
+        self.changed = None
         for block in self._pool.blocks[1:]:
             if block.block_hash is not None:
                 self._filled(block.block_hash, block.block_id)
@@ -65,24 +67,38 @@ class BlockContents:
 
         setattr(subject, name, heard)
 
+    def taken(self) -> set[int] | None:
+        """Give what has changed since this was last asked."""
+        changed, self.changed = self.changed, set()
+        return changed
+
+    def _note(self, block_id: int) -> None:
+        if self.changed is not None:
+            self.changed.add(block_id - 1)
+
     def _held(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
             self._reuse[block.block_id - 1] = 0
+            self._note(block.block_id)
 
     def _freed(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
             self._last += 1
             self._reuse[block.block_id - 1] = self._last
+            self._note(block.block_id)
 
     def _freed_first(self, blocks: list[Any]) -> None:
         self._first -= len(blocks)
         for place, block in enumerate(blocks):
             self._reuse[block.block_id - 1] = self._first + place
+            self._note(block.block_id)
 
     def _filled(self, key: bytes, block_id: int) -> None:
         if block_id:
             self._content[block_id - 1] = short_hash(key)
+            self._note(block_id)
 
     def _emptied(self, block_id: int) -> None:
         if block_id:
             self._content[block_id - 1] = 0
+            self._note(block_id)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
@@ -199,19 +199,18 @@ class Exporter:
 
     def _publish(self) -> None:
         writer, scheduler = self._writer, self._scheduler
-        running = [self._seats[one.request_id] for one in scheduler.running]
+        seats = self._seats
+        running = [seats[one.request_id] for one in scheduler.running]
         # vLLM lets those that hold blocks go first; a priority queue iterates in the order in which it would be popped
         queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
-        waiting = [self._seats[one.request_id] for one in queues]
-        slots, rows = [], []
-        for seat in chain(running, waiting):
-            row = self._row(seat)
-            if row != seat.row:
-                seat.row = row
-                slots.append(seat.slot)
-                rows.append(row)
-        if rows:
-            writer.live[slots] = np.array(rows, layout.LIVE)
+        waiting = [seats[one.request_id] for one in queues]
+        rows, size, write = memoryview(writer.live.view(np.uint8)), layout.LIVE.itemsize, layout.LIVE_ROW.pack_into
+        for group, runs in ((running, True), (waiting, False)):
+            for seat in group:
+                row = self._row(seat, runs)
+                if row != seat.row:
+                    seat.row = row
+                    write(rows, seat.slot * size, *row)
         writer.running[: len(running)] = [seat.slot for seat in running]
         writer.waiting[: len(waiting)] = [seat.slot for seat in waiting]
         state = writer.state
@@ -219,12 +218,14 @@ class Exporter:
         state["num_free_blocks"] = self._pool.get_num_free_blocks()
         state["num_planned"] = self._num_planned
         state["num_preemptions"] = self._num_preemptions + sum(
-            seat.request.num_preemptions for seat in self._seats.values()
+            [seat.request.num_preemptions for seat in seats.values()]
         )
         self._show_steps()
-        if self._contents:
+        if self._contents is None:
+            writer.publish()
+        else:
             self._contents.refresh()
-        writer.publish()
+            writer.publish(self._contents.taken())
 
     def _show_steps(self) -> None:
         state, batch = self._writer.state, self._writer.batch
@@ -233,22 +234,22 @@ class Exporter:
             state["start_s"][0, place] = step.start_s
             here = [(seat.slot, sampled, tokens) for seat, sampled, tokens in step.entries if self._is_seated(seat)]
             state["num_scheduled"][0, place] = len(here)
-            if here:
-                batch[place, : len(here)] = np.array(here, layout.SCHEDULED)
+            batch[place, : len(here)] = np.frombuffer(
+                b"".join(starmap(layout.SCHEDULED_ROW.pack, here)), layout.SCHEDULED
+            )
 
     def _is_seated(self, seat: Seat) -> bool:
         return self._seats.get(seat.request.request_id) is seat
 
-    def _row(self, seat: Seat) -> tuple[Any, ...]:
+    def _row(self, seat: Seat, runs: bool) -> tuple[Any, ...]:
         """What is shown of a request; what is new of its blocks is put into the file on the way."""
         request = seat.request
-        runs = request.status.name == "RUNNING"
         if not runs:
             seat.runs, seat.num_tabled = False, 0
         held = self._blocks_of.get(request.request_id, ()) if runs else ()
         # of a waiting request's blocks none is promised: what is left of them is found again by its hash
         full = min(self._num_cached.get(request.request_id, 0), len(held))
-        if self._contents:
+        if self._contents is not None and (len(held) > seat.num_tabled or len(request.block_hashes) > seat.num_hashes):
             self._put_blocks(seat, held)
         return (
             seat.serial, request.num_output_tokens, request.num_computed_tokens, request.num_output_placeholders,
