@@ -5,7 +5,6 @@ What an instance's sidecar tells has the names of `Indicators` in protos/block/v
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler.nearest import nearest
 
 Column = npt.NDArray[np.float64]
 
@@ -177,9 +178,7 @@ def require_indicator(name: str) -> Indicator:
     """Look an indicator up; an unknown name is refused with the nearest known one."""
     if name in INDICATORS:
         return INDICATORS[name]
-    near = difflib.get_close_matches(name, INDICATORS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"{name}: is no known indicator{hint}")
+    raise ValueError(f"{name}: is no known indicator{nearest(name, INDICATORS)}")
 
 
 def roots_of(names: Iterable[str]) -> Iterator[Indicator]:

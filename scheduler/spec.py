@@ -12,13 +12,13 @@ A table of TOML with a `name` says the same.
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.nearest import nearest
 from scheduler.policies import entry_named
 from scheduler.policies.entry import Entry, Parameter
 
@@ -61,8 +61,8 @@ def spec_from(given: str | Mapping[str, Any]) -> Spec:
     parameters = {"score": None} if name == EXPRESSION else entry_named(name).parameters
     for key in settings:
         if key not in parameters and key not in OPTIONS:
-            near = difflib.get_close_matches(key, [*parameters, *OPTIONS], n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join([*parameters, *OPTIONS])}"
+            there = [*parameters, *OPTIONS]
+            hint = nearest(key, there, otherwise=f"; there are {', '.join(there)}")
             raise ValueError(f"policy: {name}: {key} is no known parameter{hint}")
     try:
         return Spec(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from scheduler.indicators import INDICATORS
+from scheduler.nearest import nearest
 
 LONGEST = 2000  # characters
 MOST_NODES = 300
@@ -129,14 +129,12 @@ def _require_known(name: str) -> None:
         return
     if name in FUNCTIONS:
         raise ValueError(f"{name} is a function, and wants arguments")
-    near = difflib.get_close_matches(name, INDICATORS, n=1)
-    raise ValueError(f"{name} is no known indicator" + (f"; did you mean {near[0]}?" if near else ""))
+    raise ValueError(f"{name} is no known indicator{nearest(name, INDICATORS)}")
 
 
 def _require_function(name: str, num_arguments: int) -> None:
     if name not in FUNCTIONS:
-        near = difflib.get_close_matches(name, FUNCTIONS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(FUNCTIONS)}"
+        hint = nearest(name, FUNCTIONS, otherwise=f"; there are {', '.join(FUNCTIONS)}")
         raise ValueError(f"{name} is no known function{hint}")
     least, most = FUNCTIONS[name]
     if not least <= num_arguments <= most:

@@ -6,8 +6,7 @@ and what a rule remembers between requests, live in the closure that makes it. A
 
 from __future__ import annotations
 
-import difflib
-
+from scheduler.nearest import nearest
 from scheduler.policies import (
     block,
     block_mean,
@@ -171,6 +170,4 @@ def entry_named(name: str) -> Entry:
     """Look a policy up; an unknown name is refused with the nearest known one."""
     if name in POLICIES:
         return POLICIES[name]
-    near = difflib.get_close_matches(name, POLICIES, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{hint}")
+    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{nearest(name, POLICIES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from services.front.chat_template import template_beside
 from services.front.prompt_sizes import PromptSizes
 
 MOST_BYTES = 32 * 1024  # of a text that are cut into tokens
+LONG_BYTES = 2 * 1024
 
 
 class PromptTokens:
@@ -38,6 +40,12 @@ class PromptTokens:
         self._tokenizer: Any = _loaded(tokenizer) if tokenizer else None
         self._template = template_beside(tokenizer, chat_template) if tokenizer else None
 
+    async def read_aside(self, ask: Ask) -> tuple[int, list[bytes]]:
+        """Read a prompt; a long one in a thread, as cutting it into tokens takes milliseconds."""
+        if self._tokenizer is None or ask.token_ids or ask.prompt_bytes < LONG_BYTES:
+            return self.read(ask)
+        return await asyncio.to_thread(self.read, ask)
+
     def read(self, ask: Ask) -> tuple[int, list[bytes]]:
         """Tell how many tokens a prompt has, about or exactly, and the names of its first blocks."""
         if ask.token_ids:
@@ -59,7 +67,8 @@ class PromptTokens:
     def _cut(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:
         """Cut the beginning of a text into tokens; a chat template writes the special ones itself."""
         text = data[:MOST_BYTES].decode("utf-8", "ignore")
-        ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=not is_chat).ids
+        (cut,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)  # which lets threads go on
+        ids: Sequence[int] = cut.ids
         if num_bytes <= MOST_BYTES:
             return max(1, len(ids)), self._names(ids)
         return round(len(ids) * num_bytes / MOST_BYTES), self._names(ids[: -self._block_tokens])  # the cut moves tokens

@@ -127,7 +127,7 @@ class Gateway:
         with self._counted(client.request_id) as name:
             body = await received(headers, receive, shared.settings.max_body_bytes)
             ask, wishes = self._read(body, headers, chat=chat)
-            num_tokens, names = shared.prompts.read(ask)
+            num_tokens, names = await shared.prompts.read_aside(ask)
             request = request_message(ask, wishes, request_id=name, client_id=holder, prompt_tokens=num_tokens)
             if names:
                 request.prefix_hashes.extend(names)

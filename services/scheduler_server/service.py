@@ -104,7 +104,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         question = question_from(request)
         taken_s = time.monotonic()
         ask = question.read()
-        self._measure(request.request, ask)
+        await self._measure(request.request, ask)
         wish = Wish(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
         require(wish)
         for attempt in range(1, self._settings.attempts + 1):
@@ -135,11 +135,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             finally:
                 self._end(placement.chosen, progress)
 
-    def _measure(self, request: common_pb2.Request, ask: Ask) -> None:
+    async def _measure(self, request: common_pb2.Request, ask: Ask) -> None:
         """Find out how long a prompt is and what its blocks are called, as far as the client has not said so."""
         if request.prompt_tokens and request.prefix_hashes:
             return
-        num_tokens, names = self._prompts.read(ask)
+        num_tokens, names = await self._prompts.read_aside(ask)
         request.prompt_tokens = request.prompt_tokens or num_tokens
         if names and not request.prefix_hashes:
             request.prefix_hashes.extend(names)

@@ -11,7 +11,7 @@ import pytest
 from services.block_names import SEED, block_names
 from services.front.asking import MOST_TOKEN_IDS, read_body
 from services.front.prompt_sizes import PromptSizes
-from services.front.prompt_tokens import MOST_BYTES, PromptTokens
+from services.front.prompt_tokens import LONG_BYTES, MOST_BYTES, PromptTokens
 from tests.services.gateway.stubs import completes, scene
 from tests.services.waiting import run
 
@@ -110,8 +110,10 @@ def test_token_ids_need_no_tokenizer() -> None:
 
 
 def test_schedulers_are_told_the_names(tokenizer: str) -> None:
-    """With each request, and the size of a block."""
+    """With each request, however long, and the size of a block."""
     text, ids = words(list(range(40)))
+    long_text, long_ids = words(list(range(100)) * 10)
+    assert len(long_text) > LONG_BYTES
 
     async def test() -> None:
         async with scene(completes, tokenizer=tokenizer, block_tokens=8) as here:
@@ -121,6 +123,8 @@ def test_schedulers_are_told_the_names(tokenizer: str) -> None:
                 assert list(asked.request.prefix_hashes) == block_names(ids, 8)
                 assert (asked.request.prefix_block_tokens, asked.request.prompt_tokens) == (8, 41)
             assert len(here.scheduler.asked) == 2
+            assert (await here.post(prompt=long_text)).status_code == 200
+            assert list(here.scheduler.asked[-1].request.prefix_hashes) == block_names(long_ids, 8)
 
     run(test)
 
