@@ -156,17 +156,16 @@ def by_forecasts(policy: Policy, known: Candidates) -> Ranking:
         if policy.needs_prefix:
             some.add(forecast_columns(forecasts, ("prefix_hit_tokens",)))
         scores = policy.scores(some)
-        for candidate, score, admits in zip(by_place, scores.tolist(), policy.admits(some).tolist(), strict=True):
-            candidate.score, candidate.admits = score, admits
-        return admitting_first([by_place[place] for place in policy.order(some, scores).tolist()])
+        for candidate, score in zip(by_place, scores.tolist(), strict=True):
+            candidate.score = score
+        ranked = [by_place[place] for place in policy.order(some, scores).tolist()]
+        if policy.holds:  # those first to whom the request may go now
+            for candidate, admits in zip(by_place, policy.admits(some).tolist(), strict=True):
+                candidate.admits = admits
+            ranked.sort(key=lambda candidate: not candidate.admits)
+        return ranked
 
     return ranking
-
-
-def admitting_first(ranked: list[Candidate]) -> list[Candidate]:
-    """Put those first to whom the request may go now."""
-    ranked.sort(key=lambda candidate: not candidate.admits)
-    return ranked
 
 
 def as_ranked(ranked: Sequence[Candidate]) -> Ranking:
