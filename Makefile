@@ -21,7 +21,7 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'not vllm'
+	$(BIN)/pytest -m 'not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .
