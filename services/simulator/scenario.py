@@ -299,7 +299,10 @@ def found(path: str) -> Path:
     for near in (Path(path), EXPERIMENTS / path):
         if near.is_file():
             return near
-    return data_folder() / path
+    try:
+        return data_folder() / path
+    except ValueError as error:
+        raise ValueError(f"{path}: is not there; {error}") from None
 
 
 def _errors(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
