@@ -42,9 +42,16 @@ def as_markdown(experiment: Experiment, findings: Findings) -> str:
     if experiment.differences:
         parts.append("## Where conditions differ from the paper's")
         parts.append("\n".join(f"- {line}" for line in experiment.differences))
-    parts.append(f"{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t).")
+    parts.append(seeds_of(experiment))
     parts.append(f"`block experiment {experiment.name}`")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def seeds_of(experiment: Experiment) -> str:
+    """Say what numbers rest on."""
+    if experiment.seeds == 1:
+        return "One seed: how much another would differ is not known."
+    return f"{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t)."
 
 
 def as_html(experiment: Experiment, findings: Findings) -> str:
@@ -55,10 +62,7 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     if experiment.differences:
         items = "".join(f"<li>{escape(line)}</li>" for line in experiment.differences)
         body.append(f"<h2>Where conditions differ from the paper's</h2><ul>{items}</ul>")
-    body.append(
-        f"<p>{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t). Dashed marks are "
-        "the paper's.</p>"
-    )
+    body.append(f"<p>{seeds_of(experiment)} Dashed marks are the paper's.</p>")
     settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
     body.append(f"<details><summary>Settings</summary><pre>{escape(json.dumps(settings, indent=1))}</pre></details>")
     return (
@@ -120,7 +124,7 @@ def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
     return tables
 
 
-def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
+def _sweep_tables(experiment: Experiment, findings: Findings) -> list[str]:
     tables = []
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
@@ -129,10 +133,14 @@ def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
             lines = [f"| {metric} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
             for name, curve in curves.items():
                 at = {x: (y, half) for x, y, half in curve}
-                cells = [f"{at[x][0]:.4g} ± {at[x][1]:.2g}" if x in at else "" for x in xs]
+                cells = [f"{at[x][0]:.4g}{_interval(experiment, at[x][1])}" if x in at else "" for x in xs]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
             tables.append("\n".join(lines))
     return tables
+
+
+def _interval(experiment: Experiment, half: float) -> str:
+    return f" ± {half:.2g}" if experiment.seeds > 1 else ""
 
 
 def _number(row: Row) -> str:
@@ -140,7 +148,9 @@ def _number(row: Row) -> str:
 
 
 def _share(row: Row | None) -> str:
-    return "" if row is None else f"{row.value:+.1%} ± {row.ci95:.1%}"
+    if row is None:
+        return ""
+    return f"{row.value:+.1%} ± {row.ci95:.1%}" if row.n > 1 else f"{row.value:+.1%}"
 
 
 def _html_table(markdown: str) -> str:
