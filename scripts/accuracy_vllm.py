@@ -67,7 +67,7 @@ PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
 ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WITHIN_S = 600.0
-WARM_UP = 8
+WARM_UP, WARM_UP_TOKENS = 8, 64  # so that paces learnt while everything started are forgotten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ async def loaded(
 async def warmed_up(gateway: Origin, manner: Manner, limits: Limits, num_instances: int) -> None:
     """Send a few requests that do not count, until all instances serve."""
     plan = [
-        Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=8)
+        Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=WARM_UP_TOKENS)
         for number in range(WARM_UP)
     ]
     deadline_s = time.monotonic() + WITHIN_S
