@@ -14,9 +14,9 @@ from scheduler.provisioning.limits import Aims
 from scheduler.provisioning.situation import Rule, Situation, Wish
 
 REACTION_S = 5.0  # from an arrival to its being seen in the trend
-UNFORESEEN = 0.8  # of an instance's room: forecasts know nothing of those who come later, and who slow them down
 DOUBT = 20.0  # ends on full instances that weigh as much as what forecasts say
-SPARE, SPARE_FOR_S = 0.15, 60.0  # that must still fit when one has left, and for how long; a rate wanders as its root
+PROVEN_S = 60.0  # of instances being there, after which what they have done is no accident
+SPARE, SPARE_FOR_S = 0.15, 60.0  # that must still fit when one has left, for each time that it takes to get it back
 PARTS = 60  # that time is followed in
 
 
@@ -73,7 +73,7 @@ def headroom(aims: Aims) -> Rule:
         aim_s = max(limit_s, seen.base_s)
         most = now.num_present + math.ceil(2 * (seen.most_per_s / seen.bears_per_s + now.in_flight / seen.full))
         wanted = next((num for num in range(now.num_present, most) if seen.slowest_s(num) <= aim_s), most)
-        spare = 1 + SPARE * max(1.0, math.sqrt(now.cold_start_s / SPARE_FOR_S))
+        spare = 1 + SPARE * max(1.0, now.cold_start_s / SPARE_FOR_S)
         steady = math.ceil(seen.most_per_s * spare / seen.bears_per_s)
         fewer = range(steady, now.num_present) if now.trend.slope_per_s2 <= 0 else ()
         enough = next((num for num in fewer if seen.slowest_s(num) <= aim_s), now.num_present)
@@ -102,12 +102,14 @@ def headroom(aims: Aims) -> Rule:
 def outlook(now: Situation, aims: Aims) -> Outlook | None:
     """Put together what is known; None while that is nothing."""
     full = now.load.company(aims.room, threshold_s=aims.threshold_s, share=1.0)
-    planned = now.load.rate(full * UNFORESEEN)
+    planned = now.load.rate(full)
     if planned <= 0:
         return None
     bears_per_s = planned
     if math.isfinite(planned):
         bears_per_s = (now.full_ends + DOUBT) / (now.full_s + DOUBT / planned)
+        if now.ready_s > PROVEN_S:
+            bears_per_s = max(bears_per_s, now.ends / now.ready_s)  # they have done so much already
     company = full if math.isfinite(full) else 0.0
     return Outlook(
         now=now,

@@ -52,7 +52,7 @@ class Aims:
     low_share: float = 0.6  # of the threshold: what forecasts stay below while fewer instances would do
     horizon_s: float = 900.0
     cold_start_s: float = 60.0  # as long as none was measured
-    target_share: float = 0.9
+    target_share: float = 0.95
     seats: int = 0
     kv_tokens: int = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ class Load:
     held_tokens: float = 0.0  # of memory, that a request holds on average while it is there
     pace_s: float = 0.0
     drag_s: float = 0.0
+
+    def slowed(self, by: float) -> Load:
+        """Take that much longer for a token."""
+        return replace(self, pace_s=self.pace_s * by, drag_s=self.drag_s * by)
 
     def company(self, room: Room, *, threshold_s: float, share: float) -> float:
         """Tell how many requests at a time an instance bears."""

@@ -23,6 +23,7 @@ LATELY_S = 30.0
 LONGEST_S = 600.0  # beyond what was foreseen, after which a request is thought to have ended unheard
 FEWEST = 8  # placements in a bin whose pace is believed
 FEW = 256
+USUALLY_LATE, UNSEEN = 1.15, 30.0  # as long as nothing ended; how many ends weigh as much
 SETTLED = 1.5  # of the longest answers' time: full for so long, an instance has long and short ones as they usually are
 FEWEST_BINS = 3  # before which a rate is too rough to act on
 
@@ -48,6 +49,10 @@ class Bin:
     tokens: float = 0.0
     seconds: float = 0.0
     company: float = 0.0  # summed over its placements
+    ends: int = 0
+    took_s: float = 0.0  # summed over those that ended well
+    foreseen_s: float = 0.0  # for the same
+    ready_s: float = 0.0  # of instances, in sum
     full_ends: int = 0  # on instances that had been full for a while
     full_s: float = 0.0
 
@@ -62,7 +67,7 @@ class Observed:
         self._bins: deque[Bin] = deque(maxlen=NUM_BINS + 1)
         self._lately: deque[tuple[float, Placed]] = deque(maxlen=KEPT)
         self._worst: deque[tuple[float, float]] = deque()  # falling: the highest of either kind, while calm counts
-        self._there: dict[str, tuple[str, float]] = {}  # by request: where it is, and when it should end
+        self._there: dict[str, tuple[str, float, float]] = {}  # by request: where, when it should end, after how long
         self._since_change = [0.0, 0.0]
         self._on: Counter[str] = Counter()  # requests on each instance
         self._summed_s = -math.inf  # up to when the next two are
@@ -82,7 +87,7 @@ class Observed:
         now.company += self._on[one.instance_id]
         self._lately.append((now_s, one))
         self._leave(one.request_id)
-        self._there[one.request_id] = (one.instance_id, now_s + one.e2e_s)
+        self._there[one.request_id] = (one.instance_id, now_s + one.e2e_s, one.e2e_s)
         self._on[one.instance_id] += 1
         self._since_change[0] = max(self._since_change[0], one.e2e_s)
         self._note_worst(now_s, one.e2e_s)
@@ -90,7 +95,12 @@ class Observed:
     def ended(self, now_s: float, request_id: str, e2e_s: float | None) -> None:
         """Take note of an end; without a time, of one that nobody waited for."""
         if (where := self._there.get(request_id)) is not None:
-            self._bin(now_s).full_ends += self._has_settled(where[0], now_s)
+            now = self._bin(now_s)
+            now.ends += 1
+            now.full_ends += self._has_settled(where[0], now_s)
+            if e2e_s is not None and math.isfinite(e2e_s):
+                now.took_s += e2e_s
+                now.foreseen_s += where[2]
         self._leave(request_id)
         if e2e_s is not None and math.isfinite(e2e_s):
             self._since_change[1] = max(self._since_change[1], e2e_s)
@@ -118,7 +128,7 @@ class Observed:
         for _, one in takewhile(lambda at: at[0] > now_s - self._calm_s, reversed(self._lately)):
             if one.instance_id in missed and math.isfinite(one.next_best_e2e_s):
                 missed[one.instance_id] += max(0.0, one.next_best_e2e_s - one.e2e_s)
-        for where, due_s in self._there.values():
+        for where, due_s, _ in self._there.values():
             if where in left:
                 left[where] += max(0.0, due_s - now_s)
         return {name: (missed[name], left[name]) for name in instance_ids}
@@ -133,7 +143,7 @@ class Observed:
         unix_s: float = 0.0,
     ) -> Situation:
         """Sum up."""
-        self._note_full(now_s)
+        self._note_full(now_s, num_ready)
         self._forget(now_s)
         self._sum_up()
         lately = [one.e2e_s for at_s, one in takewhile(lambda at: at[0] > now_s - LATELY_S, reversed(self._lately))]
@@ -148,6 +158,8 @@ class Observed:
             forecast_p_s=float(np.quantile(lately, self._aims.quantile)) if lately else 0.0,
             cold_start_s=self.cold_starts.expected_s,
             in_flight=len(self._there),
+            ends=sum(one.ends for one in self._bins),
+            ready_s=sum(one.ready_s for one in self._bins),
             full_ends=sum(one.full_ends for one in self._bins),
             full_s=sum(one.full_s for one in self._bins),
             ready_in_s=ready_in_s,
@@ -157,14 +169,22 @@ class Observed:
 
     # Within.
 
-    def _note_full(self, now_s: float) -> None:
-        """Follow which instances have as many requests as they serve at a time, or more."""
+    def _note_full(self, now_s: float, num_ready: int) -> None:
+        """Follow how many there are, and which of them have as many requests as they serve at a time, or more."""
         passed_s = 0.0 if math.isnan(self._looked_s) else min(BIN_S, now_s - self._looked_s)
         self._looked_s = now_s
-        self._bin(now_s).full_s += passed_s * sum(self._has_settled(name, now_s) for name in self._full_since)
+        now = self._bin(now_s)
+        now.ready_s += passed_s * num_ready
+        now.full_s += passed_s * sum(self._has_settled(name, now_s) for name in self._full_since)
         self._full_since = {
             name: self._full_since.get(name, now_s) for name, num in self._on.items() if num >= self._full
         }
+
+    def _late(self) -> float:
+        """Tell how much longer requests take than was foreseen: forecasts know nothing of those who come later."""
+        foreseen_s, took_s = (sum(getattr(one, name) for one in self._bins) for name in ("foreseen_s", "took_s"))
+        doubt_s = UNSEEN * foreseen_s / max(1, sum(one.ends for one in self._bins))
+        return (took_s + doubt_s * USUALLY_LATE) / (foreseen_s + doubt_s) if foreseen_s > 0 else USUALLY_LATE
 
     def _has_settled(self, instance_id: str, now_s: float) -> bool:
         return now_s - self._full_since.get(instance_id, math.inf) >= self._settled_s
@@ -195,7 +215,7 @@ class Observed:
     def _forget(self, now_s: float) -> None:
         while self._worst and self._worst[0][0] <= now_s - self._calm_s:
             self._worst.popleft()
-        lost = [name for name, (_, due_s) in self._there.items() if due_s < now_s - LONGEST_S]
+        lost = [name for name, (_, due_s, _) in self._there.items() if due_s < now_s - LONGEST_S]
         for name in lost:
             self._leave(name)
 
@@ -209,7 +229,7 @@ class Observed:
         spans = [(one.company / one.num, one.seconds / one.tokens) for one in self._bins if one.num >= FEWEST]
         prompts = np.array([float(one.prompt_tokens) for _, one in self._lately])
         outputs = np.array([float(one.output_tokens) for _, one in self._lately])
-        self._load = load_of(prompts, outputs, self._aims.quantile, spans, self._aims.room)
+        self._load = load_of(prompts, outputs, self._aims.quantile, spans, self._aims.room).slowed(self._late())
         load = self._load
         self._full = load.company(self._aims.room, threshold_s=self._aims.threshold_s, share=1.0)
         if math.isfinite(self._full):

@@ -25,6 +25,8 @@ class Situation:
     forecast_p_s: float = 0.0  # the quantile aimed at, of what was lately told
     cold_start_s: float = 0.0
     in_flight: int = 0
+    ends: int = 0  # of requests lately
+    ready_s: float = 0.0  # how long instances were there meanwhile, in sum
     full_ends: int = 0  # requests that ended lately on instances that had been full for a while
     full_s: float = 0.0  # and for how long those were, in sum
     ready_in_s: tuple[float, ...] = ()  # of those that start, as far as it is known, when they should be there

@@ -140,11 +140,11 @@ def test_whatever_a_rule_wants_limits_hold(
 
 @pytest.mark.parametrize("rate", [3.0, 9.0, 24.0])
 def test_headroom_never_oscillates_under_constant_load(rate: float) -> None:
-    """After it has settled, Poisson arrivals of a constant rate change it once an hour at most, and never to and fro."""
+    """After it has settled, Poisson arrivals of a constant rate change nothing for an hour."""
     limits = Limits(max_instances=12)
     world = World(rule=rule_from("headroom", AIMS), aims=AIMS, limits=limits, rate=lambda _: rate, first=2, seed=3)
     world.run(5400)
-    assert len([change for change in world.changes if change[0] > 1800]) <= 1
+    assert [change for change in world.changes if change[0] > 1800] == []
     assert all(limits.min_instances <= num <= limits.max_instances for num in world.counts)
 
 
@@ -179,8 +179,7 @@ def test_headroom_is_there_before_a_ramp_hurts(cold_start_s: float) -> None:
         world.run(2400)
         p99[name] = float(np.quantile(world.latencies, 0.99))
     assert p99["headroom"] < p99["preempt"]
-    if cold_start_s == 60.0:
-        assert p99["headroom"] < aims.threshold_s
+    assert p99["headroom"] < aims.threshold_s
 
 
 def test_headroom_lets_go_after_a_burst_and_only_then() -> None:
