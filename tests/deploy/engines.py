@@ -8,22 +8,56 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
+from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
+from predictor.step_time import Curve, StepTime
 from tests.conformance.vllm_side import interpreter
 
 START_S = 420.0  # on a slow machine; forty seconds on one that is not
 STOP_S = 60.0
+MODEL = "tiny"
+BLOCK_SIZE, NUM_BLOCKS, NUM_SEATS, LONGEST = 32, 64, 8, 1024
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 1024,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048,
     "max_position_embeddings": 2048, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+CHAT = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}assistant:"
+ENGINE_FLAGS = (
+    "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", str(LONGEST),
+    "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS + 1), "--max-num-seqs",
+    str(NUM_SEATS), "--enable-prompt-tokens-details", "--shutdown-timeout", "30",
+)  # fmt: skip
+
+# Some times as slow as the tiny model on a free core: sidecars correct that while it runs, refuse a profile that is ten
+# times off, and shall bear a machine that is busy with other things.
+PROFILE = Profile(
+    name="tiny-cpu",
+    model=MODEL,
+    gpu="CPU",
+    tensor_parallel=1,
+    dtype="float32",
+    kind=FITTED,
+    step_time=StepTime(
+        constant_s=0.02, token_s=2e-4, decode_base=Curve(x=(1.0, 8.0), y=(4e-4, 3e-3)), prefill_qq_s=4e-8
+    ),
+    valid=ValidRange(max_tokens=2048, max_sequences=NUM_SEATS, max_context_tokens=NUM_SEATS * LONGEST),
+    error=None,
+    source="a guess, for tests",
+    engine=SuggestedEngine(max_num_seqs=NUM_SEATS, max_num_batched_tokens=2048),
+)
+
+
+def need_vllm() -> None:
+    """Skip where there is no vLLM."""
+    if not interpreter().exists():
+        pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
 
 
 def tiny_model(folder: Path) -> Path:
@@ -37,76 +71,84 @@ def tiny_model(folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"})
-    )
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
     return folder
 
 
-@contextmanager
-def vllm_serving(model: Path, state: Path, log: Path, *options: str) -> Iterator[Engine]:
-    """An engine that serves; whatever became of it, it and its processes are gone in the end."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    with log.open("w") as lines:
-        process = subprocess.Popen(
-            [
-                interpreter().parent / "vllm", "serve", model, "--served-model-name", "tiny", "--load-format", "dummy",
-                "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024",
-                "--block-size", "32", "--num-gpu-blocks-override", "65", "--max-num-seqs", "8", *options,
-            ],
-            stdout=lines,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={
-                **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-                "BLOCK_STATE_FILE": str(state), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            },
-        )  # fmt: skip
-    engine = Engine(process, f"http://127.0.0.1:{port}", log)
-    try:
-        engine.until(engine.is_healthy, START_S)
-        yield engine
-    finally:
-        engine.kill()
+def engine_environment(state: Path | None) -> dict[str, str]:
+    """What an engine of the CPU build needs to know to be small, quiet and on its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    return environment | {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", **({"BLOCK_STATE_FILE": str(state)} if state else {}),
+    }  # fmt: skip
 
 
 class Engine:
-    """An engine that was started."""
+    """`vllm serve`, on a port that it keeps when it is started again."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-        self.process, self.url, self.log = process, url, log
+    def __init__(self, model: Path, state: Path, log: Path, *options: str) -> None:
+        """Start nothing yet."""
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self._port = taken.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.state = state
+        self._log = log
+        self._command = (
+            interpreter().parent / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(self._port),
+            *ENGINE_FLAGS, *options,
+        )  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; it serves in half a minute or so."""
+        with self._log.open("a") as lines:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT,
+                start_new_session=True, env=engine_environment(self.state),
+            )  # fmt: skip
 
     def until(self, holds: Callable[[], bool], patience_s: float) -> None:
         """Wait for something that this engine does."""
         deadline_s = time.monotonic() + patience_s
         while not holds():
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            assert time.monotonic() < deadline_s, self.log.read_text()[-4000:]
+            assert self._process is not None
+            assert self._process.poll() is None, self._log.read_text()[-4000:]
+            assert time.monotonic() < deadline_s, self._log.read_text()[-4000:]
             time.sleep(0.02)
 
     def is_healthy(self) -> bool:
         """Ask it."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310
-                return answer.status == 200
-        except OSError:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
             return False
 
-    def complete(self, prompt: str, max_tokens: int, name: str) -> dict[str, Any]:
-        """Have it write an answer of this very length."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-        request = urllib.request.Request(  # noqa: S310 - it is on this machine
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": name},
-        )
-        with urllib.request.urlopen(request, timeout=START_S) as answer:  # noqa: S310
-            return json.load(answer)
+    def metric(self, name: str) -> float:
+        """Sum up what it says of itself."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=START_S).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
+
+    async def complete(self, prompt: str, max_tokens: int, name: str, **fields: Any) -> dict[str, Any]:
+        """Have it write an answer of this very length, which its sidecar is told by the request itself."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        body |= {"vllm_xargs": {"block_tag_tokens": max_tokens}}
+        async with httpx.AsyncClient(timeout=START_S) as client:
+            answer = await client.post(f"{self.url}/v1/completions", json=body | fields, headers={"x-request-id": name})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def terminate(self) -> None:
+        """Ask it to end, and see that it does."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(STOP_S)
 
     def kill(self) -> None:
         """End it and all its processes at once, as a machine does that runs out of memory."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_S)
+        if self._process is not None:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_S)

@@ -1,0 +1,314 @@
+"""Two real vLLM engines behind everything else of ours: clients, prefixes, preemption, priorities, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import openai
+import pytest
+
+from predictor.request import Request
+from protos.block.v1 import common_pb2
+from services.block_names import block_names
+from services.export.snapshot import config_of
+from services.export.view import ENDED, UnreadableError
+from services.predictor_server.exported import ExportedEngine
+from services.predictor_server.picture import Picture
+from tests.deploy.engines import BLOCK_SIZE, LONGEST, MODEL, NUM_BLOCKS, NUM_SEATS, PROFILE, need_vllm
+from tests.deploy.fleet import POLICIES, READY, Fleet, fleet
+from tests.services.cluster.living import PATIENCE_S, until
+from tests.services.predictor_server.asking import request
+from tests.services.predictor_server.mirrored import forecast_by, mirror_of
+
+pytestmark = pytest.mark.vllm
+
+STORY = "Once upon a time there was a scheduler that knew what it was doing. "
+HI = [{"role": "user", "content": "Say hello"}]
+EXACT = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Both engines and all that is in front of them, for all tests of this file, which run in their order."""
+    need_vllm()
+    with fleet(tmp_path_factory.mktemp("fleet")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_sidecar_finds_the_engine_and_its_settings(two: Fleet, name: str) -> None:
+    """Nobody tells it how many blocks and seats there are, and in which order the engine serves."""
+
+    async def test() -> None:
+        told = await two.until_told(name, lambda told: told.state == READY)
+        assert told.indicators.num_total_blocks == NUM_BLOCKS
+        with two.shown(name) as reader:
+            config = config_of(reader.read())
+        assert (config.num_gpu_blocks, config.block_size) == (NUM_BLOCKS + 1, BLOCK_SIZE)
+        assert (config.max_num_seqs, config.max_model_len) == (NUM_SEATS, LONGEST)
+        assert (config.scheduling_policy, config.enable_prefix_caching) == (name, True)
+
+    two.run(test())
+
+
+def test_the_official_client_completes(two: Fleet) -> None:
+    """Completions whole and streamed say the same, count the same tokens, and tell where they come from."""
+
+    async def test() -> None:
+        assert [model.id async for model in two.client.models.list()] == [MODEL]
+        asked: dict[str, Any] = {"model": MODEL, "prompt": STORY, **EXACT}
+        whole = await two.client.completions.create(**asked)
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(STORY), 12)
+        assert whole.choices[0].finish_reason == "length"
+        raw = await two.client.completions.with_raw_response.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in raw.parse()]
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+        assert chunks[-1].usage.completion_tokens == 12
+        assert raw.headers["x-block-instance"] in two.engines
+        assert raw.headers["x-block-policy"] == "block"
+        assert float(raw.headers["x-block-predicted-e2e-ms"]) > float(raw.headers["x-block-predicted-ttft-ms"]) > 0
+
+    two.run(test())
+
+
+def test_the_official_client_chats(two: Fleet) -> None:
+    """Conversations too, by the engine's own chat template."""
+
+    async def test() -> None:
+        asked: dict[str, Any] = {"model": MODEL, "messages": HI, **EXACT}
+        whole = await two.client.chat.completions.create(**asked)
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len("user:Say hello;assistant:"), 12)
+        stream = await two.client.chat.completions.create(**asked, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        assert "".join(pieces) == whole.choices[0].message.content
+
+    two.run(test())
+
+
+def test_what_an_engine_refuses_reaches_the_client(two: Fleet) -> None:
+    """The client raises its own exceptions, for what the gateway refuses and for what only the engine knows."""
+
+    async def test() -> None:
+        with pytest.raises(openai.NotFoundError):
+            await two.client.completions.create(model="huge", prompt="x")
+        with pytest.raises(openai.BadRequestError):
+            await two.client.completions.create(model=MODEL, prompt="x" * (LONGEST + 1), max_tokens=1)
+        with pytest.raises(openai.BadRequestError):
+            await two.client.completions.create(model=MODEL, prompt="x", max_tokens=1, temperature=-3)
+
+    two.run(test())
+
+
+def test_requests_that_come_at_once_are_spread(two: Fleet) -> None:
+    """Both engines serve, as soon as the scheduler has noticed that both are up, and every stream is whole."""
+    seen: set[str] = set()
+
+    async def both_serve() -> bool:
+        placed = await asyncio.gather(*(two.stream(f"{number}{STORY}", 40) for number in range(NUM_SEATS)))
+        assert {one.failure for one in placed} == {None}
+        assert {one.num_tokens for one in placed} == {40}
+        seen.update(one.instance for one in placed)
+        return seen == {*two.engines}
+
+    async def test() -> None:
+        await two.use("round_robin")
+        await until(both_serve, 2 * PATIENCE_S)
+        await two.use("block")
+        await two.until_idle()
+
+    two.run(test())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_prefix_hits_are_foreseen(two: Fleet, name: str) -> None:
+    """The sidecar foretells as many tokens from the cache as the engine then reports that it took from there."""
+    prompt = f"{name}: {STORY * 3}"
+    ids = [3 + ord(character) - 32 for character in prompt]
+    asking = request("asked", len(ids), 4, prefix_hashes=block_names(ids, BLOCK_SIZE), prefix_block_tokens=BLOCK_SIZE)
+
+    async def test() -> None:
+        engine, whole_blocks = two.engines[name], (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        (unknown,) = await two.forecasts(name, asking)
+        assert unknown.prefix_hit_tokens == 0
+        first = await engine.complete(prompt, 4, "first")
+        assert first["usage"]["prompt_tokens"] == len(ids)
+        await two.until_told(name, lambda told: told.indicators.num_running == 0)
+        known, nameless = await two.forecasts(name, asking, request("nameless", len(ids), 4))
+        assert known.prefix_hit_tokens == whole_blocks
+        assert known.ttft_s < nameless.ttft_s
+        again = await engine.complete(prompt, 4, "again")
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == whole_blocks
+        with two.shown(name) as reader:
+            hits = {client_name(row): int(row["hit_tokens"]) for row in reader.new_outcomes()}
+        assert (hits["first"], hits["again"]) == (0, whole_blocks)
+
+    two.run(test())
+
+
+def test_a_conversation_returns_to_its_prefix(two: Fleet) -> None:
+    """The gateway names a prompt's blocks, so a policy that looks for them sends requests where their cache is."""
+    prompt = "A long instruction that all turns begin with. " * 12
+
+    async def test() -> None:
+        await two.use("expr: new_prefill_tokens")
+        first = await two.stream(prompt, 4)
+        await two.until_idle()
+        again = [await two.stream(f"{prompt}{number}", 4) for number in range(3)]
+        assert {one.instance for one in again} == {first.instance}
+        await two.use("block")
+
+    two.run(test())
+
+
+def client_name(row: Any) -> str:
+    """The request's id as its client said it."""
+    return bytes(row["request_id"]).decode().removeprefix("cmpl-").rsplit("-", 2)[0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_preemption_is_seen(two: Fleet, name: str) -> None:
+    """Short of blocks the engine spares who came first, or is most urgent; the sidecar counts what the engine counts."""
+    answer_tokens, num = 600, 6
+
+    async def test() -> None:
+        engine = two.engines[name]
+        before = (await two.predict(name)).indicators.num_preemptions_total
+        theirs_before = engine.metric("vllm:num_preemptions_total")
+        with two.shown(name) as reader:
+            reader.new_outcomes()
+            answers = []
+            for number in range(num):  # each is more urgent than the one before
+                fields = {"priority": num - number} if name == "priority" else {}
+                answer = engine.complete(chr(97 + number) * 100, answer_tokens, f"p{number}", **fields)
+                answers.append(asyncio.create_task(answer))
+            seen = await two.until_told(name, lambda told: told.indicators.num_preemptions_total > before)
+            assert seen.indicators.num_free_blocks < NUM_BLOCKS // 4
+            done = await asyncio.gather(*answers)
+            assert {one["usage"]["completion_tokens"] for one in done} == {answer_tokens}
+            await two.until_told(name, lambda told: told.indicators.num_running == 0)
+            ended = {client_name(row): row for row in reader.new_outcomes()}
+        preempted = {name: int(row["num_preemptions"]) for name, row in ended.items()}
+        counted = (await two.predict(name)).indicators.num_preemptions_total - before
+        assert counted == sum(preempted.values()) == engine.metric("vllm:num_preemptions_total") - theirs_before > 0
+        if name == "priority":
+            assert preempted[f"p{num - 1}"] == 0 < preempted["p0"]
+        else:
+            assert preempted[min(ended, key=lambda one: float(ended[one]["arrival_s"]))] == 0
+
+    two.run(test())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_forecasts_follow_priorities(two: Fleet, name: str) -> None:
+    """Behind a full engine an urgent request is foretold to come first, and does; without priorities it waits in line."""
+
+    async def test() -> None:
+        engine = two.engines[name]
+        with_priorities = name == "priority"
+
+        def answer(prompt: str, tokens: int, called: str, priority: int) -> asyncio.Task[float]:
+            async def timed() -> float:
+                fields = {"priority": priority} if with_priorities else {}
+                await engine.complete(prompt, tokens, called, **fields)
+                return time.monotonic()
+
+            return asyncio.create_task(timed())
+
+        line = [answer(chr(97 + number) * 20, 200, f"line{number}", 5) for number in range(3 * NUM_SEATS)]
+        await two.until_told(
+            name,
+            lambda told: (told.indicators.num_running, told.indicators.num_waiting) == (NUM_SEATS, 2 * NUM_SEATS),
+        )
+        urgent, lazy = await two.forecasts(
+            name, request("urgent", 20, 30, priority=0), request("lazy", 20, 30, priority=9)
+        )
+        assert (urgent.ttft_s < 0.7 * lazy.ttft_s) == with_priorities
+        late = answer("y" * 20, 30, "lazy", 9)
+        await two.until_told(name, lambda told: told.indicators.num_waiting > 2 * NUM_SEATS or late.done())
+        early = answer("z" * 20, 30, "urgent", 0)
+        *_, lazy_s, urgent_s = await asyncio.gather(*line, late, early)
+        if with_priorities:
+            assert urgent_s < lazy_s
+        await two.until_idle()
+
+    two.run(test())
+
+
+def test_a_mirror_before_vllm(two: Fleet) -> None:
+    """Without looking at what the engine shows, it finds the settings, and forecasts about as one that does look."""
+    candidate = Request(request_id="candidate", prompt_tokens=100, output_tokens=50)
+
+    async def test() -> None:
+        engine = two.engines["fcfs"]
+        exported = ExportedEngine(str(engine.state), PROFILE, "conditional_median", 30.0)
+        ratios, differences = [], []
+        async with mirror_of(engine.url, engine={}, profile=PROFILE) as mirrored:
+            told = await mirrored.asked.until(lambda told: told.state == READY)
+            assert told.indicators.source == common_pb2.STATE_SOURCE_MIRRORED
+            assert told.indicators.num_total_blocks == NUM_BLOCKS
+            (refused,) = (await mirrored.asked.predict(request("long", LONGEST))).predictions
+            assert "max_model_len" in refused.refusal.reason
+            mirror = mirrored.mirroring.source
+            asking = [
+                asyncio.create_task(
+                    mirrored.complete(
+                        model=MODEL, prompt=f"{number:03}" * 30, max_tokens=120 + number, stream=number % 2 == 0
+                    )
+                )
+                for number in range(4 * NUM_SEATS)
+            ]
+            while not all(task.done() for task in asking):
+                await asyncio.sleep(0.02)
+                if mirror.look() and exported.look().engine.state.engine[0].num_running == NUM_SEATS:
+                    ours, theirs = forecast_by(mirror, candidate), forecast_by(exported, candidate)
+                    ratios.append(ours.e2e_s / theirs.e2e_s)
+                    differences.append(abs(num_there(mirror.look()) - num_there(exported.look())))
+            answers = await asyncio.gather(*asking)
+            assert {answer.status_code for answer in answers} == {200}
+            assert len(ratios) > 5
+            learnt = ratios[len(ratios) // 2 :]  # by then, how fast the engine really is
+            assert 0.4 < median(learnt) < 2.5, ratios
+            assert median(differences) <= 1, differences
+            await mirrored.until(lambda: num_there(mirror.look()) == 0)
+        exported.close()
+
+    two.run(test())
+
+
+def num_there(picture: Picture) -> int:
+    """How many run and wait by a picture."""
+    head = picture.engine.state.engine[0]
+    return int(head.num_running + head.num_waiting)
+
+
+def test_an_engine_that_is_asked_to_end_takes_its_state_with_it(two: Fleet) -> None:
+    """Its file is gone, and the sidecar takes it for one that is yet to start."""
+
+    async def test() -> None:
+        engine = two.engines["priority"]
+        await asyncio.to_thread(engine.terminate)
+        await until(lambda: not engine.state.exists())
+        await two.until_told("priority", lambda told: told.state != READY)
+
+    two.run(test())
+
+
+def test_an_engine_that_is_killed_is_known_to_be_down(two: Fleet) -> None:
+    """What it showed last stays behind, and is not believed."""
+
+    async def test() -> None:
+        with two.shown("fcfs") as reader:
+            reader.read()
+            two.engines["fcfs"].kill()
+            await two.until_told("fcfs", lambda told: told.state == common_pb2.INSTANCE_STATE_DOWN)
+            with pytest.raises(UnreadableError) as refusal:
+                reader.read()
+            assert refusal.value.reason == ENDED
+
+    two.run(test())

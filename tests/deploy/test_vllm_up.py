@@ -1,0 +1,184 @@
+"""`block up --vllm` with two real engines: clients, an engine killed under traffic, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from predictor.profile import profile_to_json
+from tests.conformance.vllm_side import interpreter
+from tests.deploy.asking import Placed, stream
+from tests.deploy.engines import ENGINE_FLAGS, NUM_SEATS, PROFILE, START_S, need_vllm, tiny_model
+from tests.services.cluster.living import PATIENCE_S, until
+from tests.services.cluster.test_up import expect_gone
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = str(Path(sys.executable).with_name("block"))
+STORY = "Once upon a time there was a scheduler that knew what it was doing. "
+LIMIT_S = 2 * START_S
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+TABLES = """
+[cluster]
+policies = ["round_robin"]
+port = 0
+[vllm]
+command = "{command}"
+[predictor]
+profile = "{profile}"
+stall-s = 60.0
+health-s = 5.0
+[scheduler]
+poll-s = 0.1
+sidecar-deadline-ms = 20000
+tagger-deadline-ms = 10000
+[gateway]
+schedule-s = 60.0
+connect-s = 20.0
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """The command, what it has said so far, and the official client of its gateway."""
+
+    process: Process
+    said: list[str]
+    client: openai.AsyncOpenAI
+
+    def processes(self) -> list[int]:
+        """All processes that it has started, and those that these have."""
+        found, new = [], [self.process.pid]
+        while new:
+            threads = [path for pid in new for path in Path(f"/proc/{pid}/task").glob("*/children")]
+            new = [int(child) for path in threads for child in path.read_text().split()]
+            found += new
+        return found
+
+    def engine(self, name: str) -> int:
+        """The process of an engine, which was told where to show its state."""
+        told = f"/{name}.state\0".encode()
+        own = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [int(pid) for pid in own if told in Path(f"/proc/{pid}/environ").read_bytes()]
+        return pid
+
+
+@asynccontextmanager
+async def up(folder: Path, *arguments: str) -> AsyncIterator[Up]:
+    """Run `block up --vllm` while the block runs."""
+    model, profile, tables = tiny_model(folder / "model"), folder / "profile.json", folder / "cluster.toml"
+    profile.write_text(profile_to_json(PROFILE))
+    tables.write_text(TABLES.format(command=interpreter().parent / "vllm", profile=profile))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    process = await asyncio.create_subprocess_exec(
+        BLOCK, "up", "-c", str(tables), "--vllm", str(model), *arguments, "--", *ENGINE_FLAGS,
+        stderr=PIPE, env=environment | OFFLINE,
+    )  # fmt: skip
+    said: list[str] = []
+
+    async def listen() -> None:
+        assert process.stderr is not None
+        while line := await process.stderr.readline():
+            said.append(line.decode())
+
+    listening = asyncio.create_task(listen())
+    try:
+        await until(lambda: any("/v1\n" in line for line in said) or process.returncode is not None, START_S)
+        (url,) = [line.split()[1] for line in said if line.startswith("round_robin: ")] or [None]
+        assert url, "".join(said)
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=4 * PATIENCE_S) as client:
+            yield Up(process=process, said=said, client=client)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await listening
+
+
+def test_two_engines_come_up_survive_and_end(tmp_path: Path) -> None:
+    """A killed engine fails its own streams only, and is back by itself; Ctrl-C leaves nothing behind."""
+    need_vllm()
+
+    async def test() -> None:
+        async with asyncio.timeout(LIMIT_S), up(tmp_path, "-n", "2") as running:
+            assert any("loading part=engine-0" in line for line in running.said) or len(running.said) > 0
+            bound = {name: bindings_of(running.engine(name)) for name in ("engine-0", "engine-1")}
+            assert bound["engine-0"] != bound["engine-1"] or len(os.sched_getaffinity(0)) == 1
+            await survives(running)
+            left = running.processes()
+            running.process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(running.process.wait(), PATIENCE_S)
+            await asyncio.to_thread(expect_gone, left)
+
+    asyncio.run(test())
+
+
+def bindings_of(pid: int) -> set[bytes]:
+    """What an engine was told of devices and cores."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {one for one in variables if one.startswith((b"CUDA_VISIBLE_DEVICES=", b"VLLM_CPU_OMP_THREADS_BIND="))}
+
+
+async def survives(running: Up) -> None:
+    """Kill an engine while streams of both are under way, and wait until it serves again."""
+    victim, other = "engine-1", "engine-0"
+    stopping, begun, background = asyncio.Event(), [], []
+
+    async def traffic(placed: list[Placed]) -> None:
+        while not stopping.is_set():
+            placed.append(await stream(running.client, f"{len(placed)} {STORY}", 30))
+
+    many = range(NUM_SEATS)
+    streams = [asyncio.create_task(stream(running.client, f"{number}{STORY}", 300, begun.append)) for number in many]
+    clients = [asyncio.create_task(traffic(background)) for _ in range(2)]
+    await until(lambda: len(begun) == len(many))
+    killed = running.engine(victim)
+    os.kill(killed, signal.SIGKILL)
+    ended = await asyncio.gather(*streams)
+    assert {one.instance for one in ended} == {victim, other}
+    assert {one.instance for one in ended if one.failure is not None} == {victim}
+    assert all("broke off" in one.failure for one in ended if one.failure is not None)
+    assert all((one.num_tokens == 300) == (one.failure is None) for one in ended)
+    await until(came_since(background, len(background) + 4, other))
+    await until(came_since(background, len(background), victim), START_S)
+    assert running.engine(victim) != killed
+    stopping.set()
+    await asyncio.gather(*clients)
+    assert {one.instance for one in background if one.failure is not None} <= {victim}
+    assert all((one.num_tokens == 30) == (one.failure is None) for one in background)
+
+
+def came_since(placed: list[Placed], start: int, instance: str) -> Callable[[], bool]:
+    """Tell whether an instance has served since so many had ended."""
+    return lambda: any(one.instance == instance and one.failure is None for one in placed[start:])
+
+
+def test_an_engine_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+    """What vLLM said in the end is the line, and everything else ends."""
+    need_vllm()
+    tables = tmp_path / "cluster.toml"
+    tables.write_text(f'[cluster]\ninstances = 1\nport = 0\n[vllm]\ncommand = "{interpreter().parent / "vllm"}"\n')
+
+    async def test() -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            BLOCK, "up", "-c", str(tables), "--vllm", str(tmp_path / "nowhere"), "-p", "constant",
+            "--log-level", "error", stderr=PIPE, env=os.environ | OFFLINE,
+        )  # fmt: skip
+        _, said = await asyncio.wait_for(process.communicate(), START_S)
+        return process.returncode, said.decode()
+
+    status, said = asyncio.run(test())
+    assert status == 2
+    assert said.startswith("block: engine-0 did not start; it said: ")
+    assert said.count("\n") == 1
+    assert "nowhere" in said
