@@ -247,9 +247,9 @@ class Twin:
         new = np.unique(told[~found & (told != 0)])
         if len(new):
             self.engine.know_contents(new.tolist())
-            known = np.fromiter(self.engine.contents, np.uint64, len(self.engine.contents))
-            self._order = np.argsort(known)
-            self._sorted = known[self._order]
+            numbers = np.fromiter(map(self.engine.contents.__getitem__, new.tolist()), np.int64, len(new))
+            places = np.searchsorted(self._sorted, new)
+            self._sorted, self._order = np.insert(self._sorted, places, new), np.insert(self._order, places, numbers)
         numbers, found = self._numbers_of(contents.content[changed])
         self._numbers[changed] = np.where(found, numbers, NOTHING)
         self._content[changed] = contents.content[changed]
