@@ -4,7 +4,8 @@ Emulated engines (Llama-2-7B on A30), their sidecars, a tagger, a scheduler and 
 machine; `--speed` slows the engines down until the machine is not the limit (all times but decisions' are engine time).
 Requests come as a Poisson process with ShareGPT's lengths.
 
-- `decision_ms`: from the scheduler's receiving a request to its decision, wall clock.
+- `decision_ms`: from the scheduler's receiving a request to its decision, promise included, wall clock, as it records.
+- `placing_ms`: the same as the gateway sees it, with the way to the scheduler and back.
 - `e2e_error`: of the e2e that the reply's header predicted, against what the client measured from sending on.
 - `best_instance_share`: of a sample of requests, how many went where they would have ended first. For each, all
   engines' states are taken when it is sent; afterwards, when the true length of every answer is known, it is forecast
@@ -20,6 +21,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +48,7 @@ from services.load.plan import Planned, Timing, by_arrival, planned
 from services.load.running import Limits, Result, run_plan
 from services.load.traces import trace_from
 from services.log_lines import configure
+from services.recordings import decisions_in
 
 PROFILE = "llama-2-7b-a30"
 MODEL = "bench"
@@ -76,7 +79,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     configure("warning", "text")
-    measured = uvloop.run(measure(arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        measured = uvloop.run(measure(arguments, str(Path(folder, "decisions.jsonl"))))
     if arguments.json:
         json.dump(
             {"bench": "bench_live", "machine": machine(), "settings": vars(arguments), "results": measured}, sys.stdout
@@ -87,13 +91,13 @@ def main() -> None:
         print(f"{row['name']:36} {row['value']:12.4f} {row['unit']:9} n={row['n']}")
 
 
-async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start everything, send the load, and look at what came of it."""
+async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, Any]]:
+    """Start everything, send the load, and look at what came of it; decisions are recorded in a file."""
     plan = plan_of(arguments)
     settings = ClusterSettings(
         instances=arguments.instances, policies=(arguments.policy,), port=0, log_level="warning",
         engine_flags=("--profile", PROFILE, "--speed", str(arguments.speed), "--served-model-name", MODEL),
-        scheduler_flags=("--forecast-always",),
+        scheduler_flags=("--forecast-always", "--record", record),
     )  # fmt: skip
     manner = Manner(
         model=MODEL, output="ignore-eos" if arguments.lengths == "known" else "header", time_scale=arguments.speed
@@ -108,7 +112,8 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         samples = await sampling
         wall_s = time.monotonic() - start_s
         used = {kind: seconds - before[kind] for kind, seconds in processor_times(cluster).items()}
-    return summed_up(results, samples, used, wall_s, arguments)
+    decision_ms = [1000 * decision.decision_s for decision in decisions_in(record)]
+    return [*quantiles_of("decision_ms", decision_ms, "ms"), *summed_up(results, samples, used, wall_s, arguments)]
 
 
 def plan_of(arguments: argparse.Namespace) -> list[Planned]:
@@ -148,20 +153,26 @@ def view_of(path: str) -> View | None:
         reader.close()
 
 
+def quantiles_of(name: str, values: Sequence[float], unit: str) -> list[dict[str, Any]]:
+    """Give the median and the 99th percentile."""
+    return [
+        {"name": f"{name}.p{share}", "value": float(np.percentile(values, share)), "unit": unit, "n": len(values)}
+        for share in (50, 99)
+    ]
+
+
 def summed_up(
     results: Sequence[Result], samples: Sequence[Sample], used: dict[str, float], wall_s: float,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Put the figures together."""
     good = [result for result in results if result.failure is None]
-    decisions: list[float] = [1000 * result.decision_s for result in results if result.decision_s is not None]
-    rows: list[dict[str, Any]] = []
+    placing_ms = [1000 * result.decision_s for result in results if result.decision_s is not None]
+    rows = quantiles_of("placing_ms", placing_ms, "ms")
 
     def add(name: str, value: float, unit: str, n: int) -> None:
         rows.append({"name": name, "value": value, "unit": unit, "n": n})
 
-    for share in (50, 99):
-        add(f"decision_ms.p{share}", float(np.percentile(decisions, share)), "ms", len(decisions))
     add("failed_requests", len(results) - len(good), "requests", len(results))
     for name in ("ttft", "e2e"):
         pairs = [
@@ -177,9 +188,7 @@ def summed_up(
         add("best_instance_share", sum(rank == 0 for rank in ranks) / len(ranks), "ratio", len(ranks))
         add("chosen_instance_rank.mean", 1 + statistics.mean(ranks), "rank", len(ranks))
     for name in ("ttft", "e2e"):
-        values: list[float] = [getattr(one, f"{name}_s") for one in good]
-        for share in (50, 99):
-            add(f"{name}_s.p{share}", float(np.percentile(values, share)), "engine s", len(values))
+        rows += quantiles_of(f"{name}_s", [getattr(one, f"{name}_s") for one in good], "engine s")
     add("sent_late_s.p99", float(np.percentile([one.sent_s for one in results], 99)), "engine s", len(results))
     for kind, seconds in used.items():
         add(f"cpu_share.{kind}", seconds / wall_s / (os.cpu_count() or 1), "of all", 1)

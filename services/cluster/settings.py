@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from scheduler.policy import policy_from
-from services.cluster.growing import Span, room_of, span_from
+from services.cluster.span import MOST_INSTANCES, Span, room_of, span_from
 from services.codec import read_text
 from services.names import TABLES, require_known
 
-MOST_INSTANCES = 256
 OURS = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
 
 

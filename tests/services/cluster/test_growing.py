@@ -17,8 +17,8 @@ import pytest
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
-from services.cluster.growing import Span, room_of, span_from
 from services.cluster.settings import ClusterSettings, VllmSettings, settings_from_file
+from services.cluster.span import Span, room_of, span_from
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
 
