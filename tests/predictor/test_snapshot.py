@@ -152,7 +152,9 @@ def test_reserved_requests_count() -> None:
     assert behind.queue_s > 0.1
 
 
-@pytest.mark.parametrize(("residual", "left"), [("plus_ten", 10), ("conditional_median", 24), ("conditional_quartile", 9)])
+@pytest.mark.parametrize(
+    ("residual", "left"), [("plus_ten", 10), ("conditional_median", 24), ("conditional_quartile", 9)]
+)
 def test_what_is_left_of_a_running_request_follows_the_rule(residual: str, left: int) -> None:
     """After 40 tokens of a request tagged 20 one rule foresees ten more, others a quantile of what is possible."""
     request = Request(request_id="long", prompt_tokens=16, tag=Tag(median_tokens=20.0, spread=1.0))
