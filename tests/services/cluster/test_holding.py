@@ -17,6 +17,7 @@ pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a doze
 
 CLIENTS = 2 * NUM_ENGINES * NUM_SEATS
 SOME = 3 * CLIENTS
+SLOW = 5.0  # so that what is scarce is seats, and not this machine's time
 
 
 @asynccontextmanager
@@ -42,10 +43,14 @@ def test_requests_wait_at_both_schedulers_and_not_in_engines(live: Living) -> No
     """With more clients than seats all are served, some after being held at either scheduler; then nobody is held."""
 
     async def test() -> None:
+        for engine in ENGINES:
+            await live.order(engine, slow=SLOW)
         async with deciding_by(live, "hold"), loaded(live.gateway, clients=CLIENTS) as load:
             for name in SCHEDULERS:
                 await live.until_metric(name, "block_holds_total", is_some, end="admitted")
             await until(lambda: load.served_since(0) >= SOME)
+        for engine in ENGINES:
+            await live.order(engine)
         assert load.failures() == []
         assert {result.instance for result in load.results} == {*ENGINES}
         for name in SCHEDULERS:
