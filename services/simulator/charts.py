@@ -13,8 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 150, 34, 44
 Curve = Sequence[tuple[float, float, float]]
 
 
-def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bool = False) -> str:
-    """Draw curves of (x, y, half an interval)."""
+def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bool = False, marks: bool = True) -> str:
+    """Draw curves of (x, y, half an interval), with a mark at every point or without."""
     shown = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
     xs = [x for curve in shown.values() for x, _, _ in curve]
     ys = [y for curve in shown.values() for _, y, _ in curve]
@@ -31,7 +31,8 @@ def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bo
             + " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             + '"/>'
         )
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{color}"/>' for x, y in points]
+        if marks:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{color}"/>' for x, y in points]
         parts += [_whisker(_x(x_axis, x), _y(y_axis, max(y - half, y_axis.low)), _y(y_axis, min(y + half, y_axis.high)),
                            color) for x, y, half in curve if math.isfinite(half) and half > 0]  # fmt: skip
         parts.append(_legend(place, name, color))

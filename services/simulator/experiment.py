@@ -6,8 +6,8 @@ import difflib
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from predictor.config import require_count
 from scheduler.policy import policy_from
-from services.simulator import growth
+from services.simulator import growth, growth_compared
 from services.simulator.assembly import simulate
 from services.simulator.capacity import Capacity, Objective, Search, capacities, gain, half_width
 from services.simulator.measures import cdf, latencies, summary
@@ -27,8 +27,8 @@ from services.simulator.spreading import Runner
 CAPACITY, SWEEP, FORECASTS, PROVISIONING = "capacity", "sweep", "forecasts", "provisioning"
 KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
 KEYS = (
-    "title", "about", "kind", "seeds", "policies", "baseline", "rates", "first_rate", "resolution", "objective",
-    "scenario", "settings", "variants", "paper", "differences", "plots",
+    "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
+    "objective", "scenario", "settings", "variants", "rules", "paper", "differences", "plots",
 )  # fmt: skip
 
 METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
@@ -92,6 +92,8 @@ class Experiment:
     paper: Mapping[str, Mapping[str, float]]
     differences: tuple[str, ...]
     plots: tuple[str, ...]
+    first_seed: int = 0  # those before it are what settings were chosen on
+    rules: tuple[str, ...] = growth.RULES
 
     def baseline_of(self, setting: Setting) -> str:
         """What gains are over: the same everywhere, or the best of what is there already."""
@@ -181,6 +183,9 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
     )
     require_count("seeds", table.get("seeds", 5))
+    require_count("first_seed", table.get("first_seed", 0), at_least=0)
+    rules = tuple(table.get("rules", growth.RULES))
+    growth.require_rules(rules)
     usual = tuple(FORECAST_METRICS) if kind == FORECASTS else ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
     plots = tuple(table.get("plots", usual))
     for plot in plots:
@@ -200,6 +205,8 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         paper=table.get("paper", {}),
         differences=tuple(table.get("differences", ())),
         plots=plots,
+        first_seed=table.get("first_seed", 0),
+        rules=rules,
     )
 
 
@@ -238,45 +245,56 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
 
 def measure(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
     """Measure everything; `told` hears how much is done, and of how much."""
+    runner = _from_seed(experiment.first_seed, runner)
     if experiment.kind == PROVISIONING:
         return _provisioning(experiment, runner, told)
     return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, told)
 
 
+def _from_seed(first_seed: int, runner: Runner) -> Runner:
+    """Count seeds from the first one on."""
+
+    def later(measure: Callable[[Any], Any], tasks: Sequence[Any], /) -> Iterator[tuple[int, Any]]:
+        yield from runner(measure, [replace(task, seed=task.seed + first_seed) for task in tasks])
+
+    return later
+
+
 def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
     names = [setting.name for setting in experiment.settings]
     scenario = experiment.settings[0].scenario
-    found = growth.measured(as_table(scenario), names, experiment.seeds, runner, told)
+    found = growth.measured(as_table(scenario), names, experiment.rules, experiment.seeds, runner=runner, told=told)
     rows: list[Row] = []
     curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
     for (shape, rule), results in found.items():
         for number, unit in zip(growth.NUMBERS, growth.UNITS, strict=True):
-            values = [one[number] for one in results]
-            mean, half = float(np.mean(values)), half_width(values) if len(values) > 1 else 0.0
-            rows.append(Row(name=f"{number}.{rule}.{shape}", value=mean, unit=unit, n=len(values), ci95=half))
-            curves.setdefault(number, {}).setdefault(shape, {})[rule] = [(0.0, mean, half)]
+            rows.append(_mean_row(f"{number}.{rule}.{shape}", [one[number] for one in results], unit))
             if shape == growth.FIGURE:
-                rows.append(Row(name=f"{number}.{rule}", value=mean, unit=unit, n=len(values), ci95=half))
+                rows.append(replace(rows[-1], name=f"{number}.{rule}"))
+    for shape in growth.ALL_SHAPES:
+        for rule in experiment.rules:
+            if (shape.name, rule) in found:
+                timelines = [one["timeline"] for one in found[shape.name, rule]]
+                drawn = growth_compared.sizes(timelines, shape.seconds)
+                curves.setdefault(growth.OVER_TIME, {}).setdefault(shape.name, {})[rule] = drawn
     return Findings(rows=rows + growth_rows(found), curves=curves)
 
 
-def growth_rows(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[Row]:
+def growth_rows(found: growth_compared.Found) -> list[Row]:
     """Compare rules: the paper's with each other, and headroom with both."""
-    rows = []
-    if (growth.FIGURE, "preempt") in found:
-        pairs = zip(found[growth.FIGURE, "preempt"], found[growth.FIGURE, "relief"], strict=True)
-        shares = [one["p99_e2e_s"] / other["p99_e2e_s"] for one, other in pairs]
-        half = half_width(shares) if len(shares) > 1 else None
-        mean = float(np.mean(shares))
-        rows.append(Row(name="p99_e2e_s.preempt_over_relief", value=mean, unit="ratio", n=len(shares), ci95=half))
-    for suffix in ("", "_cold300"):
-        names = [f"{name}{suffix}" for name in growth.SHAPES if (f"{name}{suffix}", "headroom") in found]
-        if names:
-            num = sum(growth.dominates(found, name) for name in names)
-            rows.append(
-                Row(name=f"headroom.dominates_shapes{suffix}", value=num, unit=f"of {len(names)} shapes", n=len(names))
-            )
+    rows = [_mean_row(name, values, "ratio") for name, values in growth_compared.ratios(found).items()]
+    for suffix, (dominated, run) in growth_compared.judged(found).items():
+        num, unit = len(dominated), f"of {len(run)} shapes"
+        rows.append(Row(name=f"headroom.dominates_shapes{suffix}", value=num, unit=unit, n=len(run)))
+        for shape in run:
+            num, of = growth_compared.seeds_dominated(found, shape)
+            rows.append(Row(name=f"headroom.dominates_seeds.{shape}", value=num, unit=f"of {of} seeds", n=of))
     return rows
+
+
+def _mean_row(name: str, values: Sequence[float], unit: str) -> Row:
+    half = half_width(values) if len(values) > 1 else None
+    return Row(name=name, value=float(np.mean(values)), unit=unit, n=len(values), ci95=half)
 
 
 def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
+from scheduler.provisioning import RULE_NAMES, SCHEDULE
 from scheduler.provisioning.limits import Aims, Limits
+from services.simulator.ledger import digest_of
 from services.simulator.measures import latencies
-from services.simulator.provisioning import STATIC, Provisioning, provisioned
+from services.simulator.provisioning import STATIC, Change, Provisioning, provisioned
 from services.simulator.scenario import Scenario, scenario_from
 from services.simulator.spreading import Runner
 
 RULES = (STATIC, "relief", "preempt", "headroom")
 PAPERS = ("relief", "preempt")  # which never shrink
-NUMBERS = ("p99_e2e_s", "over_threshold_requests", "instance_s", "most_instances", "changes_per_h")
-SHAPES = ("constant", "step", "ramp", "burst", "diurnal")
+NUMBERS = ("p99_e2e_s", "over_threshold_requests", "instance_s", "most_instances", "changes_per_h", "turns")
+UNITS = ("s", "requests", "s", "instances", "1/h", "")
 FIGURE = "fig8"  # the paper's own: constant, and backups that are there at once
+SHAPES = (FIGURE, "step", "ramp", "burst", "diurnal")
+COLD = "_cold300"
+COLD_SHAPES = tuple(f"{name}{COLD}" for name in ("constant", *SHAPES[1:]))
 THRESHOLD_S, COOLDOWN_S = 70.0, 15.0
-UNITS = ("s", "requests", "s", "instances", "1/h")
+MINUTE_S = 60.0
+OVER_TIME = "instances over time"
+CODE = ("scheduler/provisioning", "services/simulator/provisioning.py")  # what the ledger's own digest leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +41,6 @@ class Shape:
     rates: tuple[tuple[float, float], ...]
     seconds: float
     cold_start_s: float
-    counts: bool = True  # among the shapes in which headroom is to be no worse
 
     @property
     def num_requests(self) -> int:
@@ -41,20 +48,34 @@ class Shape:
         ends = [*(start_s for start_s, _ in self.rates[1:]), self.seconds]
         return round(sum(rate * (end_s - start_s) for (start_s, rate), end_s in zip(self.rates, ends, strict=True)))
 
+    def peaks(self, each_per_s: float) -> str:
+        """Write down how many instances it takes, minute by minute, where each serves so many requests a second."""
+        minutes = range(math.ceil(self.seconds / MINUTE_S))
+        wanted = [(minute, math.ceil(self._highest(minute * MINUTE_S) / each_per_s)) for minute in minutes]
+        spans = [[minute for minute, _ in same] for _, same in groupby(wanted, key=lambda one: one[1])]
+        number = dict(wanted)
+        return "; ".join(f"{_clock(span[0])}-{_clock(span[-1] + 1)}={number[span[0]]}" for span in spans)
+
+    def _highest(self, from_s: float) -> float:
+        """Tell the highest rate of a minute."""
+        before = [rate for start_s, rate in self.rates if start_s <= from_s]
+        within = [rate for start_s, rate in self.rates if from_s < start_s < from_s + MINUTE_S]
+        return max([before[-1], *within])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One shape, by one rule."""
+    """One shape, by one rule; `code` names the rules' own."""
 
     scenario: Scenario
     shape: Shape
-    rule: str
+    rule: str  # relief, or relief@50 where it is to act at 50 s; schedule@2.8 knows what comes
     most: int
-    threshold_s: float
     seed: int
+    code: str
 
 
-def shapes(cold_start_s: float, suffix: str, *, counts: bool) -> list[Shape]:
+def shapes(cold_start_s: float, suffix: str = "") -> list[Shape]:
     """Make the five: constant, a step, a ramp, a burst, and a day that lasts an hour."""
     ramp = ((0.0, 8.0), *((300.0 + 30.0 * step, 8.0 + 16.0 * (step + 1) / 20) for step in range(20)))
     day = tuple((60.0 * minute, 16.0 - 10.0 * math.cos(math.tau * (minute + 0.5) / 60)) for minute in range(60))
@@ -66,17 +87,26 @@ def shapes(cold_start_s: float, suffix: str, *, counts: bool) -> list[Shape]:
         ("diurnal", 3, day, 3600.0),
     ]
     return [
-        Shape(name=f"{name}{suffix}", first=first, rates=rates, seconds=seconds, cold_start_s=cold_start_s,
-              counts=counts)
+        Shape(name=f"{name}{suffix}", first=first, rates=rates, seconds=seconds, cold_start_s=cold_start_s)
         for name, first, rates, seconds in drawn
-    ]  # fmt: skip
+    ]
 
 
-ALL_SHAPES = (
-    *shapes(60.0, "", counts=True),
-    *(replace(shape, name=FIGURE, cold_start_s=0.0, counts=False) for shape in shapes(0.0, "", counts=True)[:1]),
-    *shapes(300.0, "_cold300", counts=False),
-)
+ALL_SHAPES = (*(replace(shape, name=FIGURE) for shape in shapes(0.0)[:1]), *shapes(60.0), *shapes(300.0, COLD))
+
+
+def require_rules(rules: Sequence[str]) -> None:
+    """Refuse rules that there are not, and thresholds that make no sense."""
+    for text in rules:
+        name, at, number = text.partition("@")
+        if name not in (STATIC, *RULE_NAMES):
+            raise ValueError(f"rules: {name!r} is none of {', '.join((STATIC, *RULE_NAMES))}")
+        try:
+            sound = (not at and name != SCHEDULE) or (name != STATIC and 0 < float(number) < math.inf)
+        except ValueError:
+            sound = False
+        if not sound:
+            raise ValueError(f"rules: {text!r} must be like relief, relief@50 (s) or schedule@2.8 (requests/s of each)")
 
 
 def run_shape(run: Run) -> dict[str, Any]:
@@ -84,55 +114,86 @@ def run_shape(run: Run) -> dict[str, Any]:
     table = {"schedule": [list(pair) for pair in run.shape.rates], "num_requests": run.shape.num_requests}
     scenario = run.scenario.changed(traffic=table)
     units = scenario.units()
-    config = units[0].config
-    aims = Aims(
-        threshold_s=run.threshold_s,
-        cold_start_s=run.shape.cold_start_s,
-        seats=config.max_num_seqs,
-        kv_tokens=config.block_size * config.num_gpu_blocks,
-    )
-    limits = Limits(max_instances=run.most, shrink=run.rule not in PAPERS, cooldown_s=COOLDOWN_S, calm_s=120.0)
-    first = run.most if run.rule == STATIC else run.shape.first
-    how = Provisioning(rule=run.rule, first=first, cold_start_s=run.shape.cold_start_s, aims=aims, limits=limits)
+    how = _how(run, scenario)
     done = provisioned(units, scenario.workload(None, run.seed), "block", how, scenario.conditions, seed=run.seed)
     e2e_s = latencies(done.result).e2e_s
     return {
         "p99_e2e_s": float(np.quantile(np.where(np.isnan(e2e_s), np.inf, e2e_s), 0.99)),
-        "over_threshold_requests": float((~(e2e_s <= run.threshold_s)).sum()),
+        "over_threshold_requests": float((~(e2e_s <= THRESHOLD_S)).sum()),
         "instance_s": done.instance_s,
-        "most_instances": float(max([first, *(change.num_present for change in done.changes)])),
+        "most_instances": float(max([how.first, *(change.num_present for change in done.changes)])),
         "changes_per_h": done.changes_per_h,
-        "timeline": [[0.0, first], *([change.time_s, change.num_present] for change in done.changes)],
+        "turns": float(turns(how.first, done.changes)),
+        "timeline": [[0.0, how.first], *([change.time_s, change.num_present] for change in done.changes)],
     }
 
 
-def measured(
-    table: Mapping[str, Any], names: Sequence[str], seeds: int, runner: Runner, told: Callable[[int, int], None]
-) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def turns(first: int, changes: Sequence[Change]) -> int:
+    """Count how often a cluster grew after it had shrunk, or shrank after it had grown."""
+    sizes = [first, *(change.num_present for change in changes)]
+    grows = [later > before for before, later in pairwise(sizes) if later != before]
+    return sum(one != other for one, other in pairwise(grows))
+
+
+def measured(  # noqa: PLR0913 - what is measured, and by whom
+    table: Mapping[str, Any], names: Sequence[str], rules: Sequence[str], seeds: int, *, runner: Runner,
+    told: Callable[[int, int], None],
+) -> dict[tuple[str, str], list[dict[str, Any]]]:  # fmt: skip
     """Run every shape by every rule; by shape and rule, a result for each seed."""
     base = scenario_from(table)
-    wanted = [shape for shape in ALL_SHAPES if shape.name in names]
-    runs = [
-        Run(scenario=base, shape=shape, rule=rule, most=len(base.units()), threshold_s=THRESHOLD_S, seed=seed)
-        for shape in wanted for rule in RULES for seed in range(seeds)
-    ]  # fmt: skip
-    found: list[dict[str, Any] | None] = [None] * len(runs)
+    most = len(base.units())
+    code = {rule: _code(rule) for rule in rules}
+    cases = {
+        (shape.name, rule, seed): Run(
+            scenario=base, shape=_unhurried(shape) if rule == STATIC else shape, rule=rule, most=most, seed=seed,
+            code=code[rule],
+        )
+        for shape in ALL_SHAPES if shape.name in names for rule in rules for seed in range(seeds)
+    }  # fmt: skip
+    runs = list(dict.fromkeys(cases.values()))
+    found: dict[Run, dict[str, Any]] = {}
     for done, (place, result) in enumerate(runner(run_shape, runs), 1):
-        found[place] = result
+        found[runs[place]] = result
         told(done, len(runs))
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run, outcome in zip(runs, found, strict=True):
-        assert outcome is not None
-        by_case.setdefault((run.shape.name, run.rule), []).append(outcome)
+    for (shape_name, rule, _), run in cases.items():
+        by_case.setdefault((shape_name, rule), []).append(found[run])
     return by_case
 
 
-def dominates(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], shape: str) -> bool:
-    """Tell whether headroom took no more instance-seconds than either rule of the paper, at no worse a P99."""
+# Within.
 
-    def mean(rule: str, number: str) -> float:
-        return float(np.mean([one[number] for one in found[shape, rule]]))
 
-    return all(
-        mean("headroom", number) <= mean(rule, number) for rule in PAPERS for number in ("p99_e2e_s", "instance_s")
+def _code(rule: str) -> str:
+    """Name the code that a run by this rule depends on: an edit of another rule does not make it worthless."""
+    name = rule.partition("@")[0]
+    places = CODE[-1:] if name == STATIC else CODE
+    return digest_of(*places, without=[other for other in RULE_NAMES if other != name])
+
+
+def _how(run: Run, scenario: Scenario) -> Provisioning:
+    name, _, number = run.rule.partition("@")
+    config = scenario.units()[0].config
+    aims = Aims(
+        threshold_s=float(number) if number and name != SCHEDULE else THRESHOLD_S,
+        cold_start_s=run.shape.cold_start_s,
+        seats=config.max_num_seqs,
+        kv_tokens=config.block_size * config.num_gpu_blocks,
     )
+    return Provisioning(
+        rule=name,
+        first=run.most if name == STATIC else run.shape.first,
+        cold_start_s=run.shape.cold_start_s,
+        aims=aims,
+        limits=Limits(max_instances=run.most, shrink=name not in PAPERS, cooldown_s=COOLDOWN_S, calm_s=120.0),
+        schedule=run.shape.peaks(float(number)) if name == SCHEDULE else "",
+    )
+
+
+def _unhurried(shape: Shape) -> Shape:
+    """Leave out what does not matter where no instance is ever started."""
+    return replace(shape, name="", first=0, cold_start_s=0.0)
+
+
+def _clock(minute: int) -> str:
+    return f"{minute // 60 % 24:02d}:{minute % 60:02d}"

@@ -29,6 +29,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def digest_of(*places: str, without: Sequence[str] = ()) -> str:
+    """Name the code of some folders and files of the source, for results that depend on what is no part elsewhere."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for place in places:
+        for path in sorted((root / place).rglob("*.py")) or [root / place]:
+            if path.stem not in without:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Ledger:
     """A file of JSON lines, a result each, found by what was measured with which code."""
 

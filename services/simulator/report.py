@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from services.simulator.charts import bar_chart, line_chart
-from services.simulator.experiment import CAPACITY, Experiment, Findings, Row, slug
+from services.simulator.experiment import CAPACITY, PROVISIONING, Experiment, Findings, Row, slug
+from services.simulator.growth import NUMBERS, OVER_TIME
 from services.simulator.scenario import as_table
 
 STYLE = (
@@ -84,7 +85,9 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
             title = f"{metric.replace('_', ' ')} · {setting}"
-            if experiment.kind == CAPACITY:
+            if metric == OVER_TIME:
+                charts.append(line_chart(title, "s", curves, marks=False))
+            elif experiment.kind == CAPACITY:
                 values = {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}
                 charts.append(bar_chart(title, values, experiment.paper.get(setting)))
             elif all(len(curve) == 1 for curve in curves.values()):
@@ -97,7 +100,30 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
 
 
 def _tables(experiment: Experiment, findings: Findings) -> list[str]:
-    return (_capacity_tables if experiment.kind == CAPACITY else _sweep_tables)(experiment, findings)
+    kinds = {CAPACITY: _capacity_tables, PROVISIONING: _provisioning_tables}
+    return kinds.get(experiment.kind, _sweep_tables)(experiment, findings)
+
+
+def _provisioning_tables(experiment: Experiment, findings: Findings) -> list[str]:
+    by_name = {row.name: row for row in findings.rows}
+    tables = []
+    for setting in experiment.settings:
+        head = " | ".join(number.replace("_", " ") for number in NUMBERS)
+        lines = [f"| {setting.name} | {head} |", "|---" * (len(NUMBERS) + 1) + "|"]
+        for rule in experiment.rules:
+            rows = [by_name[f"{number}.{rule}.{setting.name}"] for number in NUMBERS]
+            lines.append(f"| {rule} | {' | '.join(_rounded(row) for row in rows)} |")
+        tables.append("\n".join(lines))
+    named = {row.name for number in NUMBERS for row in findings.rows if row.name.startswith(f"{number}.")
+             and row.unit != "ratio"}  # fmt: skip
+    lines = ["| compared | | |", "|---|---|---|"]
+    lines += [f"| {row.name} | {_rounded(row)} | {row.unit} |" for row in findings.rows if row.name not in named]
+    return [*tables, "\n".join(lines)]
+
+
+def _rounded(row: Row) -> str:
+    digits = 3 if row.unit == "ratio" else 1
+    return f"{row.value:,.{digits}f}" + (f" ± {row.ci95:,.{digits}f}" if row.ci95 is not None else "")
 
 
 def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:

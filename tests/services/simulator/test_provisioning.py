@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from scheduler.provisioning.limits import Aims, Limits
-from services.simulator import growth
-from services.simulator.growth import dominates
 from services.simulator.measures import latencies
 from services.simulator.provisioning import STATIC, Provisioned, Provisioning, provisioned
 from services.simulator.workload import Workload, by_schedule, poisson_gaps, workload
@@ -92,19 +90,3 @@ def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], named: 
     """Before anything is simulated."""
     with pytest.raises(ValueError, match=f"^{named}: "):
         run(changes.pop("rule", "headroom"), burst(10), **changes)
-
-
-def test_to_dominate_is_to_be_no_worse_in_anything() -> None:
-    """Neither later nor dearer than either rule of the paper."""
-    case = {("s", rule): [{"p99_e2e_s": 50.0, "instance_s": 100.0}] for rule in growth.RULES}
-    assert dominates(case, "s")
-    case["s", "relief"] = [{"p99_e2e_s": 80.0, "instance_s": 99.0}]
-    assert not dominates(case, "s")
-
-
-def test_shapes_have_as_many_requests_as_their_rates_say() -> None:
-    """Constant: the paper's ten thousand."""
-    by_name = {shape.name: shape for shape in growth.ALL_SHAPES}
-    assert by_name["fig8"].num_requests == 10_000
-    assert by_name["step"].num_requests == 12 * 300 + 24 * 900
-    assert set(growth.SHAPES) <= by_name.keys()
