@@ -271,12 +271,10 @@ def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, i
             rows.append(_mean_row(f"{number}.{rule}.{shape}", [one[number] for one in results], unit))
             if shape == growth.FIGURE:
                 rows.append(replace(rows[-1], name=f"{number}.{rule}"))
-    for shape in growth.ALL_SHAPES:
-        for rule in experiment.rules:
-            if (shape.name, rule) in found:
-                timelines = [one["timeline"] for one in found[shape.name, rule]]
-                drawn = growth_compared.sizes(timelines, shape.seconds)
-                curves.setdefault(growth.OVER_TIME, {}).setdefault(shape.name, {})[rule] = drawn
+    until_s = {shape.name: shape.seconds for shape in growth.ALL_SHAPES}
+    for (shape, rule), results in found.items():
+        drawn = growth_compared.sizes([one["timeline"] for one in results], until_s[shape])
+        curves.setdefault(growth.OVER_TIME, {}).setdefault(shape, {})[rule] = drawn
     return Findings(rows=rows + growth_rows(found), curves=curves)
 
 
