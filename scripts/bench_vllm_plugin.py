@@ -42,6 +42,7 @@ from tests.deploy.engines import MODEL, engine_environment, tiny_model
 HOST = "127.0.0.1"
 CASES = (1, 16)
 WARM_UP = 2
+MOST_TRIES = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LIMITS = Limits(timeout_s=1800.0)
 FLAGS = (
@@ -134,7 +135,19 @@ def engine_of(name: str, model: Path, core: str, shown: dict[str, str]) -> Child
 
 
 async def one_round(engine: Child, number: int, concurrency: int, tokens: int) -> tuple[float, float]:
-    """Send so many streams at once; the median time per token, and processor time of the scheduling process."""
+    """Send so many streams at once; the median time per token, and processor time of the scheduling process.
+
+    Where the server's front end falls behind, a whole answer comes at once: that tells nothing, and is tried again.
+    """
+    for _ in range(MOST_TRIES):
+        tpot_s, cpu_s = await one_try(engine, number, concurrency, tokens)
+        if tpot_s > 0:
+            return tpot_s, cpu_s
+    raise SystemExit(f"answers came in one piece {MOST_TRIES} times in a row: the machine is too busy")
+
+
+async def one_try(engine: Child, number: int, concurrency: int, tokens: int) -> tuple[float, float]:
+    """Send so many streams at once; the median time per token, 0 where answers came in one piece."""
     plan = [
         Planned(request_id=f"{number}-{concurrency}-{place}", due_s=0.0, prompt_tokens=32, output_tokens=tokens)
         for place in range(concurrency)
