@@ -64,7 +64,7 @@ def plan(address: str, rule: str, *, as_json: bool) -> None:
     for action in answer.actions:
         print(_line(action))
     if not answer.actions:
-        print("nothing")
+        print(f"nothing: {answer.why}")
 
 
 @provision.command()

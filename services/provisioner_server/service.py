@@ -70,9 +70,9 @@ class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
         """Say what would be done now, and do nothing."""
         self._require_pool(request.pool)
         decision = self._leader.decide(request.rule)
-        if decision.kind == NOTHING:
-            return pb.PlanResponse()
-        return pb.PlanResponse(actions=[self._leader.action_from(decision, "", request.rule)])
+        nothing = decision.kind == NOTHING
+        actions = [] if nothing else [self._leader.action_from(decision, "", request.rule)]
+        return pb.PlanResponse(actions=actions, why=decision.why, numbers=decision.numbers)
 
     async def History(self, request: pb.HistoryRequest, context: Context) -> AsyncIterator[pb.HistoryResponse]:
         """Tell what was done, oldest first, and what is done from now on."""
