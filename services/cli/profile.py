@@ -102,14 +102,75 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
         click.echo(_line(made))
 
 
+@profile.command("kernels")
+@click.argument("config", metavar="CONFIG_JSON_OR_FOLDER")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+)
+@click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Time one device's share of the model.")
+@click.option("--budget", default="3m", show_default=True, help="How long to time at most: 90s, 3m.")
+@click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences of a batch, at most.")
+@click.option("--max-num-batched-tokens", type=int, default=8192, show_default=True, help="Tokens of a step, at most.")
+@click.option("--max-model-len", type=int, default=None, help="Tokens of a sequence; the model's own, to 32768.")
+@click.option("--cpu-overhead-ms", type=float, default=0.0, show_default=True, help="An engine's own time per step.")
+@click.option("--all-reduce-us", type=float, default=0.0, show_default=True, help="Latency of one, between devices.")
+@click.option(
+    "--link-gb-per-s", type=float, default=None, help="What all-reduces pass on, as nccl-tests' busbw has it."
+)
+@click.option("--name", default="", help="What to call the profile; the model's name and the device's if not given.")
+@click.option("--gpu", default="", help="The GPU's name; what it calls itself if not given, or CPU.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of mixed batches.")
+@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
+@click.option("--json", "as_json", is_flag=True, help="All that was timed, and the profile, as one object.")
+def timed_kernels(
+    output: str | None,
+    *,
+    budget: str,
+    cpu_overhead_ms: float,
+    all_reduce_us: float,
+    link_gb_per_s: float | None,
+    as_json: bool,
+    **orders: Any,
+) -> None:
+    """Time a model's kernels with random weights on this machine, and compose a profile; needs torch.
+
+    Any GPU that torch knows, or the processor; of a model of the Llama, Mistral, Qwen2 or Qwen3 family only its
+    config.json is read.
+    """
+    from services.profiling.kernel_profile import Told
+    from services.profiling.running import seconds_of
+    from services.profiling.running_kernels import KernelOrders, kernel_profile
+
+    told = Told(
+        cpu_s=cpu_overhead_ms / 1e3,
+        all_reduce_s=all_reduce_us / 1e6,
+        link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
+    )
+    given = KernelOrders(budget_s=seconds_of(budget, "budget"), told=told, **orders)
+    _require_folder(output)
+    with _bar("timing") as progress:
+        report = kernel_profile(given, progress)
+    if output is not None:
+        _save(report.profile, output)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+    elif output is None:
+        click.echo(profile_to_json(report.profile), nl=False)
+    else:
+        click.echo(_line(report.profile))
+        if report.kv_tokens is not None:
+            click.echo(f"memory is left for the keys and values of {report.kv_tokens:,} tokens")
+
+
 @contextmanager
-def _bar() -> Iterator[Callable[[float], None]]:
+def _bar(label: str = "measuring") -> Iterator[Callable[[float], None]]:
     """Show how much of the budget is spent, on a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
     shown = 0
-    with click.progressbar(length=BAR, label="measuring", show_pos=False, file=sys.stderr) as bar:
+    with click.progressbar(length=BAR, label=label, show_pos=False, file=sys.stderr) as bar:
 
         def show(share: float) -> None:
             nonlocal shown

@@ -59,7 +59,7 @@ async def measured_profile(orders: Orders, progress: Progress) -> tuple[Profile,
     gpu = orders.gpu or _gpu()
     profile = profile_of(
         measured,
-        name=orders.name or _named_after(measured.model, gpu),
+        name=orders.name or named_after(measured.model, gpu),
         gpu=gpu,
         tensor_parallel=orders.tensor_parallel,
         dtype=orders.dtype,
@@ -87,6 +87,7 @@ def _gpu() -> str:
     return (asked.stdout.splitlines() or ["CPU"])[0].strip() or "CPU"
 
 
-def _named_after(model: str, gpu: str) -> str:
+def named_after(model: str, gpu: str) -> str:
+    """Make a profile's name of what it is a profile of."""
     words = f"{model.rstrip('/').rpartition('/')[2]}-{gpu}".lower()
     return re.sub(r"[^a-z0-9.]+", "-", words).strip("-") or "measured"

@@ -1,0 +1,134 @@
+"""Timing planned kernels within a budget of time: what would not end in it is left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from services.profiling.kernel_plan import (
+    NUM_MIXES,
+    AttentionBatch,
+    Reach,
+    chunks,
+    decodes,
+    mixes,
+    parts_of,
+    sequence_counts,
+    token_counts,
+)
+from services.profiling.kernel_profile import Timings, times_a_step
+from services.profiling.shares import Share
+from services.profiling.stopwatch import Stopwatch, stopwatch_for
+from services.profiling.torch_attention import attention_for
+from services.profiling.torch_layer import TorchLayer
+
+Progress = Callable[[float], None]
+OutOfMemoryError = torch.cuda.OutOfMemoryError
+P = TypeVar("P")
+T = TypeVar("T")
+
+# Of the budget: until when each kind may take.
+DENSE_UNTIL, HEAD_UNTIL, DECODES_UNTIL, CHUNKS_UNTIL, MIXES_UNTIL = 0.4, 0.45, 0.65, 0.8, 1.0
+SHORTEST_SAMPLE_S, LONGEST_SAMPLE_S = 1e-3, 20e-3  # to look at one kernel
+SAMPLES_SHARE = 0.5  # of the budget; the rest goes to warming up and to making what is timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What came of it, by which attention, and how long it took."""
+
+    timings: Timings
+    attention: str
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWish:
+    """What to time, how far, on what, and for how long at most."""
+
+    share: Share
+    reach: Reach
+    device: torch.device
+    budget_s: float
+    seed: int = 0
+
+
+@torch.inference_mode()
+def time_kernels(
+    wish: KernelWish,
+    progress: Progress,
+    stopwatch: Callable[[torch.device, float], Stopwatch] = stopwatch_for,
+) -> Timed:
+    """Time all kernels of one device's share at the counts, and of the batches, that the budget allows."""
+    share, reach = wish.share, wish.reach
+    counts, sequences, together, alone = token_counts(reach), sequence_counts(reach), decodes(reach), chunks(reach)
+    num_batches = len(together) + len(alone) + NUM_MIXES
+    budget = _Budget(wish.budget_s, len(counts) + len(sequences) + num_batches, progress)
+    num_kernels = len(counts) * len(times_a_step(share)) + len(sequences) + num_batches
+    sample_s = float(np.clip(SAMPLES_SHARE * wish.budget_s / num_kernels, SHORTEST_SAMPLE_S, LONGEST_SAMPLE_S))
+    watch = stopwatch(wish.device, sample_s)
+    layer = TorchLayer(share, wish.device)
+    attention = attention_for(share, wish.device, [*together, *alone])
+
+    def dense(count: int) -> dict[str, float]:
+        return {name: watch.seconds(run) for name, run in layer.dense(count).items()}
+
+    def attended(batch: AttentionBatch) -> float:
+        return watch.seconds(attention.of(batch))
+
+    by_count = budget.spend(DENSE_UNTIL, counts, float, dense)
+    head = budget.spend(HEAD_UNTIL, sequences, float, lambda count: watch.seconds(layer.head(count)))
+    of_decodes = budget.spend(DECODES_UNTIL, together, lambda batch: batch.work, attended)
+    of_chunks = budget.spend(CHUNKS_UNTIL, alone, lambda batch: batch.work, attended)
+    apart = {**of_decodes, **of_chunks}
+    mixed = mixes(of_chunks, of_decodes, reach, np.random.default_rng(wish.seed))
+    of_mixes = budget.spend(MIXES_UNTIL, mixed, lambda batch: sum(apart[part] for part in parts_of(batch)), attended)
+    progress(1.0)
+    return Timed(
+        timings=Timings(
+            dense={name: {count: by_count[count][name] for count in by_count} for name in times_a_step(share)},
+            head=head,
+            attention={**apart, **of_mixes},
+        ),
+        attention=attention.name,
+        took_s=budget.spent_s,
+    )
+
+
+class _Budget:
+    """So much time, and how much of the plan is done."""
+
+    def __init__(self, budget_s: float, num_points: int, progress: Progress) -> None:
+        self._start_s = time.monotonic()
+        self._budget_s = budget_s
+        self._num_points = num_points
+        self._num_done = 0
+        self._progress = progress
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._start_s
+
+    def spend(
+        self, until: float, points: Iterable[P], work_of: Callable[[P], float], timed: Callable[[P], T]
+    ) -> dict[P, T]:
+        """Time one point after another, but for those that would take longer than there is time until then."""
+        found: dict[P, T] = {}
+        most_work = took_s = 0.0
+        for point in points:
+            self._num_done += 1
+            work = work_of(point)
+            if found and self.spent_s + took_s * max(1.0, work / most_work) > until * self._budget_s:
+                continue
+            begin_s = time.monotonic()
+            found[point] = timed(point)
+            if work >= most_work:
+                most_work, took_s = work, time.monotonic() - begin_s
+            self._progress(min(1.0, self._num_done / self._num_points))
+        return found

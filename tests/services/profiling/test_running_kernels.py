@@ -1,0 +1,134 @@
+"""`block profile kernels` on a machine without an accelerator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from predictor.profile import profile_from_json
+from services.profiling.devices import device_named
+from services.profiling.kernel_profile import Told
+from services.profiling.running_kernels import notes_of
+from services.profiling.shares import share_of
+from tests.services.cli.running import block, refusal
+from tests.services.profiling.test_timing_kernels import CONFIG, one_thread
+
+SMALL = (
+    "--device", "cpu", "--budget", "10m", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "64",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder, which holds nothing but its config.json."""
+    return model_at(tmp_path)
+
+
+def model_at(place: Path, **changed: Any) -> Path:
+    """Put a model there."""
+    folder = place / "Tiny-3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changed}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command writes, and beside it what it tells."""
+    folder = model_at(tmp_path_factory.mktemp("model"))
+    made = folder / "made.json"
+    with one_thread():
+        done = block("profile", "kernels", str(folder), *SMALL, "--cpu-overhead-ms", "1.5", "-o", str(made), "--json")
+    assert done.returncode == 0, done.stderr
+    (folder / "told.json").write_text(done.stdout)
+    return made
+
+
+def test_a_config_becomes_a_profile_that_replays(made: Path) -> None:
+    """It can be read again, says what it was made from and how far off it is, and makes steps take time."""
+    profile = profile_from_json(made.read_text())
+    assert (profile.name, profile.model, profile.gpu, profile.dtype) == ("tiny-3-cpu", "Tiny-3", "CPU", "float32")
+    assert "1.5 ms of processor time a step, as told" in profile.source
+    assert profile.step_time.constant_s >= 1.5e-3
+    assert profile.valid.max_tokens == 32
+    assert profile.error is not None
+    assert "held-out rows" in block("profile", "show", str(made)).stdout
+    line = '{"prompt_tokens": 20, "output_tokens": 10}'
+    replayed = block("replay", "-", "--profile", str(made), "--json", stdin=line)
+    assert json.loads(replayed.stdout)["summary"]["tpot_s"]["p50"] > 1.5e-3
+
+
+def test_all_that_was_timed_is_told(made: Path) -> None:
+    """A row for each kernel and count, for the head, and for each batch of attention, beside the profile."""
+    told = json.loads((made.parent / "told.json").read_text())
+    assert told["device"] == "CPU"
+    assert told["kv_tokens"] is None
+    assert {row["kernel"] for row in told["dense"]} >= {"qkv", "o", "gate_up", "down", "norm", "rotary", "activation"}
+    assert {row["tokens"] for row in told["dense"]} >= {1, 2, 4, 8, 16, 32}
+    assert {row["sequences"] for row in told["head"]} == {1, 2, 4}
+    assert {row["num_decodes"] for row in told["attention"]} == {0, 1, 2, 4}
+    assert all(row["seconds"] > 0 for kind in ("dense", "head", "attention") for row in told[kind])
+    assert told["profile"] == json.loads(made.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "complaint"),
+    [
+        ({"model_type": "bert"}, (), "model_type"),
+        ({"quantization_config": {"bits": 4}}, (), "quantization_config"),
+        ({"vocab_size": -5}, (), "vocab_size"),
+        ({}, ("--budget", "soon"), "budget"),
+        ({}, ("--budget", "1s"), "budget"),
+        ({}, ("--tensor-parallel", "3"), "tensor_parallel"),
+        ({}, ("--all-reduce-us", "10"), "tensor_parallel"),
+        ({}, ("--cpu-overhead-ms", "-1"), "cpu_overhead_ms"),
+        ({}, ("--max-num-seqs", "0"), "max_num_seqs"),
+        ({}, ("--max-model-len", "1"), "max_model_len"),
+        ({}, ("--device", "abacus"), "--device"),
+        ({}, ("--dtype", "int3"), "--dtype"),
+        ({}, ("-o", "/nowhere/profile.json"), "output"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_in_one_line(
+    tmp_path: Path, changed: dict[str, Any], flags: tuple[str, ...], complaint: str
+) -> None:
+    """The line names what is wrong."""
+    assert complaint in refusal("profile", "kernels", str(model_at(tmp_path, **changed)), *flags)
+
+
+def test_files_that_are_no_models_are_named(tmp_path: Path) -> None:
+    """A folder without a config.json, and a config.json that is none."""
+    assert "config.json: cannot be read" in refusal("profile", "kernels", str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    assert "must be an object" in refusal("profile", "kernels", str(tmp_path))
+
+
+def test_without_torch_one_line_says_what_to_install(folder: Path) -> None:
+    """It names the extra that brings it."""
+    mine = [name for name in sys.modules if name in ("services.profiling.devices", "services.profiling.timing_kernels")]
+    with patch.dict(sys.modules, {"torch": None}):
+        for name in mine:
+            del sys.modules[name]
+        assert "block-serving[tagger]" in refusal("profile", "kernels", str(folder))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+def test_an_accelerator_that_is_not_there_is_missed(folder: Path) -> None:
+    """Asked for by name it is missed; otherwise the processor stands in."""
+    assert "device: torch sees no CUDA device" in refusal("profile", "kernels", str(folder), "--device", "cuda")
+    assert device_named("auto").name == "CPU"
+
+
+def test_what_no_kernel_tells_is_said() -> None:
+    """A profile without processor time or all-reduces says so, and one that was told them says what."""
+    one, two = share_of(CONFIG), share_of(CONFIG, tensor_parallel=2)
+    assert notes_of(one, Told()) == "No processor time."
+    assert "no all-reduces" in notes_of(two, Told())
+    told = notes_of(two, Told(cpu_s=2e-3, all_reduce_s=1.2e-5, link_bytes_per_s=3e11))
+    assert told == "2 ms of processor time a step, as told; all-reduces of 12 us and 300 GB/s, as told."

@@ -1,0 +1,182 @@
+"""Timing kernels on the processor: against a real stack of layers, and what larger shapes cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from predictor.fitting.regression import predict
+from predictor.step_time import StepTime
+from services.profiling.kernel_plan import AttentionBatch, Reach
+from services.profiling.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step
+from services.profiling.shares import share_of
+from services.profiling.stopwatch import CpuStopwatch
+from services.profiling.timing_kernels import KernelWish, Timed, time_kernels
+from services.profiling.torch_attention import (
+    AttentionInARow,
+    AttentionOverPages,
+    attention_for,
+    has_paged_kernel,
+)
+from services.profiling.torch_layer import TorchLayer
+from tests.services.profiling.real_stack import RealStack
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 688,
+    "vocab_size": 2000,
+    "torch_dtype": "float32",
+    "max_position_embeddings": 1024,
+}
+SHARE = share_of(CONFIG)
+REACH = Reach(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, kv_tokens=16384)
+ENDLESS_S = 3600.0  # the plan ends long before, on any machine
+BATCHES = (
+    *(AttentionBatch(num_decodes=num, context=context) for num in (4, 12) for context in (50, 300, 900)),
+    *(AttentionBatch(chunk=chunk, before=before) for chunk in (32, 100, 250) for before in (0, 300, 700)),
+    AttentionBatch(chunk=100, before=200, num_decodes=8, context=400),
+)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one thread: two that wait for each other on a busy machine take a hundred times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Have a processor time that tells what the same work takes, whatever else the machine does."""
+    with one_thread():
+        yield
+
+
+def in_processor_time(_: torch.device, sample_s: float) -> CpuStopwatch:
+    """A stopwatch that stands still while others run."""
+    return CpuStopwatch(sample_s, clock=time.thread_time)
+
+
+@pytest.fixture(scope="module")
+def timed() -> Timed:
+    """All kernels of a small model."""
+    wish = KernelWish(share=SHARE, reach=REACH, device=CPU, budget_s=ENDLESS_S)
+    return time_kernels(wish, lambda _: None, in_processor_time)
+
+
+def test_the_composed_profile_foretells_a_real_stack_of_layers(timed: Timed) -> None:
+    """Told what Python takes for a step of one token, it foretells all others within a factor of two, most much closer."""
+    stack, smallest = RealStack(SHARE, REACH.kv_tokens), AttentionBatch(num_decodes=1, context=16)
+    kernels, _, _ = fit_kernels(timed.timings, SHARE, Told())
+    of_python = seconds_of(stack, smallest) - foretold(kernels, [smallest])[0]
+    step_time, _, _ = fit_kernels(timed.timings, SHARE, Told(cpu_s=max(0.0, of_python)))
+    ratios = foretold(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
+    assert np.all((ratios > 0.5) & (ratios < 2.0)), ratios
+    assert 0.67 < np.median(ratios) < 1.5
+
+
+def seconds_of(stack: RealStack, batch: AttentionBatch) -> float:
+    """Processor time of a step, the median of five."""
+    stack.run(batch)
+    taken = []
+    for _ in range(5):
+        begin_s = time.thread_time()
+        stack.run(batch)
+        taken.append(time.thread_time() - begin_s)
+    return float(np.median(taken))
+
+
+def foretold(step_time: StepTime, batches: Sequence[AttentionBatch]) -> np.ndarray:
+    """What a step time says of batches; how long they are said to have taken is of no matter."""
+    nothing = Timings(
+        dense={name: {1: 0.0, 10**6: 0.0} for name in times_a_step(SHARE)},
+        head={1: 0.0, 10**6: 0.0},
+        attention=dict.fromkeys(batches, 0.0),
+    )
+    return predict(step_time, composed(nothing, SHARE))
+
+
+def test_all_kernels_were_timed_at_all_counts(timed: Timed) -> None:
+    """Nothing took no time, and what is larger takes longer, by far where it is much larger."""
+    timings = timed.timings
+    assert set(timings.dense) == set(times_a_step(SHARE))
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert timings.dense[name][256] > 4 * timings.dense[name][4] > 0
+    assert timings.dense["gate_up"][256] > 2 * timings.dense["o"][256]
+    assert timings.head[16] > timings.head[1] > 0
+    one, sixteen = (timings.attention[AttentionBatch(num_decodes=num, context=1024)] for num in (1, 16))
+    assert sixteen > 4 * one > 0
+    first, last = (timings.attention[AttentionBatch(chunk=256, before=before)] for before in (0, 768))
+    assert last > 2 * first > 0
+    assert any(batch.chunk and batch.num_decodes for batch in timings.attention)
+
+
+def test_a_share_costs_less_than_the_whole() -> None:
+    """Half of the heads and of the MLP take about half the time, once there are tokens enough."""
+    whole = SHARE
+    half = share_of(CONFIG, tensor_parallel=2)
+    watch = CpuStopwatch(0.02, clock=time.thread_time)
+    with torch.inference_mode():
+        seconds = [
+            {name: watch.seconds(run) for name, run in TorchLayer(share, CPU).dense(256).items()}
+            for share in (whole, half)
+        ]
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert seconds[1][name] < 0.8 * seconds[0][name], name
+
+
+def test_what_would_not_end_in_time_is_left_out(timed: Timed) -> None:
+    """A budget that is spent at once leaves the first of everything, and a bar that still reaches its end."""
+    shares: list[float] = []
+    wish = KernelWish(share=SHARE, reach=REACH, device=CPU, budget_s=1e-3)
+    little = time_kernels(wish, shares.append)
+    assert len(little.timings.attention) < len(timed.timings.attention) / 10
+    assert list(little.timings.dense["qkv"]) == [1]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    with pytest.raises(ValueError, match="budget: .* too few"):
+        fit_kernels(little.timings, SHARE, Told())
+
+
+def test_attention_in_a_row_computes_attention() -> None:
+    """Queries put side by side see the same keys as apart."""
+    batch = AttentionBatch(num_decodes=3, context=40)
+    with torch.inference_mode():
+        attention = AttentionInARow(SHARE, CPU, [batch])
+        assert attention_for(SHARE, CPU, [batch]).name == attention.name
+        parts = attention.of(batch)(1)
+    assert [tuple(part.shape) for part in parts] == [(3, SHARE.num_kv_heads, 4, 32)]
+    for part in parts:
+        assert torch.isfinite(part).all()
+        assert part.std() > 0
+
+
+@pytest.mark.skipif(not has_paged_kernel(), reason="this torch has no attention over pages")
+def test_attention_over_pages_is_asked_for_as_torch_wants_it() -> None:
+    """Where there is no GPU, torch still checks the call and tells the shape of what would come."""
+    batch = AttentionBatch(chunk=300, before=500, num_decodes=5, context=700)
+    attention = AttentionOverPages(share_of({**CONFIG, "torch_dtype": "bfloat16"}), torch.device("meta"), [batch])
+    for turn in range(3):
+        attention.of(batch)(turn)
+
+
+def test_layers_take_turns_with_weights_that_no_cache_holds() -> None:
+    """Of small weights there is a copy for each layer, so that the next run finds none of it in a cache."""
+    layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}), CPU)
+    assert len({copy.data_ptr() for copy in layer._qkv}) == 3
