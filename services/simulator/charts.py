@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn without a library: lines with intervals over a number, and bars."""
+"""Charts as SVG, drawn without a library: lines with intervals over a number, and rows of dots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from html import escape
 COLORS = ("#0b6e99", "#d1495b", "#edae49", "#3a7d44", "#7b5ea7", "#8d6a4b", "#4d4d4d", "#00a6a6", "#c77dff", "#9c9c00")
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 150, 34, 44
+NAMES, NUMBERS, ROW = 170, 64, 22  # of a chart of rows: beside them, and their height
 
 Curve = Sequence[tuple[float, float, float]]
 
@@ -39,32 +40,38 @@ def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bo
     return _svg(parts)
 
 
-def bar_chart(title: str, values: Mapping[str, tuple[float, float]], marks: Mapping[str, float] | None = None) -> str:
-    """Draw bars with intervals, and where there is one, a mark for what others found."""
+def dot_chart(title: str, values: Mapping[str, tuple[float, float]], marks: Mapping[str, float] | None = None) -> str:
+    """Draw numbers with intervals below each other, and where there is one, a circle for what others found."""
     if not values:
         return ""
-    marks = marks or {}
-    highest = max([value + half for value, half in values.values()] + list(marks.values()))
-    lowest = min([value - half for value, half in values.values()] + list(marks.values()))
-    axis = _Axis(max(0.0, lowest - (highest - lowest)), highest * 1.02, log=False)
-    step = (WIDTH - LEFT - RIGHT) / len(values)
-    parts = [_frame(title, ""), *_y_ticks(axis)]
+    marks = {name: mark for name, mark in (marks or {}).items() if name in values}
+    ends = [end for value, half in values.values() for end in (value - half, value + half)] + list(marks.values())
+    margin = 0.06 * (max(ends) - min(ends)) or 0.5
+    axis = _Axis(min(ends) - margin, max(ends) + margin, log=False)
+    height = TOP + ROW * len(values) + BOTTOM
+    bottom = height - BOTTOM
+    parts = [f'<text x="8" y="20" font-size="14" font-weight="bold">{escape(title)}</text>']
+    for value in axis.ticks():
+        x = _along(axis, value)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke="#e4e4e4"/>'
+                     f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')  # fmt: skip
     for place, (name, (value, half)) in enumerate(values.items()):
-        left, top = LEFT + step * (place + 0.15), _y(axis, value)
-        color = COLORS[place % len(COLORS)]
-        parts.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{step * 0.7:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" '
-            f'fill="{color}" fill-opacity="0.8"/>'
-        )
+        y, x, color = TOP + ROW * (place + 0.5), _along(axis, value), COLORS[0]
+        parts.append(f'<text x="{NAMES - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
         if half > 0:
-            parts.append(_whisker(left + step * 0.35, _y(axis, max(axis.low, value - half)), _y(axis, value + half),
-                                  "#222"))  # fmt: skip
+            low, high = _along(axis, value - half), _along(axis, value + half)
+            parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{color}" '
+                         'stroke-width="1.6"/>')  # fmt: skip
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>')
+        parts.append(f'<text x="{WIDTH - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
         if name in marks:
-            y = _y(axis, marks[name])
-            parts.append(f'<line x1="{left:.1f}" x2="{left + step * 0.7:.1f}" y1="{y:.1f}" y2="{y:.1f}" '
-                         'stroke="#000" stroke-width="2" stroke-dasharray="4 2"/>')  # fmt: skip
-        parts.append(_legend(place, f"{name} {value:.4g}", color))
-    return _svg(parts)
+            parts.append(f'<circle cx="{_along(axis, marks[name]):.1f}" cy="{y:.1f}" r="5" fill="none" stroke="#000" '
+                         'stroke-width="1.5"/>')  # fmt: skip
+    return _svg(parts, height)
+
+
+def _along(axis: _Axis, value: float) -> float:
+    return NAMES + axis.share(value) * (WIDTH - NAMES - NUMBERS)
 
 
 class _Axis:
@@ -133,7 +140,8 @@ def _x_ticks(axis: _Axis) -> list[str]:
 
 
 def _whisker(x: float, low: float, high: float, color: str) -> str:
-    return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{color}" stroke-width="1.2"/>'
+    ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"'
+    return f'<line {ends} stroke="{color}" stroke-width="1.2" stroke-opacity="0.5"/>'
 
 
 def _legend(place: int, name: str, color: str) -> str:
@@ -144,8 +152,8 @@ def _legend(place: int, name: str, color: str) -> str:
     )
 
 
-def _svg(parts: Sequence[str]) -> str:
+def _svg(parts: Sequence[str], height: int = HEIGHT) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
     )

@@ -18,7 +18,9 @@ from predictor.config import require_count
 from scheduler.policy import policy_from
 from services.simulator import growth, growth_compared
 from services.simulator.assembly import simulate
+from services.simulator.bounds import sustained_rate
 from services.simulator.capacity import Capacity, Objective, Search, capacities, gain, half_width
+from services.simulator.claims import Claim, Read, Seen, Turn, claim_from, seen, turn_from, turning_points
 from services.simulator.measures import cdf, latencies, summary
 from services.simulator.ranks import ranked
 from services.simulator.scenario import Scenario, as_table, scenario_from
@@ -28,7 +30,8 @@ CAPACITY, SWEEP, FORECASTS, PROVISIONING = "capacity", "sweep", "forecasts", "pr
 KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
-    "objective", "scenario", "settings", "variants", "rules", "paper", "differences", "plots",
+    "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
+    "turn", "bound",
 )  # fmt: skip
 
 METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
@@ -47,6 +50,8 @@ METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "e2e_error_mean": lambda s: s["e2e_error"]["mean"] if "e2e_error" in s else None,
     "e2e_error_p50": lambda s: s["e2e_error"]["p50"] if "e2e_error" in s else None,
 }
+
+BOUND = "any placement, at most"
 
 FORECAST_METRICS = {
     name: operator.itemgetter(name)
@@ -94,6 +99,10 @@ class Experiment:
     plots: tuple[str, ...]
     first_seed: int = 0  # those before it are what settings were chosen on
     rules: tuple[str, ...] = growth.RULES
+    paper_gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where it has no capacities
+    claims: tuple[Claim, ...] = ()
+    turn: Turn | None = None
+    bound: bool = False  # tell also what no placement can sustain
 
     def baseline_of(self, setting: Setting) -> str:
         """What gains are over: the same everywhere, or the best of what is there already."""
@@ -132,6 +141,7 @@ class Findings:
 
     rows: list[Row]
     curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
+    claims: Sequence[tuple[Claim, Sequence[Seen]]] = ()
 
 
 def experiment_names() -> list[str]:
@@ -191,6 +201,8 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     for plot in plots:
         if plot not in (known := _metrics(kind)):
             raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
+    turn = turn_from(table["turn"], tuple(_metrics(kind))) if "turn" in table else None
+    names = [one.name for one in variants]
     return Experiment(
         name=name,
         title=table.get("title", name),
@@ -203,10 +215,14 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         settings=settings,
         variants=variants,
         paper=table.get("paper", {}),
+        paper_gains=table.get("paper_gains", {}),
         differences=tuple(table.get("differences", ())),
         plots=plots,
         first_seed=table.get("first_seed", 0),
         rules=rules,
+        claims=tuple(claim_from(one, tuple(_metrics(kind)), names) for one in table.get("claims", ())),
+        turn=turn,
+        bound=bool(table.get("bound", False)),
     )
 
 
@@ -320,10 +336,19 @@ def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int
             [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, heard
         )
         by_name = {variant.name: one for (variant, _), one in zip(cases, found, strict=True)}
+        if experiment.bound:
+            by_name[BOUND] = _bound(setting.scenario, experiment.seeds, setting.first_rate)
         rows += _capacity_rows(by_name, setting.name, experiment.baseline_of(setting))
-        bars[setting.name] = {name: [(0.0, one.mean, one.ci95)] for name, one in by_name.items()}
+        known = experiment.seeds > 1
+        bars[setting.name] = {name: [(0.0, one.mean, one.ci95 if known else 0.0)] for name, one in by_name.items()}
     told(about, about)
     return Findings(rows=rows, curves={"capacity": bars})
+
+
+def _bound(scenario: Scenario, seeds: int, rate: float) -> Capacity:
+    units = scenario.units()
+    each = [sustained_rate(units, scenario.workload(rate, seed), rate) for seed in range(seeds)]
+    return Capacity(policy=BOUND, mean=float(np.mean(each)), ci95=half_width(each), per_seed=tuple(each), num_trials=0)
 
 
 def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -> list[Row]:
@@ -331,10 +356,16 @@ def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -
     for name, one in found.items():
         key = f"{slug(name)}.{setting}"
         n = len(one.per_seed)
-        rows.append(Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=one.ci95))
+        known = n > 1  # of one seed, how far others are off is not
+        rows.append(
+            Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=one.ci95 if known else None)
+        )
         if baseline in found and name != baseline:
             share, half = gain(one, found[baseline])
-            rows.append(Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n, ci95=half))
+            rows.append(
+                Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n,
+                    ci95=half if known else None)
+            )  # fmt: skip
     return rows
 
 
@@ -393,16 +424,48 @@ def _sweep_findings(
             values = [value for one in summaries if (value := read(one)) is not None]
             if not values:
                 continue
-            mean = float(np.mean(values))
-            half = half_width(values) if len(values) > 1 else 0.0
             unit = metric.rpartition("_")[2] if metric.endswith("_s") else ""
-            rows.append(
-                Row(name=f"{metric}.{slug(variant)}.{setting}{at}", value=mean, unit=unit, n=len(values), ci95=half)
-            )
+            row = _mean_row(f"{metric}.{slug(variant)}.{setting}{at}", values, unit)
+            rows.append(row)
             if metric in experiment.plots:
                 x = 0.0 if math.isnan(rate) else rate
-                curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append((x, mean, half))
-    return Findings(rows=rows, curves=curves)
+                point = (x, row.value, row.ci95 or 0.0)
+                curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append(point)
+
+    def each_seed(metric: str) -> Read:
+        number = _metrics(experiment.kind)[metric]
+
+        def by_seed(setting: str, variant: str, rate: float) -> list[float]:
+            values = [number(one) for one in found.get((setting, variant, rate), ())]
+            return [value for value in values if value is not None]
+
+        return by_seed
+
+    settings = [setting.name for setting in experiment.settings]
+    claims = [(claim, seen(claim, settings, each_seed(claim.metric))) for claim in experiment.claims]
+    rows += [row for claim, here in claims if claim.over for row in _difference_rows(claim, here, experiment.seeds)]
+    if experiment.turn is not None:
+        rows += _turning_rows(experiment, experiment.turn, each_seed(experiment.turn.metric))
+    return Findings(rows=rows, curves=curves, claims=claims)
+
+
+def _difference_rows(claim: Claim, here: Sequence[Seen], seeds: int) -> list[Row]:
+    what = f"{claim.metric}.{slug(claim.of)}_over_{slug(claim.over)}"
+    return [
+        Row(name=f"{what}.{one.setting}.{one.rate:g}", value=one.value, unit="ratio", n=seeds, ci95=one.half)
+        for one in here
+    ]
+
+
+def _turning_rows(experiment: Experiment, turn: Turn, read: Read) -> list[Row]:
+    """Tell from which rate on curves are above the limit; a curve of which some seed never is has no such row."""
+    rows = []
+    for setting in experiment.settings:
+        for variant, _ in experiment.cases(setting):
+            each = turning_points(turn, setting.name, variant.name, setting.rates, read)
+            if each and all(map(math.isfinite, each)):
+                rows.append(_mean_row(f"turns_at_qps.{slug(variant.name)}.{setting.name}", each, "requests/s"))
+    return rows
 
 
 def slug(name: str) -> str:

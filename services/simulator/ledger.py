@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 LONGEST_NOTE = 200
 SOURCES = ("predictor", "scheduler", "services/simulator")
-NO_PART = ("provisioning", "charts", "experiment", "ledger", "recommending", "report")  # in what a run measures
+NO_PART = (  # in what a run measures
+    "provisioning", "bounds", "charts", "claims", "experiment", "ledger", "paper_tables", "recommending",
+    "report", "titles",
+)  # fmt: skip
 
 
 def source_digest() -> str:

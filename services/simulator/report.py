@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from services.simulator.charts import bar_chart, line_chart
-from services.simulator.experiment import CAPACITY, PROVISIONING, Experiment, Findings, Row, slug
+from services.simulator.charts import dot_chart, line_chart
+from services.simulator.experiment import BOUND, CAPACITY, PROVISIONING, Experiment, Findings, Row, slug
 from services.simulator.growth import NUMBERS, OVER_TIME
+from services.simulator.paper_tables import claims_table, turning_tables
 from services.simulator.scenario import as_table
+from services.simulator.titles import number_of, rounded, title_of
 
 STYLE = (
     "body{font-family:sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -29,16 +32,17 @@ def as_json(experiment: Experiment, findings: Findings) -> dict[str, Any]:
         "bench": experiment.name,
         "machine": machine,
         "results": [
-            {"name": row.name, "value": row.value, "unit": row.unit, "n": row.n, **({} if row.ci95 is None else
-                                                                                     {"ci95": row.ci95})}
+            {"name": row.name, "value": row.value, "unit": row.unit, "n": row.n, "ci95": row.ci95}
             for row in findings.rows
         ],
-    }  # fmt: skip
+    }
 
 
 def as_markdown(experiment: Experiment, findings: Findings) -> str:
     """Write tables beside the paper's, and what differs."""
     parts = [f"# {experiment.title}", experiment.about.strip()]
+    if findings.claims:
+        parts += ["## Beside the paper", claims_table(findings), "## Measured"]
     parts += _tables(experiment, findings)
     if experiment.differences:
         parts.append("## Where conditions differ from the paper's")
@@ -57,13 +61,17 @@ def seeds_of(experiment: Experiment) -> str:
 
 def as_html(experiment: Experiment, findings: Findings) -> str:
     """Write a page with plots, tables and the settings."""
-    body = [f"<h1>{escape(experiment.title)}</h1>", f"<p>{escape(experiment.about.strip())}</p>"]
+    body = [f"<h1>{escape(experiment.title)}</h1>"]
+    body += [f"<p>{_html_text(paragraph)}</p>" for paragraph in experiment.about.strip().split("\n\n")]
+    if findings.claims:
+        body += ["<h2>Beside the paper</h2>", _html_table(claims_table(findings)), "<h2>Measured</h2>"]
     body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
     body += [_html_table(table) for table in _tables(experiment, findings)]
     if experiment.differences:
-        items = "".join(f"<li>{escape(line)}</li>" for line in experiment.differences)
+        items = "".join(f"<li>{_html_text(line)}</li>" for line in experiment.differences)
         body.append(f"<h2>Where conditions differ from the paper's</h2><ul>{items}</ul>")
-    body.append(f"<p>{seeds_of(experiment)} Dashed marks are the paper's.</p>")
+    marks = " Open circles are the paper's." if experiment.paper else ""
+    body.append(f"<p>{seeds_of(experiment)}{marks} <code>block experiment {escape(experiment.name)}</code></p>")
     settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
     body.append(f"<details><summary>Settings</summary><pre>{escape(json.dumps(settings, indent=1))}</pre></details>")
     return (
@@ -84,14 +92,14 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
     charts = []
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
-            title = f"{metric.replace('_', ' ')} · {setting}"
+            title = f"{title_of(metric)} · {setting}"
             if metric == OVER_TIME:
                 charts.append(line_chart(title, "s", curves, marks=False))
             elif experiment.kind == CAPACITY:
                 values = {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}
-                charts.append(bar_chart(title, values, experiment.paper.get(setting)))
+                charts.append(dot_chart(title, values, experiment.paper.get(setting)))
             elif all(len(curve) == 1 for curve in curves.values()):
-                charts.append(bar_chart(title, {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}))
+                charts.append(dot_chart(title, {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}))
             else:
                 charts.append(
                     line_chart(title, "requests per second", curves, log=metric.startswith(LOGARITHMIC))
@@ -101,7 +109,8 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
 
 def _tables(experiment: Experiment, findings: Findings) -> list[str]:
     kinds = {CAPACITY: _capacity_tables, PROVISIONING: _provisioning_tables}
-    return kinds.get(experiment.kind, _sweep_tables)(experiment, findings)
+    tables = kinds.get(experiment.kind, _sweep_tables)(experiment, findings)
+    return turning_tables(experiment, findings) + tables
 
 
 def _provisioning_tables(experiment: Experiment, findings: Findings) -> list[str]:
@@ -131,23 +140,33 @@ def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
     tables = []
     for setting in experiment.settings:
         baseline = experiment.baseline_of(setting)
-        base = slug(baseline)
-        paper = experiment.paper.get(setting.name, {})
-        lines = [
-            f"| {setting.name} | requests/s | over {baseline} | paper | paper, over {baseline} |",
-            "|---|---|---|---|---|",
-        ]
-        for variant, _ in experiment.cases(setting):
-            key = f"{slug(variant.name)}.{setting.name}"
-            share = by_name.get(f"gain_over_{base}.{key}")
-            theirs, their_base = paper.get(variant.name), paper.get(baseline)
-            their_gain = f"{theirs / their_base - 1:+.1%}" if theirs and their_base and theirs != their_base else ""
-            lines.append(
-                f"| {variant.name} | {_number(by_name[f'capacity_qps.{key}'])} | {_share(share)} | {theirs or ''} "
-                f"| {their_gain} |"
-            )
+        names = [variant.name for variant, _ in experiment.cases(setting)] + [BOUND] * experiment.bound
+        theirs = _papers(experiment, setting.name, baseline)
+        head = ["requests/s", f"over {baseline}", *(["paper", f"paper, over {baseline}"] if theirs else [])]
+        lines = [f"| {setting.name} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+        for name in names:
+            key = f"{slug(name)}.{setting.name}"
+            share = by_name.get(f"gain_over_{slug(baseline)}.{key}")
+            cells = [
+                number_of(by_name[f"capacity_qps.{key}"]),
+                _share(share),
+                *(theirs.get(name, ("", "")) if theirs else ()),
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         tables.append("\n".join(lines))
     return tables
+
+
+def _papers(experiment: Experiment, setting: str, baseline: str) -> dict[str, tuple[str, str]]:
+    """Write the paper's capacities, and its gains over the baseline, where it has them."""
+    capacities = experiment.paper.get(setting, {})
+    gains = dict(experiment.paper_gains.get(setting, {}))
+    if baseline in capacities:
+        gains |= {name: one / capacities[baseline] - 1 for name, one in capacities.items() if name != baseline}
+    return {
+        name: (f"{capacities[name]:g}" if name in capacities else "", f"{gains[name]:+.1%}" if name in gains else "")
+        for name in (*capacities, *(name for name in gains if name not in capacities))
+    }
 
 
 def _sweep_tables(experiment: Experiment, findings: Findings) -> list[str]:
@@ -156,27 +175,25 @@ def _sweep_tables(experiment: Experiment, findings: Findings) -> list[str]:
         for setting, curves in settings.items():
             xs = sorted({x for curve in curves.values() for x, _, _ in curve})
             named = [f"{x:g}" if len(xs) > 1 or x else "" for x in xs]
-            lines = [f"| {metric} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
+            lines = [f"| {title_of(metric)} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
             for name, curve in curves.items():
                 at = {x: (y, half) for x, y, half in curve}
-                cells = [f"{at[x][0]:.4g}{_interval(experiment, at[x][1])}" if x in at else "" for x in xs]
+                cells = [rounded(at[x][0], at[x][1] if experiment.seeds > 1 else None) if x in at else "" for x in xs]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
             tables.append("\n".join(lines))
     return tables
 
 
-def _interval(experiment: Experiment, half: float) -> str:
-    return f" ± {half:.2g}" if experiment.seeds > 1 else ""
-
-
-def _number(row: Row) -> str:
-    return f"{row.value:.2f} ± {row.ci95:.2f}"
-
-
 def _share(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row.value:+.1%} ± {row.ci95:.1%}" if row.n > 1 else f"{row.value:+.1%}"
+    return f"{row.value:+.1%}" + ("" if row.ci95 is None else f" ± {row.ci95:.1%}")
+
+
+def _html_text(text: str) -> str:
+    """Turn what Markdown would emphasize, or show as code, into HTML."""
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"\*(\w[^*<>]*)\*", r"<em>\1</em>", text)
 
 
 def _html_table(markdown: str) -> str:

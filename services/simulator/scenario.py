@@ -23,6 +23,7 @@ from services.simulator import workload as work
 from services.simulator.conditions import CONDITION_NAMES, Conditions, Outage
 from services.simulator.fleet import Unit
 from services.simulator.measures import Slo
+from services.simulator.pooling import pooled_config, pooled_step_time
 from services.simulator.workload import Lengths, TagModel, Workload
 
 T = TypeVar("T")
@@ -36,7 +37,10 @@ SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """So many equal instances; `foreseen` is the profile that their predictors have, where it is another."""
+    """So many equal instances; `foreseen` is the profile that their predictors have, where it is another.
+
+    With `pooled` each is one engine as large and as fast as so many: nothing that could be had is lost by placing.
+    """
 
     profile: str = "llama-3.1-8b-h100"
     count: int = 1
@@ -44,10 +48,12 @@ class Instances:
     pace: float = 1.0
     foreseen: str = ""
     foreseen_pace: float = 1.0
+    pooled: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         require_count("instances.count", self.count)
+        require_count("instances.pooled", self.pooled)
         for name in ("pace", "foreseen_pace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"instances.{name}: must be a number above 0, not {getattr(self, name)}")
@@ -59,10 +65,10 @@ class Instances:
         profile = _profile(self.profile)
         suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
         config = settled(EngineConfig(**{**suggested, **dict(self.engine)}))
-        foreseen = _profile(self.foreseen).step_time if self.foreseen else None
+        foreseen = pooled_step_time(_profile(self.foreseen).step_time, self.pooled) if self.foreseen else None
         return Unit(
-            config=config,
-            step_time=profile.step_time,
+            config=pooled_config(config, self.pooled),
+            step_time=pooled_step_time(profile.step_time, self.pooled),
             foreseen=foreseen,
             pace=self.pace,
             foreseen_pace=self.foreseen_pace,

@@ -82,6 +82,51 @@ def test_reports_capacities_beside_the_papers(file: Path, tmp_path: Path) -> Non
     assert "href=" not in page
 
 
+@pytest.mark.parametrize("text", [CAPACITY, SWEEP])
+def test_one_seed_has_no_interval(tmp_path: Path, text: str) -> None:
+    """Nobody knows how far another seed is off: JSON says null, and reports say so in words."""
+    path = tmp_path / "one.toml"
+    path.write_text(text)
+    found = json.loads(
+        run(str(path), "--seeds", "1", "--only", "eight", "--out", str(tmp_path / "out"), "--json"),
+        parse_constant=pytest.fail,
+    )
+    assert found["results"]
+    assert all(row["ci95"] is None for row in found["results"])
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "One seed" in markdown
+    assert "±" not in markdown
+
+
+def test_claims_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    """The report has the paper's sentence, its number and ours, and where curves turn up; so has JSON."""
+    path = tmp_path / "claims.toml"
+    path.write_text(
+        'turn = { metric = "ttft_p99_s", limit = 0.00001 }\n' + SWEEP
+        + '[[claims]]\nsays = "Faster"\npaper = "-5 %"\nmetric = "ttft_p99_s"\nof = "block*"\nover = "jsq"\nat = 2\n'
+    )  # fmt: skip
+    found = json.loads(run(str(path), "--only", "eight", "--out", str(tmp_path / "out"), "--json"))
+    results = {row["name"]: row for row in found["results"]}
+    share = results["ttft_p99_s.block_star_over_jsq.eight.2"]["value"]
+    assert -1 < share < 10
+    assert results["turns_at_qps.jsq.eight"]["value"] == 1.0
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert f"| Faster | -5 % | {100 * share:+.0f} % ± " in markdown
+    assert "<td>Faster</td>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_capacities_stand_below_what_no_placement_can_sustain(tmp_path: Path) -> None:
+    """Where an experiment asks for it, there is a row more."""
+    path = tmp_path / "bound.toml"
+    path.write_text("bound = true\n" + CAPACITY.replace("num_requests = 120", "num_requests = 1500"))
+    found = json.loads(run(str(path), "--only", "eight", "--seeds", "1", "--out", str(tmp_path / "out"), "--json"))
+    results = {row["name"]: row["value"] for row in found["results"]}
+    bound = results["capacity_qps.any_placement_at_most.eight"]
+    assert results["capacity_qps.jsq.eight"] < 1.1 * bound  # the start, from empty, is a gift
+    assert "gain_over_jsq.any_placement_at_most.eight" in results
+    assert "| any placement, at most |" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_goes_on_where_it_was(file: Path, tmp_path: Path) -> None:
     """What was measured is not measured again, and half of it leads to the same end."""
     arguments = (str(file), "--out", str(tmp_path / "out"), "--json")
