@@ -31,6 +31,7 @@ RESULT = np.dtype(
 )
 
 SHARED, ALONE, WITH_CANDIDATE = 0, 1, 2  # the layers of the workspace
+NO_SLOTS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +64,22 @@ class Forecaster:
         self._simulate = (
             simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
         )
-        self._make_room(num_candidates=1)
+        self._serial: int | None = None
+        self._is_ready = np.zeros(1, np.bool_)  # whether the shared simulation has come to where candidates are seen
+        self._shaped_like = engine.state
+        self._workspace = stack_like(engine.state, 3)
+        self._results = np.empty(1, RESULT).view(np.recarray)
 
-    def forecast(self, candidates: Sequence[Request], now_s: float, *, delays: bool = True) -> list[Forecast]:
+    def forecast(
+        self, candidates: Sequence[Request], now_s: float, *, delays: bool = True, serial: int | None = None
+    ) -> list[Forecast]:
         """Forecast each candidate as if it alone came to the engine now.
 
         All go through the same simulation up to where the first of them could be looked at. Without `delays` each
-        simulation stops at its candidate's last token.
+        simulation stops at its candidate's last token. The same `serial` as the last time says that the engine has
+        been left alone since, so that this simulation need not be made again.
         """
+        self._keep_shared(serial)
         slots = np.empty(len(candidates), np.int64)
         num_placed = 0
         try:
@@ -82,17 +91,28 @@ class Forecaster:
             for candidate in candidates[:num_placed]:
                 self.engine.unplace(candidate.request_id)
 
-    def _make_room(self, num_candidates: int) -> None:
-        self._shaped_like = self.engine.state
-        self._workspace = stack_like(self.engine.state, 3)
-        self._results = np.empty(num_candidates, RESULT).view(np.recarray)
+    def prepare(self, now_s: float, serial: int) -> None:
+        """Make the simulation that candidates share already now, for those who come while the engine is left alone."""
+        self._keep_shared(serial)
+        self._run(NO_SLOTS, now_s, delays=False)
+
+    def _keep_shared(self, serial: int | None) -> None:
+        if serial is None or serial != self._serial:
+            self._is_ready[0] = False
+        self._serial = serial
+
+    def _run(self, slots: np.ndarray, now_s: float, *, delays: bool) -> None:
+        state = self.engine.state
+        if state is not self._shaped_like:
+            self._shaped_like = state
+            self._workspace = stack_like(state, 3)
+            self._is_ready[0] = False
+        if len(slots) > len(self._results):
+            self._results = np.empty(len(slots), RESULT).view(np.recarray)
+        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), self._is_ready, self._results)
 
     def _forecast_placed(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
-        state = self.engine.state
-        if state is not self._shaped_like or len(slots) != len(self._results):
-            self._make_room(len(slots))
-        results = self._results
-        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), results)
+        self._run(slots, now_s, delays=delays)
         return [
             Forecast(
                 request_id=self.engine.id_of(slot),
@@ -110,7 +130,7 @@ class Forecaster:
             for slot, (
                 scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s,
                 output_tokens, num_preemptions, others_preempted, hit_tokens,
-            ) in zip(slots, results.tolist(), strict=True)
+            ) in zip(slots, self._results[: len(slots)].tolist(), strict=True)
         ]  # fmt: skip
 
 
@@ -118,14 +138,22 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
     """Make the simulation of candidates around a loop, and a way to get at a layer of the workspace."""
 
     def simulate(
-        source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
+        source: State,
+        workspace: State,
+        slots: np.ndarray,
+        now_s: float,
+        delays: bool,
+        is_ready: np.ndarray,
+        results: np.ndarray,
     ) -> None:
         # not as constants: the loop would be compiled anew for each of them
         nobody, any_number, tail = np.int64(NOBODY), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
         shared = layer(workspace, source, SHARED)
-        copy_into(shared, source)
-        if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-            drive(shared, FOREVER, any_number, tail)
+        if not is_ready[0]:
+            copy_into(shared, source)
+            if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
+                drive(shared, FOREVER, any_number, tail)
+                is_ready[0] = True
         alone = layer(workspace, source, ALONE)
         if delays:
             copy_into(alone, shared)
@@ -150,10 +178,16 @@ _simulate = inner_kernel(simulation_with(loop.drive, layer))
 
 @kernel
 def simulate(
-    source: State, workspace: State, slots: np.ndarray, now_s: float, delays: bool, results: np.ndarray
+    source: State,
+    workspace: State,
+    slots: np.ndarray,
+    now_s: float,
+    delays: bool,
+    is_ready: np.ndarray,
+    results: np.ndarray,
 ) -> None:
     """Run the engine on with each candidate in turn, and read off what became of it."""
-    _simulate(source, workspace, slots, now_s, delays, results)
+    _simulate(source, workspace, slots, now_s, delays, is_ready, results)
 
 
 simulate_directly = direct(simulate)

@@ -204,7 +204,6 @@ class ExportedEngine:
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.factor},
         )
-        self._changed()
         return met
 
     def _meet(self, view: View) -> Met:
@@ -239,6 +238,7 @@ class ExportedEngine:
         picture.now_s = max(picture.now_s, (monotonic_s - float(view.state["clock_origin_s"])) * view.clock_rate)
         picture.late_s = met.twin.late_s(picture.now_s) / view.clock_rate
         met.twin.let_time_pass(picture.now_s)
+        self._changed()
         if self._correction.ratios and monotonic_s - self._corrected_s > self._forget_s:
             self._forget_pace(met, picture)
         # an engine that does nothing publishes nothing, and stands as it did
@@ -291,7 +291,6 @@ class ExportedEngine:
         self._correction = Correction()
         met.twin.engine.set_pace(self._correction.factor)
         picture.counters["pace"] = self._correction.factor
-        self._changed()
 
 
 def _require(check: Callable[..., None], *arguments: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from predictor.forecast import Forecast, Forecaster
+from predictor.forecast import Forecast
 from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request
 from predictor.snapshot import Snapshot
@@ -61,6 +61,7 @@ class Sidecar:
         self.is_draining = False
         self._shows = Circuit(failures_to_open=UNSHOWN, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._forecast_s = 0.0  # what the last one took
+        self._was_asked = False  # since the last look
         self._silent_since: tuple[int, float] | None = None
         self._was_down = ""
         self._seen: Picture | None = None
@@ -103,11 +104,14 @@ class Sidecar:
             self.measures.ended("shown", len(promises))
 
     def catch_up(self) -> None:
-        """Look, and learn from what has ended."""
+        """Look, and learn from what has ended; where somebody asks, make ready what all forecasts share."""
         try:
             picture = self.look()
         except DownError:
             return
+        if self._was_asked and self.simulates_here(1):
+            picture.forecaster.prepare(picture.comes_s, picture.serial)
+            self._was_asked = False
         self.measures.pace.set(picture.counters.get("pace", 1.0))
         if ended := self.source.newly_ended():
             self.errors.compare(ended)
@@ -161,7 +165,8 @@ class Sidecar:
         """Simulate here and now if that is quick, else in a thread: it needs no interpreter lock."""
         if not requests:
             return []
-        simulate = partial(_timed, picture.forecaster, requests, picture.comes_s, delays=delays)
+        self._was_asked = True
+        simulate = partial(_timed, picture, requests, delays=delays)
         if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
         else:
@@ -218,12 +223,10 @@ class Sidecar:
             say(log, logging.INFO, "engine is up")
 
 
-def _timed(
-    forecaster: Forecaster, requests: Sequence[Request], now_s: float, *, delays: bool
-) -> tuple[list[Forecast], float]:
+def _timed(picture: Picture, requests: Sequence[Request], *, delays: bool) -> tuple[list[Forecast], float]:
     """Forecast, and tell what processor time that took: a busy machine does not make it a long simulation."""
     start_s = time.thread_time()
-    forecasts = forecaster.forecast(requests, now_s, delays=delays)
+    forecasts = picture.forecaster.forecast(requests, picture.comes_s, delays=delays, serial=picture.serial)
     return forecasts, time.thread_time() - start_s
 
 

@@ -148,6 +148,31 @@ def test_candidates_together_are_candidates_one_by_one(batcher: str) -> None:
     check()
 
 
+@every_batcher
+def test_what_candidates_share_is_simulated_once(batcher: str) -> None:
+    """Asked again of an engine that was left alone, at that moment or later, a forecaster answers as a new one would.
+
+    And so it does when the engine has changed, and it is told.
+    """
+
+    @examples(25)
+    @given(LOADS[batcher], moments, st.floats(0.0, 0.2))
+    def check(load: Load, moment: float, later_s: float) -> None:
+        others, (promised, *candidates) = split(load, 4)
+        engine, now_s = at_moment(others, moment, reserve=True)
+        forecaster = Forecaster(engine)
+        forecaster.prepare(now_s, serial=1)
+        for then_s in (now_s, now_s, now_s + later_s):
+            for delays in (False, True):
+                expected = Forecaster(engine).forecast(candidates, then_s, delays=delays)
+                assert forecaster.forecast(candidates, then_s, delays=delays, serial=1) == expected
+        engine.add(replace(promised, arrival_s=now_s))
+        expected = Forecaster(engine).forecast(candidates, now_s + later_s)
+        assert forecaster.forecast(candidates, now_s + later_s, serial=2) == expected
+
+    check()
+
+
 def test_an_idle_engine_delays_nobody() -> None:
     """The first request of all starts at once and has nobody beside it."""
     load = load_of("vllm_v1", (8, 3))
@@ -214,7 +239,7 @@ def test_a_forecast_does_not_depend_on_those_before(batcher: str) -> None:
         whole.advance()
         later_s = now_s + later * max(0.0, whole.now_s - now_s)
         clean, dirty = Forecaster(engine), Forecaster(engine)
-        dirty._make_room(len(candidates))
+        dirty.forecast(candidates, later_s)  # room for the candidates is made now
         dirty._workspace.requests["finished_s"] = 1e6 * np.arange(3)[:, None]
         dirty._workspace.requests["status"] = FINISHED
         assert dirty.forecast(candidates, later_s) == clean.forecast(candidates, later_s)
