@@ -24,6 +24,7 @@ from services.simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
 CASES = ((4, 0), (24, 0), (46, 0), (48, 10), (48, 20), (48, 50), (48, 100), (256, 200))
+ENGINES = 10  # random ones of each size
 BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
 
 
@@ -44,30 +45,31 @@ def main() -> None:
 
 
 def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
-    """Time forecasts on engines in each of the cases, to the candidate's last token and with all delays."""
+    """Time forecasts on engines in each of the cases: to the candidate's last token, with all delays, and once more."""
     for caching in (False, True):
         for running, waiting in CASES:
-            for delays in (False, True):
+            for what in ("", "delays", "again"):
                 times_us = [
-                    microseconds(running, waiting, caching=caching, delays=delays, seed=seed) for seed in range(10)
+                    microseconds(running, waiting, what, caching=caching, seed=seed, rounds=max(1, rounds // ENGINES))
+                    for seed in range(ENGINES)
                 ]
                 name = f"forecast_us.r{running}.w{waiting}"
                 name += ".caching" if caching else ""
-                name += ".delays" if delays else ""
+                name += f".{what}" if what else ""
                 yield {"name": name, "value": statistics.median(times_us), "unit": "us", "n": rounds}
 
 
-def microseconds(running: int, waiting: int, *, caching: bool, delays: bool, seed: int, rounds: int = 20) -> float:
-    """Median time of one forecast on one random engine of the wanted size."""
+def microseconds(running: int, waiting: int, what: str, *, caching: bool, seed: int, rounds: int) -> float:
+    """Median time of one forecast on one random engine of the wanted size; `again` is of an engine left alone since."""
     rng = random.Random(seed)
     engine = engine_with(running, waiting, rng, caching=caching)
     candidate = sharegpt_like("candidate", rng)
     forecaster = Forecaster(engine)
-    now_s = engine.now_s
+    now_s, serial = engine.now_s, 1 if what == "again" else None
     times = []
     for _ in range(rounds):
         start_ns = time.perf_counter_ns()
-        forecaster.forecast([candidate], now_s, delays=delays)
+        forecaster.forecast([candidate], now_s, delays=what == "delays", serial=serial)
         times.append((time.perf_counter_ns() - start_ns) / 1000)
     return statistics.median(times)
 

@@ -2,7 +2,9 @@
 
 Two engines of vLLM's CPU build serve the same small random model on the same core, one with BLOCK_EXPORT=0. Only one of
 them has anything to do at a time: in each round one is sent as many streams at once as told, then the other, and the
-next round begins with the other. Nothing of ours reads the state meanwhile.
+next round begins with the other. Nothing of ours reads the state meanwhile. The model is narrow and deep, so that its
+steps take about as long as those of a large model on a GPU; the state lies in memory, as it does by default: written to
+a disk's file system it costs ten times as much.
 
 - `tpot_ms.{with|without}.{concurrency}`: the median over rounds of a round's median;
 - `tpot_overhead.{concurrency}`: the median over rounds of with / without - 1, each pair within one round; `low` and
@@ -66,6 +68,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CASES, help="streams at once")
+    parser.add_argument("--hidden", type=int, default=128, help="size of the model")
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--core", default="0", help="of both engines' workers")
     arguments = parser.parse_args()
     if not interpreter().exists():
@@ -91,16 +95,17 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds]:
     """Start both engines, and let them take turns."""
     measured = {(name, one): Rounds() for name in ("with", "without") for one in arguments.concurrency}
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder, "model"))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=in_memory()) as shown:
+        model = tiny_model(Path(folder, "model"), **shape_of(arguments))
+        state = Path(shown, "state")
         engines = {
-            "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(Path(folder, "state"))}),
+            "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(state)}),
             "without": engine_of("without", model, arguments.core, {"BLOCK_EXPORT": "0"}),
         }
         try:
             for engine in engines.values():
                 await engine.start()
-            require_shown(Path(folder, "state"))
+            require_shown(state)
             for number in range(-WARM_UP, arguments.rounds):
                 for concurrency in arguments.concurrency:
                     for name in ("with", "without") if number % 2 else ("without", "with"):
@@ -113,6 +118,20 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
         finally:
             await asyncio.gather(*(engine.stop() for engine in engines.values()))
     return measured
+
+
+def shape_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """What the model's config is to say of its size."""
+    heads = max(1, arguments.hidden // 64)
+    return {
+        "hidden_size": arguments.hidden, "intermediate_size": 3 * arguments.hidden,
+        "num_hidden_layers": arguments.layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+    }  # fmt: skip
+
+
+def in_memory() -> str | None:
+    """Where files are in memory; None on systems that say so nowhere."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
 
 
 def require_shown(state: Path) -> None:

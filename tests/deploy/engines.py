@@ -60,12 +60,12 @@ def need_vllm() -> None:
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
 
 
-def tiny_model(folder: Path) -> Path:
-    """A model nobody has trained, with a tokenizer that knows single characters."""
+def tiny_model(folder: Path, **shape: int) -> Path:
+    """A model nobody has trained, of another shape if that is told, with a tokenizer that knows single characters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(TINY | shape))
     words = ["<unk>", "<s>", "</s>", *(chr(number) for number in range(32, 127))]
     words += [f"w{number}" for number in range(TINY["vocab_size"] - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
