@@ -118,6 +118,8 @@ async def run_until_told(settings: Any) -> None:
             started = True
             for policy, url in cluster.gateway_urls.items():
                 print(f"{policy}: {url}/v1", file=sys.stderr)
+            if cluster.provisioner_address:
+                print(f"provisioner: block provision status --address {cluster.provisioner_address}", file=sys.stderr)
             await stop.wait()
     except StartError as error:
         raise ValueError(str(error)) from None

@@ -50,6 +50,11 @@ class Cluster:
         """Where each policy's gateway is."""
         return {policy: self.url_of(f"gateway-{policy}") for policy in self.settings.policies}
 
+    @property
+    def provisioner_address(self) -> str:
+        """Where the provisioner is asked; nothing where there is none."""
+        return self.address_of(PROVISIONER) if self.settings.span is not None else ""
+
     def url_of(self, name: str) -> str:
         """The address of a part that speaks HTTP."""
         return f"http://{self.settings.host}:{self.children[name].port}"

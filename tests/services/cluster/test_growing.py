@@ -93,8 +93,9 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
         with up(tmp_path) as (process, said):
             await until(lambda: bool(told(process, said, r"block: (http://\S+)/v1")), LONG_S, "a gateway")
             url = told(process, said, r"block: (http://\S+)/v1")
-            port = told(process, said, r"serving part=provisioner\b.*? port=(\d+)")
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            address = r"provisioner: block provision status --address (\S+)"
+            await until(lambda: bool(told(process, said, address)), LONG_S, "the provisioner's address")
+            async with grpc.aio.insecure_channel(told(process, said, address)) as channel:
                 stub = provisioner_pb2_grpc.ProvisionerStub(channel)
 
                 async def pool() -> pb.PoolStatus:
