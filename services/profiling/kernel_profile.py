@@ -151,8 +151,8 @@ def _shape_for(steps: Steps) -> Shape:
         numbers=numbers if np.any(steps.num_prefills > 0) else (),
         decode_base=alone,
         decode_slope=alone,
-        mixed_base=beside[::2],
-        mixed_slope=beside[::2],
+        mixed_base=beside,
+        mixed_slope=beside,
     )
 
 

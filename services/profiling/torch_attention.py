@@ -14,7 +14,7 @@ from services.profiling.kernel_plan import AttentionBatch
 from services.profiling.paged_layout import Counts, num_pages, paged_layout
 from services.profiling.shares import Share
 from services.profiling.stopwatch import Run
-from services.profiling.torch_layer import CACHE_BYTES
+from services.profiling.torch_layer import CACHE_BYTES, drawn
 
 PAGE_TOKENS = 256  # FlashAttention's pages must be multiples of that
 HALVES = ("bfloat16", "float16")
@@ -165,4 +165,4 @@ def _enough(largest: int, bytes_each: int, num_layers: int) -> int:
 
 
 def _random(share: Share, device: torch.device, *sizes: int) -> torch.Tensor:
-    return torch.empty(sizes, device=device, dtype=getattr(torch, share.dtype)).normal_()
+    return drawn(sizes, getattr(torch, share.dtype), device)

@@ -6,6 +6,9 @@ for rotary positions and the activation one kernel that moves as many bytes stan
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -15,6 +18,7 @@ from services.profiling.stopwatch import Run
 CACHE_BYTES = 2**28  # no cache of a device is larger: weights are read from memory, as they are where layers take turns
 SCALE = 0.02  # of weights: products neither overflow nor vanish
 EPSILON = 1e-6
+MOST_DRAWN = 2**20
 
 
 class TorchLayer:
@@ -23,7 +27,8 @@ class TorchLayer:
     def __init__(self, share: Share, device: torch.device) -> None:
         """Make the weights, of each as many copies as no cache holds."""
         self._share = share
-        self._like = {"device": device, "dtype": getattr(torch, share.dtype)}
+        self._device = device
+        self._dtype = getattr(torch, share.dtype)
         hidden, heads = share.model.hidden_size, share.num_heads * share.model.head_dim
         self._qkv = self._copies(share.qkv_size, hidden)
         self._o = self._copies(hidden, heads)
@@ -45,8 +50,8 @@ class TorchLayer:
         activated = self._random(tokens, share.intermediate_size)
         keys_and_values = self._random(tokens, 2 * share.num_kv_heads * model.head_dim)
         cache = torch.empty_like(keys_and_values)
-        slots = torch.randperm(tokens, device=self._like["device"])
-        ids = torch.randint(share.vocab_size, (tokens,), device=self._like["device"])
+        slots = torch.randperm(tokens, device=self._device)
+        ids = torch.randint(share.vocab_size, (tokens,), device=self._device)
 
         def norm(_: int) -> torch.Tensor:
             residual.add_(hidden)
@@ -81,7 +86,14 @@ class TorchLayer:
         return [first, *(first.clone() for _ in range(more))]
 
     def _random(self, *sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, **self._like).normal_(std=SCALE)
+        return drawn(sizes, self._dtype, self._device).mul_(SCALE)
+
+
+def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Fill a tensor with normal numbers: a million of them, over and over, as drawing more takes processors long."""
+    count = math.prod(sizes)
+    some = torch.empty(min(count, MOST_DRAWN), dtype=dtype, device=device).normal_()
+    return some.repeat(-(-count // len(some)))[:count].view(*sizes)
 
 
 def _multiplied(states: torch.Tensor, copies: list[torch.Tensor], bias: torch.Tensor | None = None) -> Run:
