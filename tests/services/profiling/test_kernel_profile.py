@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from predictor.fitting.regression import COLUMNS, Steps, predict
+from predictor.fitting.roofline import GPUS, MEMORY_UTILIZATION
 from predictor.step_time import StepTime
 from services.data import data_folder
 from services.profiling.kernel_plan import NUM_MIXES, AttentionBatch, Reach, chunks, decodes, mixes, token_counts
 from services.profiling.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step, with_told
 from services.profiling.shares import Share, share_of
+from services.simulator.measured_runs import MEASURED_RUNS
+from services.simulator.replay import replay
 from tests.services.profiling.test_shares import LLAMA_8B
 
 SHARE = share_of(LLAMA_8B)
@@ -126,18 +129,9 @@ def test_too_little_is_refused() -> None:
 )  # fmt: skip
 def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str, object], devices: int) -> None:
     """Of published tables the fit sees as many batches as would be timed, and foretells thousands of others."""
-    try:
-        folder = data_folder() / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{devices}"
-    except ValueError as missing:
-        pytest.skip(str(missing))
     share = share_of(config, tensor_parallel=devices)
-    timings = published(folder, share)
-    drawn = np.random.default_rng(0).permutation(
-        len(mixed := [b for b in timings.attention if b.chunk and b.num_decodes])
-    )
-    seen = {mixed[index] for index in drawn[:NUM_MIXES]}
-    apart = {b: s for b, s in timings.attention.items() if b in seen or not (b.chunk and b.num_decodes)}
-    step_time, error, _ = fit_kernels(replace(timings, attention=apart), share, Told())
+    timings = published(model, share)
+    step_time, error, _ = fit_kernels(as_if_timed(timings), share, Told())
     every = composed(timings, share)
     off = np.abs(predict(step_time, every) / every.seconds - 1)
     assert error.p50 < 0.02
@@ -145,8 +139,33 @@ def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str
     assert np.mean(off) < 0.05
 
 
-def published(folder: Path, share: Share) -> Timings:
+def test_a_measured_run_takes_a_little_longer_than_its_kernels() -> None:
+    """Of a real vLLM's run such a profile misses the processor's time, and no more."""
+    timings = published("meta-llama/Llama-3.1-8B", SHARE)
+    step_time, _, _ = fit_kernels(as_if_timed(timings), SHARE, Told())
+    run = next(run for run in MEASURED_RUNS.values() if run.profile == "llama-3.1-8b-rtxpro6000")
+    requests, measured = run.requests(data_folder())
+    room = SHARE.kv_tokens(GPUS["RTX-PRO-6000"].memory_bytes, MEMORY_UTILIZATION)
+    replayed = replay(run.config(room // 16), step_time, requests)
+    off = np.array([outcome.e2e_s for outcome in replayed]) / measured.last_token_s - 1
+    assert -0.1 < np.median(off) < 0
+
+
+def as_if_timed(timings: Timings) -> Timings:
+    """Keep so much as the command would time: all batches of one kind, and a few mixes."""
+    mixed = [batch for batch in timings.attention if batch.chunk and batch.num_decodes]
+    drawn = np.random.default_rng(0).permutation(len(mixed))[:NUM_MIXES]
+    dropped = set(mixed) - {mixed[index] for index in drawn}
+    return replace(timings, attention={b: s for b, s in timings.attention.items() if b not in dropped})
+
+
+def published(model: str, share: Share) -> Timings:
     """Read LLMServingSim's tables as timings, to contexts of 16k and 200k tokens in a batch."""
+    try:
+        data = data_folder()
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    folder = data / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{share.tensor_parallel}"
     names = {
         "embedding": "embedding", "norm": "layernorm", "qkv": "qkv_proj", "qk_norm": "qk_norm", "rotary": "rotary_emb",
         "o": "o_proj", "gate_up": "gate_up_proj", "activation": "act_fn", "down": "down_proj",
