@@ -110,7 +110,7 @@ def _number(claim: Claim, setting: str, rate: float, read: Read) -> Seen | None:
         values = [one / other - 1 for one, other in pairs if other]
     if not values:
         return None
-    half = half_width(values) if len(values) > 1 else None
+    half = half_width(values) if len({*values}) > 1 else None
     return Seen(setting=setting, rate=rate, value=float(np.mean(values)), half=half)
 
 

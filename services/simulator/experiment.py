@@ -307,7 +307,7 @@ def growth_rows(found: growth_compared.Found) -> list[Row]:
 
 
 def _mean_row(name: str, values: Sequence[float], unit: str) -> Row:
-    half = half_width(values) if len(values) > 1 else None
+    half = half_width(values) if len({*values}) > 1 else None  # runs that do not differ tell nothing of others
     return Row(name=name, value=float(np.mean(values)), unit=unit, n=len(values), ci95=half)
 
 

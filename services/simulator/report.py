@@ -169,7 +169,7 @@ def _papers(experiment: Experiment, setting: str, baseline: str) -> dict[str, tu
     }
 
 
-def _sweep_tables(experiment: Experiment, findings: Findings) -> list[str]:
+def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
     tables = []
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
@@ -178,7 +178,7 @@ def _sweep_tables(experiment: Experiment, findings: Findings) -> list[str]:
             lines = [f"| {title_of(metric)} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
             for name, curve in curves.items():
                 at = {x: (y, half) for x, y, half in curve}
-                cells = [rounded(at[x][0], at[x][1] if experiment.seeds > 1 else None) if x in at else "" for x in xs]
+                cells = [rounded(at[x][0], at[x][1] or None) if x in at else "" for x in xs]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
             tables.append("\n".join(lines))
     return tables

@@ -40,5 +40,5 @@ def number_of(row: Row) -> str:
 def rounded(value: float, half: float | None = None) -> str:
     """Write a number to as many digits as its interval lets count, or three."""
     size = abs(half or 0.0) / 10 or abs(value) / 100 or 1.0
-    decimals = max(0, min(4, -math.floor(math.log10(size) + 1e-9)))
+    decimals = max(0, min(6, -math.floor(math.log10(size) + 1e-9)))
     return f"{value:.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}")
