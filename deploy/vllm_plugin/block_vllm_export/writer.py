@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import os
+import platform
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
 NEVER = -1.0
 UNKNOWN = -1
 DIGEST_BYTES = 16
+IS_ORDERED = platform.machine() == "x86_64"  # others see what is stored in the order of storing; else calls write it
 MOST_SINGLE_WRITES = 16  # of blocks; more are written with all others, at once
 
 
@@ -28,9 +31,12 @@ class Writer:
     """One engine's state file: fill in the arrays, then `publish` everything at once.
 
     The arrays (`state`, `running`, `waiting`, `batch`, `live`, `blocks`) are this process's own, and nobody sees them
-    before they are published. A file that is too small is replaced by a larger one, by `grow`. System calls write it
-    and not a mapping, for a mapped page kills the process when the memory behind it runs out. What goes wrong is an
+    before they are published. A file that is too small is replaced by a larger one, by `grow`. What goes wrong is an
     OSError, after which the file can only be closed.
+
+    The file is written through a mapping, and of that only where memory is known to be: a page that none is left for
+    would kill the process. A system call for each piece would be simpler, but lets go of the interpreter lock, and
+    beside vLLM's own threads it took up to a millisecond each time until the engine's loop had it again.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Writer:
         self._sequence = self._generation = 0
         self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
+        self._mapping: mmap | None = None
+        self._certain = bytearray()  # for each page of the file, whether there is memory for it
         self._num_steps = 0
         self._rows: list[tuple[str, int, bytes]] = []  # to be written with the next publication: where, what
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
@@ -153,6 +161,7 @@ class Writer:
     def grow(self, num_slots: int) -> None:
         """Go on in a larger file, with all that was noted; readers find it where this one was."""
         old_places, old_descriptor, old_arrays = self._places, self._descriptor, self._arrays()
+        old_mapping, self._mapping = self._mapping, None
         self._allocate(num_slots)
         for old, new in zip(old_arrays, self._arrays(), strict=True):
             new[: len(old)] = old
@@ -173,6 +182,8 @@ class Writer:
         try:
             self._put_file_in_place()
         finally:
+            if old_mapping is not None:
+                old_mapping.close()
             os.pwrite(old_descriptor, layout.STATUS.pack(layout.SUPERSEDED), layout.STATUS_AT)
             os.close(old_descriptor)
 
@@ -185,6 +196,12 @@ class Writer:
         with suppress(OSError):
             if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
                 self.path.unlink()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -226,9 +243,12 @@ class Writer:
         self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             process.lock_as_writer(self._descriptor)
-            os.truncate(self._descriptor, layout.end_of(self._places))
-            certain = self._places["tables"].offset  # what follows may stay a hole for long
-            os.posix_fallocate(self._descriptor, 0, certain)
+            size = layout.end_of(self._places)
+            os.truncate(self._descriptor, size)
+            self._certain = bytearray(-(-size // PAGESIZE))
+            self._make_certain(0, self._places["tables"].offset)  # what follows may stay a hole for long
+            if IS_ORDERED:
+                self._mapping = mmap(self._descriptor, size)
             self._generation += 1
             self._write(self._header(), 0)
             self._write(self._settings, self._places["settings"].offset)
@@ -236,8 +256,7 @@ class Writer:
             beside.replace(self.path)
         except BaseException:
             beside.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._let_go()
             raise
 
     def _header(self) -> bytes:
@@ -254,8 +273,20 @@ class Writer:
         return bytes(header)
 
     def _write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        if os.pwrite(self._descriptor, data, offset) != memoryview(data).nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        size = memoryview(data).nbytes
+        if self._mapping is None:
+            if os.pwrite(self._descriptor, data, offset) != size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        elif size:
+            self._make_certain(offset, size)
+            self._mapping[offset : offset + size] = data
+
+    def _make_certain(self, offset: int, size: int) -> None:
+        """Have memory for a part of the file."""
+        first, end = offset // PAGESIZE, -(-(offset + size) // PAGESIZE)
+        if not all(self._certain[first:end]):
+            os.posix_fallocate(self._descriptor, offset, size)
+            self._certain[first:end] = b"\1" * (end - first)
 
 
 def short_id(request_id: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from services.export.identity import client_id
 from services.export.reader import Reader
 from services.export.snapshot import snapshot_from_view
 from services.export.view import UnreadableError
+from services.export.writer import Writer
 from services.simulator.replay import replay
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated
 
@@ -353,12 +353,11 @@ def test_an_engine_outlives_its_state_file(tmp_path: Path, monkeypatch: pytest.M
     """When the file cannot be written any more it is given up; requests are served on."""
     with emulated(tmp_path) as engine:
         engine.complete(max_tokens=3)
-        real = os.pwrite
 
-        def full(descriptor: int, data: bytes, offset: int) -> int:
-            return real(descriptor, memoryview(data)[:1], offset)
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(os, "pwrite", full)
+        monkeypatch.setattr(Writer, "publish", full)
         assert engine.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
         monkeypatch.undo()
         with pytest.raises(UnreadableError):

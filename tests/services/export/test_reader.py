@@ -25,7 +25,7 @@ from services.export.identity import client_id, short_hash
 from services.export.reader import Reader
 from services.export.snapshot import snapshot_from_view
 from services.export.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, UnreadableError
-from services.export.writer import Writer, short_id
+from services.export.writer import IS_ORDERED, Writer, short_id
 from tests.services.export.files import CONFIG, busy, writer_at
 
 ROOT = Path(__file__).parents[3]
@@ -220,6 +220,26 @@ def test_a_full_disk_leaves_nothing_behind(path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space"):
         writer_at(path)
     assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.skipif(not IS_ORDERED, reason="the file is written by system calls, which fail by themselves")
+def test_memory_that_runs_out_later_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the file that nothing was written to yet is written only once there is memory for it."""
+    writer = writer_at(path, num_slots=4096)
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        writer.publish()
+        writer.put_blocks(4095, np.array([7]))
+        with pytest.raises(OSError, match="No space"):
+            writer.publish()
+    writer.put_blocks(4095, np.array([7]))
+    writer.publish()
+    assert Reader(str(path)).read().state["num_free_blocks"] == 32
+    writer.close()
 
 
 WRITE_FOR_EVER = """
