@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--instances", "-n", type=int, default=4, show_default=True, help="Emulated engines.")
-@click.option("--rate", type=float, default=12.0, show_default=True, help="Requests per second of engine time.")
+@click.option("--rate", type=float, default=14.0, show_default=True, help="Requests per second of engine time.")
 @click.option("--seconds", type=float, default=36.0, show_default=True, help="Of traffic for each policy, engine time.")
 @click.option("--speed", type=float, default=3.0, show_default=True, help="Engine seconds per second.")
 @click.option("--profile", "-p", default="llama-2-7b-a30", show_default=True, help="Latency profile of the engines.")

@@ -32,7 +32,7 @@ class DemoSettings:
     """How much of what; times and rates are the engines', which run `speed` times as fast as the wall clock."""
 
     instances: int = 4
-    rate: float = 12.0
+    rate: float = 14.0
     seconds: float = 36.0
     speed: float = 3.0
     profile: str = "llama-2-7b-a30"
