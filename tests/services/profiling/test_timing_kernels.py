@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from predictor.fitting.regression import predict
 from predictor.step_time import StepTime
@@ -17,7 +20,7 @@ from services.profiling.kernel_plan import AttentionBatch, Reach
 from services.profiling.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step
 from services.profiling.shares import share_of
 from services.profiling.stopwatch import CpuStopwatch
-from services.profiling.timing_kernels import KernelWish, Timed, time_kernels
+from services.profiling.timing_kernels import KernelWish, Timed, _Budget, time_kernels
 from services.profiling.torch_attention import (
     AttentionInARow,
     AttentionOverPages,
@@ -152,6 +155,26 @@ def test_what_would_not_end_in_time_is_left_out(timed: Timed) -> None:
     assert shares[-1] == 1.0
     with pytest.raises(ValueError, match="budget: .* too few"):
         fit_kernels(little.timings, SHARE, Told())
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0.5, 5000.0), st.floats(0.1, 1.0))
+@settings(deadline=None)
+def test_a_budget_is_kept_where_time_grows_with_work(works: list[int], budget_s: float, until: float) -> None:
+    """Cheapest first, and no point is begun that would end too late, but for the first; none that would fit is missed."""
+    now_s = 0.0
+
+    def timed(work: int) -> float:
+        nonlocal now_s
+        now_s += work
+        return now_s
+
+    with patch("services.profiling.timing_kernels.time.monotonic", lambda: now_s):
+        budget = _Budget(budget_s, len(works), lambda _: None)
+        points = sorted(set(works))
+        found = budget.spend(until, points, float, timed)
+    assert list(found) == points[: len(found)]
+    assert len(found) == 1 or sum(found) <= until * budget_s * (1 + 1e-9)
+    assert len(found) == len(points) or sum(points[: len(found) + 1]) > until * budget_s * (1 - 1e-9)
 
 
 def test_attention_in_a_row_computes_attention() -> None:
