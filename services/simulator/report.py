@@ -45,7 +45,7 @@ def as_markdown(experiment: Experiment, findings: Findings) -> str:
         parts += ["## Beside the paper", claims_table(findings), "## Measured"]
     parts += _tables(experiment, findings)
     if experiment.differences:
-        parts.append("## Where conditions differ from the paper's")
+        parts.append(f"## {differences_of(experiment)}")
         parts.append("\n".join(f"- {line}" for line in experiment.differences))
     parts.append(seeds_of(experiment))
     parts.append(f"`block experiment {experiment.name}`")
@@ -59,6 +59,12 @@ def seeds_of(experiment: Experiment) -> str:
     return f"{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t)."
 
 
+def differences_of(experiment: Experiment) -> str:
+    """Head the conditions: an experiment that no paper has differs from none."""
+    has_paper = experiment.paper or experiment.claims or experiment.kind == PROVISIONING
+    return "Where conditions differ from the paper's" if has_paper else "What this rests on"
+
+
 def as_html(experiment: Experiment, findings: Findings) -> str:
     """Write a page with plots, tables and the settings."""
     body = [f"<h1>{escape(experiment.title)}</h1>"]
@@ -69,7 +75,7 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     body += [_html_table(table) for table in _tables(experiment, findings)]
     if experiment.differences:
         items = "".join(f"<li>{_html_text(line)}</li>" for line in experiment.differences)
-        body.append(f"<h2>Where conditions differ from the paper's</h2><ul>{items}</ul>")
+        body.append(f"<h2>{differences_of(experiment)}</h2><ul>{items}</ul>")
     marks = " Open circles are the paper's." if experiment.paper else ""
     body.append(f"<p>{seeds_of(experiment)}{marks} <code>block experiment {escape(experiment.name)}</code></p>")
     settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
