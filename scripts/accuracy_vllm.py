@@ -42,7 +42,7 @@ import numpy as np
 import uvloop
 from scipy.stats import spearmanr
 
-from predictor.profile import Profile, profile_to_json
+from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import Request
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
     parser.add_argument("--sample", type=float, default=0.05, help="share of requests that are sent to both")
     parser.add_argument("--budget", default="150s", help="for the profiles")
+    parser.add_argument("--profiles", metavar="DIR", help="where profiles are kept, and taken from")
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2)
@@ -186,7 +187,24 @@ def tiny_model(folder: Path, hidden: int, layers: int) -> Path:
 
 
 async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Instance]:
-    """Measure all engines at the same time: that is how they will run."""
+    """Give each engine its profile: one that was kept, or else a new one."""
+    kept = None if arguments.profiles is None else Path(arguments.profiles)
+    files = [] if kept is None else [kept / f"vllm-{number}.json" for number in range(len(engines))]
+    if files and all(file.exists() for file in files):
+        made = [profile_from_json(file.read_text(encoding="utf-8")) for file in files]
+    else:
+        made = await measured(engines, arguments)
+        for file, profile in zip(files, made, strict=False):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(profile_to_json(profile), encoding="utf-8")
+    return [
+        Instance(name=f"vllm-{number}", engine=engine, profile=profile)
+        for number, (engine, profile) in enumerate(zip(engines, made, strict=True))
+    ]
+
+
+async def measured(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Profile]:
+    """Measure all engines at the same time, as `block profile measure` does: that is how they will run."""
     orders = [
         Orders(
             engine_url=engine.url,
@@ -199,10 +217,7 @@ async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) ->
         for number, engine in enumerate(engines)
     ]
     made = await asyncio.gather(*(measured_profile(one, lambda _: None) for one in orders))
-    return [
-        Instance(name=f"vllm-{number}", engine=engine, profile=profile)
-        for number, (engine, (profile, _)) in enumerate(zip(engines, made, strict=True))
-    ]
+    return [profile for profile, _ in made]
 
 
 def plan_of(arguments: argparse.Namespace, instances: Sequence[Instance]) -> list[Planned]:

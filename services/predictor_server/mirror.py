@@ -23,6 +23,7 @@ from services.predictor_server.counters import Counters
 from services.predictor_server.picture import DownError, Ended, Picture
 from services.predictor_server.plausible import require_possible
 from services.predictor_server.promised import Length, Lengths, Promised
+from services.predictor_server.reckoning import Reckoning
 from services.predictor_server.settings import MirrorSettings
 from services.predictor_server.strangers import Strangers
 from services.predictor_server.totals import Totals
@@ -33,8 +34,9 @@ log = logging.getLogger(__name__)
 
 MOST_NOTES = 1 << 20
 STARTING = common_pb2.INSTANCE_STATE_STARTING
+SKEW_S = 0.01  # between the tokens and the totals of a moment: they come by different connections
 SILENT_S = 1.0  # after which a request that should have shown a token is thought to wait
-LOST_READINGS = 4  # in a row that count fewer requests than are known: the most silent ones are not there
+LOST_READINGS = 8  # in a row that count fewer requests than are known: the most silent ones are not there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Life:
     twin: Twin
     forecaster: Forecaster
     strangers: Strangers
+    reckoning: Reckoning
 
 
 class MirroredEngine:
@@ -81,7 +84,6 @@ class MirroredEngine:
         self._num_ended = 0
         self._counters = Counters()
         self._heard_s = self._progress_s = time.monotonic()
-        self._gained = (0.0, 0)  # engine's tokens at the last reading, and the model's
         self.num_unknown = 0  # requests that came to the engine by another way
 
     # What the proxy and the reader of totals note; times are monotonic.
@@ -101,9 +103,9 @@ class MirroredEngine:
         """Note that so many tokens of its answer have been seen."""
         self._note(partial(self._take_tokens, name, num_tokens, exact))
 
-    def ended(self, name: str, num_tokens: int, *, completed: bool) -> None:
+    def ended(self, name: str, num_tokens: int, *, completed: bool, exact: bool = True) -> None:
         """Note its end, and how many tokens it had; one that did not complete may have ended anywhere."""
-        self._note(partial(self._take_end, name, num_tokens, completed))
+        self._note(partial(self._take_end, name, num_tokens, completed, exact))
 
     def read(self, totals: Totals) -> None:
         """Note what the engine's metrics tell."""
@@ -232,14 +234,14 @@ class MirroredEngine:
         if (tracker := self._tracking(name)) is not None:
             tracker.produced(name, num_tokens, self._engine_s(at_s), exact=exact)
 
-    def _take_end(self, name: str, num_tokens: int, completed: bool, at_s: float) -> None:
+    def _take_end(self, name: str, num_tokens: int, completed: bool, exact: bool, at_s: float) -> None:
         self._heard_s = at_s
         guest, tracker = self._guests.pop(name, None), self._tracking(name)
         if tracker is not None:
             now_s = self._engine_s(at_s)
             if completed and num_tokens > 0:
                 self._progress_s = at_s
-                tracker.produced(name, num_tokens, now_s, ended=True)
+                tracker.produced(name, num_tokens, now_s, ended=True, exact=exact)
             else:
                 tracker.drop(name, now_s)
         if guest is not None:
@@ -272,7 +274,7 @@ class MirroredEngine:
             self._progress_s = at_s
         now_s = self._engine_s(at_s)
         life.tracker.run_to(now_s)
-        self._learn_pace(life, totals, before)
+        life.reckoning.read(totals, now_s)
         self._balance(life, totals, now_s)
         self._counters.take(
             {
@@ -291,8 +293,10 @@ class MirroredEngine:
         tracker.send_back(tracker.unconfirmed(now_s, SILENT_S * self._speed))
         if totals.running is not None and totals.waiting is not None:
             life.strangers.suppose(round(totals.running), round(totals.waiting), totals.kv_usage, now_s)
-            num_known = len(tracker.requests) - len(life.strangers)
-            too_many = num_known - round(totals.running + totals.waiting)
+            # who came just now may be on the way still, and was not counted
+            settled_s = now_s - SILENT_S * self._speed
+            num_settled = sum(self._engine_s(one.arrived_s) < settled_s for one in self._guests.values())
+            too_many = num_settled - round(totals.running + totals.waiting)
             self._num_lost = self._num_lost + 1 if too_many > 0 else 0
             if self._num_lost >= LOST_READINGS:
                 self._drop_silent(tracker, too_many, now_s)
@@ -312,18 +316,6 @@ class MirroredEngine:
             if now_s - tracker.requests[name].heard_s < SILENT_S * self._speed:
                 break
             tracker.drop(name, now_s)
-
-    def _learn_pace(self, life: Life, totals: Totals, before: Totals | None) -> None:
-        """Where no tokens are seen one by one, learn from how many the engine counts."""
-        tracker = life.tracker
-        mine = tracker.num_stepped()
-        theirs, (theirs_before, mine_before) = totals.generation_tokens or 0.0, self._gained
-        self._gained = (theirs, mine)
-        if before is None or len(life.strangers) or any(one.streamed for one in tracker.requests.values()):
-            return
-        if theirs > theirs_before and mine > mine_before:
-            ratio = (mine - mine_before) / (theirs - theirs_before)
-            tracker.learn(tracker.correction.factor * ratio)
 
     # The model.
 
@@ -369,9 +361,9 @@ class MirroredEngine:
             twin=twin,
             forecaster=Forecaster(twin.engine),
             strangers=Strangers(tracker),
+            reckoning=Reckoning(tracker, SKEW_S * self._speed),
         )
         self._picture = None
-        self._gained = (0.0, 0)
         self._guests.clear()
         self._promised.move_to(twin.engine)
         return self._life

@@ -46,5 +46,6 @@ class Notes:
         self._ended = True
         completed = self._told is not None
         num_tokens = self._told if self._told is not None else self.count_so_far
+        exact = completed and self.prompt_tokens is not None  # the engine has counted, and not only its events were
         for name in self.names:
-            self.mirror.ended(name, num_tokens // max(1, len(self.names)), completed=completed)
+            self.mirror.ended(name, num_tokens // max(1, len(self.names)), completed=completed, exact=exact)

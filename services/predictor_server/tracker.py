@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,22 +15,36 @@ from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, RUNNING
 from predictor.step_time import StepTime
 from services.predictor_server.queues import demoted, promoted, recounted, rewound
+from services.predictor_server.stretch import Stretch
 
 MOST_AT_ONCE = 64  # steps that one sign may bring to their end
 TOO_SOON = 0.3  # of a step's foretold time: none ends earlier, so what shows then belongs to the step before
 LEARN_STEPS, LEARN_S = 8, 0.25  # the span over which real time is compared with the foretold
-MOST_FORETOLD = 4096
+MOST_UNTOLD = 1024  # steps that are learnt from only when it is told how many tokens they had
+LAGGING = 8  # events of a stream; behind the others at all of them, it has had several tokens in one
 AHEAD = 2  # tokens that the model may be ahead of what was seen; clients see them a moment late
 
 
 @dataclass(slots=True, kw_only=True)
 class Tracked:
-    """What is known of one request: whether its tokens are seen one by one, how many were, and when last."""
+    """What is known of one request: whether its tokens are seen one by one, how many were, and when last.
+
+    Engines put several tokens into one event when they are busy, so that `num_hidden` more have come than were seen.
+    """
 
     slot: int
     streamed: bool
     num_seen: int = 0
+    num_hidden: int = 0
     heard_s: float
+    lags: list[int] = field(default_factory=list)  # tokens that it was behind the model, at its last events
+
+    def noted(self, lag: int) -> None:
+        """Note how far it is behind; where that lasts, the tokens have come unseen."""
+        self.lags.append(max(0, lag))
+        if len(self.lags) == LAGGING:
+            self.num_hidden += min(self.lags)
+            self.lags.clear()
 
 
 class Tracker:
@@ -51,9 +65,8 @@ class Tracker:
         self._num_gone = 0  # tokens of requests that have ended
         self._gone: list[str] = []  # ended, and still in a step under way
         self._watched = np.zeros(len(self.engine.state.requests), np.bool_)  # by slot
-        self._foretold: list[float] = []  # uncorrected seconds of the steps planned since the anchor
-        self._anchor_s: float | None = None
-        self._sample: float | None = None  # to be learnt from, unless it turns out that a step passed unseen
+        self.stretch = Stretch()
+        self.is_told = False  # how many tokens the engine produces, so that it is learnt then how long they took
         self.engine.state.engine[0].now_s = now_s
 
     def __contains__(self, name: str) -> bool:
@@ -84,6 +97,8 @@ class Tracker:
         row = self.engine.state.requests[tracked.slot]
         if count > tracked.num_seen:
             tracked.num_seen, tracked.heard_s = count, now_s
+        if not exact:
+            count = max(count, min(count + tracked.num_hidden, int(row.max_tokens)))
         if ended and row.status != FINISHED and count > row.output_tokens:
             row.final_tokens = count  # so that its seat is free for the next step
         if ended and not tracked.streamed:
@@ -93,7 +108,11 @@ class Tracker:
         elif count < row.output_tokens - (AHEAD - 1) and (exact or count == 1) and not ended:
             self._set_back(tracked, count)
         if ended:
+            ahead = max(0, int(row.output_tokens) - count) if exact else 0
             self.drop(name, now_s, finished=True)
+            self._num_gone -= ahead
+        elif not exact:
+            tracked.noted(int(row.output_tokens) - count)
 
     def counted(self, name: str, prompt_tokens: int) -> None:
         """Correct the length of a prompt."""
@@ -103,7 +122,7 @@ class Tracker:
         room = self.engine.config.max_model_len - prompt_tokens
         if room < 1 or -(-prompt_tokens // self.engine.config.block_size) > self.engine.num_blocks:
             return  # the engine is about to refuse it
-        rewound(self.engine)
+        self._rewind()
         row.prompt_tokens = prompt_tokens
         row.computed_tokens = min(row.computed_tokens, prompt_tokens - 1)
         row.num_blocks = -(-row.computed_tokens // self.engine.config.block_size)
@@ -121,7 +140,7 @@ class Tracker:
         if row.status != FINISHED:
             again = finished and row.in_flight_tokens > 0 and self.engine.config.pipeline_depth == 1
             if again:
-                rewound(self.engine)
+                self._rewind()
             self.engine.abort(name)
             self._recount()
             if again:
@@ -144,8 +163,8 @@ class Tracker:
             if not self._plan(until_s):
                 break
         if head.num_in_flight == 0:
+            self.stretch.cut(float(head.now_s), 0)
             head.now_s = max(head.now_s, now_s)
-            self._anchor_s = None
         self._let_go()
 
     def late_s(self, now_s: float) -> float:
@@ -154,16 +173,62 @@ class Tracker:
 
     # Putting right.
 
-    def learn(self, ratio: float) -> None:
-        """Take in that real time was so many times what the profile alone foretells."""
-        self.correction = self.correction.observe(predicted_s=1.0, real_s=ratio)
-        self.engine.set_pace(self.correction.factor)
+    def learn(self, ratio: float, num_steps: int) -> None:
+        """Take in that so many steps took so many times what the profile alone foretells."""
+        for _ in range(min(num_steps, self.correction.rule.window)):
+            self.correction = self.correction.observe(predicted_s=1.0, real_s=ratio)
+        self._set_pace()
 
     def forget_pace(self) -> None:
         """Trust the profile again: an engine that was slow, and got nothing to do since, may be well."""
         if self.correction.ratios:
             self.correction = Correction()
-            self.engine.set_pace(self.correction.factor)
+            self._set_pace()
+
+    def _set_pace(self) -> None:
+        self.stretch.pace = self.correction.factor
+        self.engine.set_pace(self.correction.factor)
+
+    def close_stretch(self) -> Stretch:
+        """Give what the steps took that have ended by now."""
+        head = self.engine.state.engine[0]
+        if head.num_in_flight:
+            self.stretch.close(float(self._oldest().start_s), int(head.num_in_flight))
+        return self.stretch
+
+    def tokens_a_step(self) -> int:
+        """How many tokens the step under way will bring."""
+        state = self.engine.state
+        if not state.engine[0].num_in_flight:
+            return 0
+        index = int(state.engine[0].oldest)
+        entries = state.batch.view(np.ndarray)[index, : int(state.steps[index].num_scheduled)]
+        return int(np.count_nonzero(entries["sampled"]))
+
+    def catch_up(self, num_steps: int, now_s: float) -> None:
+        """Bring so many steps to their end that nobody has seen."""
+        rows = self.engine.state.requests
+        shown = [one for one in self.requests.values() if one.num_seen]
+        before = [int(rows[one.slot].output_tokens) for one in shown]
+        for _ in range(min(num_steps, MOST_AT_ONCE)):
+            self._end_step(now_s)
+        for one, count in zip(shown, before, strict=True):
+            one.num_hidden += int(rows[one.slot].output_tokens) - count
+
+    def fall_back(self, num_steps: int) -> None:
+        """Take back what so many steps have brought, but for what was seen."""
+        self._rewind()
+        rows, head = self.engine.state.requests, self.engine.state.engine[0]
+        shown = {one.slot: one for one in self.requests.values() if one.num_seen}
+        for slot in self.engine.state.running[: head.num_running].tolist():
+            row, one = rows[slot], shown.get(slot)
+            least = max(1, one.num_seen if one is not None else 1)
+            if row.output_tokens > least:
+                back = min(num_steps, int(row.output_tokens) - least)
+                self._promote(slot, int(row.output_tokens) - back)
+                if one is not None:
+                    one.num_hidden = max(0, one.num_hidden - back)
+        self._replan()
 
     def hold_elsewhere(self, num_used: int) -> None:
         """Hear how many blocks are held in all; what nobody known holds is held elsewhere."""
@@ -177,7 +242,7 @@ class Tracker:
     def enter(self, name: str, num_seen: int) -> None:
         """Have a request run, with so many tokens produced, whatever the model thought of it."""
         tracked = self.requests[name]
-        rewound(self.engine)
+        self._rewind()
         self._enter(tracked, num_seen)
         self._replan()
 
@@ -185,7 +250,7 @@ class Tracker:
         """Have requests wait that were thought to run."""
         if not names:
             return
-        rewound(self.engine)
+        self._rewind()
         for name in names:
             demoted(self.engine, self.requests[name].slot)
             self._num_shifted -= int(self.engine.state.requests[self.requests[name].slot].output_tokens)
@@ -198,13 +263,15 @@ class Tracker:
         return [
             name
             for name, one in self.requests.items()
-            if one.streamed and not one.num_seen and now_s - one.heard_s > patience_s
+            if one.streamed and not one.num_seen
             and rows[one.slot].status == RUNNING and rows[one.slot].output_tokens > AHEAD
+            and now_s - rows[one.slot].first_token_s > patience_s
         ]  # fmt: skip
 
     def _catch_up(self, tracked: Tracked, count: int, now_s: float) -> None:
         """Bring the steps to their end that have brought these tokens."""
         row = self.engine.state.requests[tracked.slot]
+        is_first = row.output_tokens == 0
         spare = 1  # a step in which it was not thought to be
         for _ in range(MOST_AT_ONCE):
             if row.output_tokens >= count or self._is_too_soon(now_s):
@@ -215,8 +282,12 @@ class Tracker:
                 spare -= 1
             self._end_step(now_s)
         if row.output_tokens < count:
-            self._sample = None
+            planned_s = max(self.stretch.planned, default=0.0)
+            if not self.is_told:
+                self.stretch.lose()  # another step may have passed unseen
             self.enter(next(name for name, one in self.requests.items() if one is tracked), count)
+            if is_first and self.stretch.planned:  # its prompt was in the step that has ended, and not in this one
+                self.stretch.amend(max(0.0, planned_s - max(self.stretch.planned)))
 
     def _enter(self, tracked: Tracked, num_seen: int) -> None:
         engine, row = self.engine, self.engine.state.requests[tracked.slot]
@@ -229,13 +300,15 @@ class Tracker:
         state = self.engine.state
         row = state.requests[tracked.slot]
         behind = count - int(row.output_tokens)
-        if row.status != RUNNING or row.output_tokens == 0 or (0 <= behind <= 1) or not self._foretold:
+        planned, began_s = self.stretch.planned, self.stretch.began_s
+        if row.status != RUNNING or row.output_tokens == 0 or (0 <= behind <= 1) or not planned:
             return
-        if self._anchor_s is not None:
-            foretold_s = math.fsum(self._foretold) + behind * self._foretold[-1]
-            if foretold_s > 0 and now_s - self._anchor_s > LEARN_S:
-                self.learn((now_s - self._anchor_s) / foretold_s)
-        rewound(self.engine)
+        if began_s is not None and not self.is_told:
+            foretold_s = math.fsum(planned) + behind * planned[-1]
+            if foretold_s > 0 and now_s - began_s > LEARN_S:
+                self.learn((now_s - began_s) / foretold_s, 1)
+            self.stretch.lose()
+        self._rewind()
         for slot in state.running[: state.engine[0].num_running].tolist():
             one = state.requests[slot]
             if not self._watched[slot] and one.output_tokens > 0:
@@ -246,18 +319,21 @@ class Tracker:
         self._num_shifted += num_produced - int(self.engine.state.requests[slot].output_tokens)
         promoted(self.engine, slot, num_produced)
 
-    def num_stepped(self) -> int:
-        """How many tokens the model has produced by itself, and not been told of."""
+    def num_produced(self) -> int:
+        """How many tokens there have been, as far as is known."""
         rows = self.engine.state.requests
-        there = sum(int(rows[one.slot].output_tokens) for one in self.requests.values())
-        return self._num_gone + there - self._num_shifted
+        return self._num_gone + sum(int(rows[one.slot].output_tokens) for one in self.requests.values())
+
+    def num_stepped(self) -> int:
+        """How many of them the model has produced by itself, and not been told of."""
+        return self.num_produced() - self._num_shifted
 
     def _set_back(self, tracked: Tracked, count: int) -> None:
         """Take back tokens that the model gave too early."""
         row = self.engine.state.requests[tracked.slot]
         if row.status != RUNNING:
             return
-        rewound(self.engine)
+        self._rewind()
         self._promote(tracked.slot, count)
         self._replan()
 
@@ -288,31 +364,31 @@ class Tracker:
         if int(head.num_steps) == before:
             return False
         step = self.engine.state.steps[(head.oldest + head.num_in_flight - 1) % 2]
-        if self._anchor_s is None or len(self._foretold) >= MOST_FORETOLD:
-            self._anchor_s, self._foretold = float(step.start_s), []
-        self._foretold.append(float(step.end_s - step.start_s) / float(head.pace))
+        self.stretch.plan(float(step.start_s), float(step.end_s - step.start_s) / float(head.pace))
         return True
 
     def _replan(self) -> None:
         """Plan what was under way anew, after changes."""
         self._recount()
-        self._anchor_s = None
         head = self.engine.state.engine[0]
         self._plan(float(head.now_s))
 
     def _learn_from_end(self, now_s: float) -> None:
         """Compare what the steps up to the oldest under way took with what was foretold."""
-        if self._anchor_s is None:
-            return
-        num_ended = len(self._foretold) - int(self.engine.state.engine[0].num_in_flight) + 1
-        real_s = now_s - self._anchor_s
-        if num_ended < LEARN_STEPS and real_s < LEARN_S:
-            return
-        foretold_s = math.fsum(self._foretold[:num_ended])
-        self._foretold, self._anchor_s = self._foretold[num_ended:], now_s
-        if self._sample is not None:
-            self.learn(self._sample)
-        self._sample = real_s / foretold_s if foretold_s > 0 and real_s > 0 else None
+        stretch = self.stretch
+        stretch.close(now_s, int(self.engine.state.engine[0].num_in_flight) - 1)
+        if self.is_told:
+            is_enough = stretch.num_steps >= MOST_UNTOLD
+        else:
+            is_enough = stretch.num_steps >= LEARN_STEPS or stretch.real_s >= LEARN_S
+        if is_enough and (sample := stretch.taken()) is not None:
+            self.learn(*sample)
+
+    def _rewind(self) -> None:
+        """Take back the steps under way."""
+        head = self.engine.state.engine[0]
+        self.stretch.cut(float(head.now_s), int(head.num_in_flight))
+        rewound(self.engine)
 
     def _recount(self) -> None:
         recounted(self.engine, self.elsewhere)

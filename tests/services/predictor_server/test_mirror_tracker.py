@@ -3,81 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine
-from predictor.profile import load_profile
 from predictor.request import Request
-from predictor.state import FINISHED, NOBODY
 from predictor.twin import Twin
 from services.predictor_server.strangers import READINGS, Strangers
 from services.predictor_server.tracked import shown_from, snapshot_from
 from services.predictor_server.tracker import Tracker
-
-A30 = load_profile("llama-2-7b-a30")
-CONFIG = EngineConfig(
-    max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=129, max_model_len=512, enable_prefix_caching=False
+from tests.services.predictor_server.tracked_engine import (
+    A30,
+    CONFIG,
+    DELAY_S,
+    ROOMY,
+    Moment,
+    lived,
+    requests,
+    unknown_length,
 )
-ROOMY = EngineConfig(
-    max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=513, max_model_len=512, enable_prefix_caching=False
-)
-DELAY_S = 0.001  # from a step's end to the proxy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """An engine just after a step's end and the planning of the next."""
-
-    at_s: float
-    running: tuple[str, ...]
-    waiting: tuple[str, ...]
-    output_tokens: dict[str, int]
-    num_free_blocks: int
-    num_ended: int
-
-
-def requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Request]:
-    """Draw requests, with answers that end before anybody but the engine knows."""
-    draw = random.Random(seed)
-    return [
-        Request(
-            request_id=f"r{number}",
-            prompt_tokens=draw.randint(5, 300),
-            output_tokens=draw.randint(2, 100),
-            arrival_s=round(draw.uniform(0.0, within_s), 6),
-            max_tokens=200,
-        )
-        for number in range(num)
-    ]
-
-
-def lived(config: EngineConfig, asked: list[Request], pace: float) -> Iterator[Moment]:
-    """Run the engine that is to be tracked, moment by moment."""
-    engine = Engine(config, A30.step_time, track_blocks=False)
-    engine.set_pace(pace)
-    for request in asked:
-        engine.add(request)
-    state = engine.state
-    head = state.engine[0]
-    while True:
-        before = int(head.num_steps)
-        head.steady = 0
-        engine.drive(state, float("inf"), before + 1, NOBODY)
-        rows = {one.request_id: state.requests[engine.slots[one.request_id]] for one in asked}
-        yield Moment(
-            at_s=float(head.now_s),
-            running=tuple(engine.running()),
-            waiting=tuple(engine.waiting()),
-            output_tokens={name: int(row.output_tokens) for name, row in rows.items()},
-            num_free_blocks=int(head.num_free_blocks),
-            num_ended=sum(row.status == FINISHED for row in rows.values()),
-        )
-        if int(head.num_steps) == before:
-            return
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,14 +59,6 @@ def follow(config: EngineConfig, asked: list[Request], tracker: Tracker, pace: f
     assert not tracker.requests
     assert tracker.engine.state.engine[0].num_free_blocks == tracker.engine.num_blocks
     return compared
-
-
-def unknown_length(request: Request) -> Request:
-    """Make of a request what a proxy knows of it."""
-    return Request(
-        request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens,
-        arrival_s=request.arrival_s,
-    )  # fmt: skip
 
 
 def compare(tracker: Tracker, moment: Moment, compared: Compared) -> None:
