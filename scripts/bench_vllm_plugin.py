@@ -9,8 +9,10 @@ a disk's file system it costs ten times as much.
 - `tpot_ms.{with|without}.{concurrency}`: the median over rounds of a round's median;
 - `tpot_overhead.{concurrency}`: the median over rounds of with / without - 1, each pair within one round; `low` and
   `high` are its quartiles;
-- `engine_cpu_ms_per_step.{with|without}.{concurrency}`: processor time of the process that schedules, which a busy
-  machine does not change as it does the clock.
+- `engine_cpu_ms_per_step.{with|without}.{concurrency}`: processor time of the process that schedules;
+- `export_ms_per_step.{concurrency}`: for how long the engine's loop stands in the plug-in, by the clock and with all
+  waiting, and `export_share` what that is of the time per token. Where runs differ by several per cent from one to the
+  next, as they do on a shared machine, this is the figure that tells.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -51,6 +54,35 @@ FLAGS = (
     "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", "1024",
     "--max-num-seqs", "128", "--block-size", "32", "--num-gpu-blocks-override", "4097", "--disable-uvicorn-access-log",
 )  # fmt: skip
+SUMS = struct.Struct("dd")  # how often the plug-in was called, and for how long in all
+
+# Python runs this in each of the engine's processes before anything else; only one of them calls the plug-in.
+STOPWATCH = """
+import os, struct, time
+from mmap import mmap
+from block_vllm_export.guard import Guard
+
+with open(os.environ["BENCH_SUMS"], "r+b") as file:
+    sums = mmap(file.fileno(), 0)
+call = Guard.__call__
+
+def timed(self, *args):
+    start_s = time.perf_counter()
+    call(self, *args)
+    count, seconds = struct.unpack_from("dd", sums)
+    struct.pack_into("dd", sums, 0, count + 1, seconds + time.perf_counter() - start_s)
+
+Guard.__call__ = timed
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Median time per token, processor time of the process that schedules, and how long that stood in the plug-in."""
+
+    tpot_s: float
+    cpu_s: float
+    export_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +91,7 @@ class Rounds:
 
     tpot_s: list[float] = field(default_factory=list)
     cpu_s_per_step: list[float] = field(default_factory=list)
+    export_s_per_step: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -97,9 +130,9 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
     measured = {(name, one): Rounds() for name in ("with", "without") for one in arguments.concurrency}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=in_memory()) as shown:
         model = tiny_model(Path(folder, "model"), **shape_of(arguments))
-        state = Path(shown, "state")
+        state, sums = Path(shown, "state"), Path(shown, "sums")
         engines = {
-            "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(state)}),
+            "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(state), **timed(sums, folder)}),
             "without": engine_of("without", model, arguments.core, {"BLOCK_EXPORT": "0"}),
         }
         try:
@@ -109,10 +142,12 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
             for number in range(-WARM_UP, arguments.rounds):
                 for concurrency in arguments.concurrency:
                     for name in ("with", "without") if number % 2 else ("without", "with"):
-                        tpot_s, cpu_s = await one_round(engines[name], number, concurrency, arguments.tokens)
+                        found = await one_round(engines[name], number, concurrency, arguments.tokens, sums)
                         if number >= 0:
-                            measured[name, concurrency].tpot_s.append(tpot_s)
-                            measured[name, concurrency].cpu_s_per_step.append(cpu_s / arguments.tokens)
+                            rounds = measured[name, concurrency]
+                            rounds.tpot_s.append(found.tpot_s)
+                            rounds.cpu_s_per_step.append(found.cpu_s / arguments.tokens)
+                            rounds.export_s_per_step.append(found.export_s / arguments.tokens)
                 if sys.stderr.isatty():
                     print(f"\rround {max(0, number + 1)} of {arguments.rounds}", end="", file=sys.stderr, flush=True)
         finally:
@@ -153,31 +188,48 @@ def engine_of(name: str, model: Path, core: str, shown: dict[str, str]) -> Child
     return Child(name, program=program, port=free_port(HOST))
 
 
-async def one_round(engine: Child, number: int, concurrency: int, tokens: int) -> tuple[float, float]:
-    """Send so many streams at once; the median time per token, and processor time of the scheduling process.
+def timed(sums: Path, folder: str) -> dict[str, str]:
+    """Have an engine's processes keep time in a file."""
+    sums.write_bytes(SUMS.pack(0, 0))
+    Path(folder, "sitecustomize.py").write_text(STOPWATCH)
+    return {"PYTHONPATH": folder, "BENCH_SUMS": str(sums)}
+
+
+def export_s(sums: Path) -> float:
+    """How long the plug-in has taken so far."""
+    seconds: float = SUMS.unpack(sums.read_bytes())[1]
+    return seconds
+
+
+async def one_round(engine: Child, number: int, concurrency: int, tokens: int, sums: Path) -> Round:
+    """Send so many streams at once.
 
     Where the server's front end falls behind, a whole answer comes at once: that tells nothing, and is tried again.
     """
     for _ in range(MOST_TRIES):
-        tpot_s, cpu_s = await one_try(engine, number, concurrency, tokens)
-        if tpot_s > 0:
-            return tpot_s, cpu_s
+        found = await one_try(engine, number, concurrency, tokens, sums)
+        if found.tpot_s > 0:
+            return found
     raise SystemExit(f"answers came in one piece {MOST_TRIES} times in a row: the machine is too busy")
 
 
-async def one_try(engine: Child, number: int, concurrency: int, tokens: int) -> tuple[float, float]:
-    """Send so many streams at once; the median time per token, 0 where answers came in one piece."""
+async def one_try(engine: Child, number: int, concurrency: int, tokens: int, sums: Path) -> Round:
+    """Send so many streams at once; the median time per token is 0 where answers came in one piece."""
     plan = [
         Planned(request_id=f"{number}-{concurrency}-{place}", due_s=0.0, prompt_tokens=32, output_tokens=tokens)
         for place in range(concurrency)
     ]
-    before_s = cpu_s_of(engine)
+    before_s, exported_s = cpu_s_of(engine), export_s(sums)
     results = await run_plan(plan, origin_of(f"http://{HOST}:{engine.port}"), Manner(model=MODEL), LIMITS, ignored)
     cpu_s = cpu_s_of(engine) - before_s
     failed = [result.note for result in results if result.failure is not None]
     if failed:
         raise SystemExit(f"{len(failed)} of {concurrency} requests failed: {failed[0]}")
-    return statistics.median(result.tpot_s for result in results if result.tpot_s is not None), cpu_s
+    return Round(
+        tpot_s=statistics.median(result.tpot_s for result in results if result.tpot_s is not None),
+        cpu_s=cpu_s,
+        export_s=export_s(sums) - exported_s,
+    )
 
 
 def ignored(_: Result) -> None:
@@ -209,6 +261,10 @@ def results_of(concurrency: int, measured: dict[tuple[str, int], Rounds]) -> Seq
         for what, values in (("tpot_ms", rounds.tpot_s), ("engine_cpu_ms_per_step", rounds.cpu_s_per_step)):
             value = 1000 * statistics.median(values)
             found.append({"name": f"{what}.{name}.{concurrency}", "value": value, "unit": "ms", "n": num})
+    in_it_s = statistics.median(with_it.export_s_per_step)
+    found.append({"name": f"export_ms_per_step.{concurrency}", "value": 1000 * in_it_s, "unit": "ms", "n": num})
+    share = in_it_s / statistics.median(with_it.tpot_s)
+    found.append({"name": f"export_share.{concurrency}", "value": share, "unit": "ratio", "n": num})
     return found
 
 
