@@ -13,13 +13,12 @@ import numpy as np
 from scheduler.provisioning.cold_starts import ColdStarts
 from scheduler.provisioning.limits import Aims, Limits
 from scheduler.provisioning.load import Load, load_of
-from scheduler.provisioning.situation import Situation
+from scheduler.provisioning.situation import LATELY_S, Situation
 from scheduler.provisioning.trend import Trend, trend_of
 
 BIN_S = 5.0
 NUM_BINS = 48  # that a trend is read from
 KEPT = 4096  # placements
-LATELY_S = 30.0
 LONGEST_S = 600.0  # beyond what was foreseen, after which a request is thought to have ended unheard
 FEWEST = 8  # placements in a bin whose pace is believed
 FEW = 256
@@ -75,6 +74,8 @@ class Observed:
         self._full_since: dict[str, float] = {}
         self._full, self._settled_s = math.inf, math.inf  # requests at a time; how long it takes then to be settled
         self._looked_s = math.nan
+        self._num_ready: int | None = None
+        self._came_up_s = -math.inf
 
     def placed(self, now_s: float, one: Placed) -> None:
         """Take note of a placement."""
@@ -162,6 +163,7 @@ class Observed:
             ready_s=sum(one.ready_s for one in self._bins),
             full_ends=sum(one.full_ends for one in self._bins),
             full_s=sum(one.full_s for one in self._bins),
+            same_for_s=now_s - self._came_up_s,
             ready_in_s=ready_in_s,
             trend=self._trend,
             load=self._load,
@@ -173,6 +175,9 @@ class Observed:
         """Follow how many there are, and which of them have as many requests as they serve at a time, or more."""
         passed_s = 0.0 if math.isnan(self._looked_s) else min(BIN_S, now_s - self._looked_s)
         self._looked_s = now_s
+        if self._num_ready is not None and num_ready > self._num_ready:
+            self._came_up_s = now_s
+        self._num_ready = num_ready
         now = self._bin(now_s)
         now.ready_s += passed_s * num_ready
         now.full_s += passed_s * sum(self._has_settled(name, now_s) for name in self._full_since)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,8 @@ from scheduler.provisioning.load import Load
 from scheduler.provisioning.trend import Trend
 
 Numbers = Mapping[str, float]
+
+LATELY_S = 30.0  # that forecasts are remembered for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Situation:
     ready_s: float = 0.0  # how long instances were there meanwhile, in sum
     full_ends: int = 0  # requests that ended lately on instances that had been full for a while
     full_s: float = 0.0  # and for how long those were, in sum
+    same_for_s: float = math.inf  # since when no instance has come up
     ready_in_s: tuple[float, ...] = ()  # of those that start, as far as it is known, when they should be there
     trend: Trend = field(default_factory=Trend)
     load: Load = field(default_factory=Load)

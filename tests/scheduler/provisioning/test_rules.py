@@ -62,14 +62,21 @@ def test_headroom_knows_what_an_instance_serves_from_forecasts_and_then_from_wha
 
 
 def test_headroom_starts_none_as_long_as_the_threshold_bears_the_queue() -> None:
-    """Full instances take 25 s. 2 requests/s too many for 135 s make 42 s of it; 8 make 92 s, six instances 43 s."""
+    """Full instances take 25 s. 2 requests/s too many for 100 s make 38 s of it; 8 make 75 s, five instances 58 s."""
     rule = rule_from("headroom", AIMS)
     busy = situation(trend=Trend(level_per_s=18.0), in_flight=200)
-    assert rule(busy).numbers["slowest_ahead_s"] == pytest.approx(42.0, abs=1.0)
+    assert rule(busy).numbers["slowest_ahead_s"] == pytest.approx(37.5, abs=1.0)
     assert rule(busy).num_wanted == 4
     over = rule(situation(trend=Trend(level_per_s=24.0), in_flight=200))
-    assert over.numbers["slowest_ahead_s"] == pytest.approx(92.0, abs=2.0)
-    assert over.num_wanted == 6
+    assert over.numbers["slowest_ahead_s"] == pytest.approx(75.0, abs=2.0)
+    assert over.num_wanted == 5
+
+
+def test_headroom_gives_a_queue_that_shrinks_its_time() -> None:
+    """800 wait beyond what four instances hold; 16 are served and 10 come each second: 380 are left after 135 s, or 24 s."""
+    rule = rule_from("headroom", AIMS)
+    wish = rule(situation(trend=Trend(level_per_s=10.0), in_flight=1000))
+    assert wish.numbers["slowest_ahead_s"] == pytest.approx(25.0 + 800 / 16 - 6 * 135 / 16, abs=1.0)
 
 
 def test_headroom_sees_the_queue_that_is_there() -> None:
@@ -80,11 +87,11 @@ def test_headroom_sees_the_queue_that_is_there() -> None:
 
 
 def test_headroom_looks_a_cold_start_ahead() -> None:
-    """10 requests/s that grow by 0.1 every second are 16.5 after 60 + 5 s, which four bear, and 40.5 after 300 + 5 s."""
+    """8.5 requests/s that grow by 0.1 every second are 15 after 60 + 5 s, which four bear, and 39 after 300 + 5 s."""
     rule = rule_from("headroom", AIMS)
-    climbing = Trend(level_per_s=10.0, slope_per_s2=0.1)
+    climbing = Trend(level_per_s=8.5, slope_per_s2=0.1)
     wish = rule(situation(trend=climbing))
-    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(16.5)
+    assert wish.numbers["arrivals_ahead_per_s"] == pytest.approx(15.0)
     assert wish.num_wanted == 4
     assert wish.num_enough == 4  # nobody leaves while more and more come
     assert rule(situation(trend=climbing, cold_start_s=300.0)).num_wanted >= 10
@@ -110,10 +117,19 @@ def test_headroom_lets_go_only_what_it_would_not_soon_miss() -> None:
 
 
 def test_headroom_believes_forecasts_more_than_its_own_reckoning() -> None:
-    """Forecasts beyond the threshold ask for one more, unless one is on the way already."""
+    """Forecasts beyond the threshold ask for one more, unless one is on the way already, or has just come."""
     rule = rule_from("headroom", AIMS)
     assert rule(situation(forecast_p_s=71.0, trend=Trend(level_per_s=1.0))).num_wanted == 5
     assert rule(situation(forecast_p_s=71.0, num_starting=1, trend=Trend(level_per_s=1.0))).num_wanted == 5
+    just_now = situation(forecast_p_s=71.0, same_for_s=10.0, trend=Trend(level_per_s=1.0))
+    assert rule(just_now).num_wanted == 4  # they are from before
+
+
+def test_headroom_has_room_for_more_while_more_and_more_come() -> None:
+    """Four instances bear 16 requests/s that stay; of a rate that climbs to 15.5 they have to bear a twentieth more."""
+    rule = rule_from("headroom", AIMS)
+    assert rule(situation(trend=Trend(level_per_s=15.5))).num_wanted == 4
+    assert rule(situation(trend=Trend(level_per_s=9.0, slope_per_s2=0.1))).num_wanted == 5
 
 
 def test_headroom_does_nothing_before_it_knows_anything() -> None:
