@@ -153,6 +153,10 @@ class Scheduler:
                 request.num_output_tokens += 1
                 request.num_tokens += 1
 
+    def has_unfinished_requests(self) -> bool:
+        """Tell whether there will be another step."""
+        return bool(self.running or self.waiting)
+
     def finish_requests(self, name: str, status: str) -> None:
         """End a request."""
         request = self.requests.pop(name)
@@ -216,6 +220,8 @@ def test_it_shows_a_scheduler(path: Path) -> None:
     assert snapshot.kv_cache.free_block_ids == tuple(range(2, NUM_BLOCKS - 1))
     assert snapshot.kv_cache.contents == {0: short_hash(b"abcdefgh")}
     scheduler.update_from_output(output, None)
+    assert not len(reader.new_steps())  # what has come of it is shown with the next step
+    scheduler.schedule()
     (step,) = reader.new_steps().tolist()
     assert step[3:7] == (6, 1, 0, 1)
     scheduler.finish_requests(first.request_id, "FINISHED_STOPPED")
@@ -255,6 +261,7 @@ def test_a_step_whose_outputs_never_come_is_dropped(path: Path) -> None:
     output = scheduler.schedule()
     assert len(reader.read().steps) == 2
     scheduler.update_from_output(output, None)
+    scheduler.schedule()
     assert reader.read().steps == ()
     assert len(reader.new_steps()) == 1
     scheduler.shutdown()

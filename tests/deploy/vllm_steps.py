@@ -45,11 +45,12 @@ class Told(vllm_trace.Trace):
         return launched
 
     def update(self, launched: Any) -> None:
-        """Take a step's outputs, and tell."""
+        """Take a step's outputs, and tell if that was all: else it is shown with the next step."""
         if launched.output.num_scheduled_tokens:
             assert self.under_way.popleft() is launched
         super().update(launched)
-        self.tell()
+        if not self.scheduler.has_unfinished_requests():
+            self.tell()
 
     def tell(self) -> None:
         """Write down what the scheduler holds, and wait."""

@@ -107,7 +107,7 @@ class Exporter:
         self._publish()
 
     def taken(self, output: Any) -> None:
-        """Show the state after a step's outputs were taken."""
+        """Note that a step's outputs were taken; it is shown with the step that is planned next, at once if any is."""
         now_s = time.monotonic()
         while any(step.output is output for step in self._steps):
             step = self._steps.popleft()
@@ -125,7 +125,8 @@ class Exporter:
                     state["prefix_hits"] += seat.hit_tokens
         self._follow()
         self._busy = bool(self._scheduler.running)
-        self._publish()
+        if not self._scheduler.has_unfinished_requests():
+            self._publish()
 
     def publish(self) -> None:
         """Show the state as it is."""
