@@ -16,8 +16,7 @@ from scheduler.provisioning.situation import LATELY_S, Rule, Situation, Wish
 REACTION_S = 5.0  # from an arrival to its being seen in the trend
 DOUBT = 20.0  # ends on full instances that weigh as much as what forecasts say
 PROVEN_S = 60.0  # of instances being there, after which what they have done is no accident
-SPARE, SPARE_FOR_S = 0.1, 60.0  # that must still fit when one has left, for each time that it takes to get it back
-CLIMB = 0.05  # that fits beyond what comes while more and more come: what is built for now is needed soon
+SPARE, SPARE_FOR_S = 0.15, 60.0  # that must still fit when one has left, for each time that it takes to get it back
 PARTS = 60  # that time is followed in
 
 
@@ -30,8 +29,7 @@ class Outlook:
     bears_per_s: float
     base_s: float  # the longest answers' time on a full instance
     ahead_s: float
-    soon_s: float  # until when a queue that grows is let grow
-    drain_s: float  # within which one that shrinks is to be gone
+    drain_s: float  # within which what has piled up is to be gone
 
     def arrivals_per_s(self, in_s: float) -> float:
         """Tell the rate then, on the safe side; beyond the time looked ahead it stays as it is."""
@@ -43,10 +41,7 @@ class Outlook:
         return max(self.arrivals_per_s(0.0), self.arrivals_per_s(self.ahead_s))
 
     def slowest_s(self, num: int) -> float:
-        """Follow requests with so many instances as soon as may be; tell how slow the slowest are at the best moment.
-
-        A queue that shrinks is shortest in the end, one that grows in the beginning: more can be started later.
-        """
+        """Follow requests with so many instances as soon as may be; tell how slow the slowest are in the end."""
         if not math.isfinite(self.full):
             return self.base_s
         now = self.now
@@ -54,17 +49,15 @@ class Outlook:
         coming = sorted(now.ready_in_s[-now.num_starting :]) if now.num_starting else []
         coming += [self.ahead_s] * (now.num_starting - len(coming) + max(0, num - now.num_present))
         leaving = max(0, now.num_present - num)
-        there_s = max(self.ahead_s, cold_s)
-        part_s = (there_s + self.drain_s) / PARTS
-        under_way, fewest = float(now.in_flight), math.inf
-        for part in range(1, PARTS + 1):
-            at_s = (part - 0.5) * part_s
+        end_s = max(self.ahead_s, cold_s) + self.drain_s
+        part_s = end_s / PARTS
+        under_way = float(now.in_flight)
+        for part in range(PARTS):
+            at_s = (part + 0.5) * part_s
             there = max(0, now.num_ready - leaving) + sum(one <= at_s for one in coming)
             served = self.bears_per_s * min(float(there), under_way / self.full)
             under_way = max(0.0, under_way + (self.arrivals_per_s(at_s) - served) * part_s)
-            if part * part_s >= there_s + self.soon_s or part == PARTS:
-                fewest = min(fewest, under_way)
-        waiting = max(0.0, fewest - num * self.full)
+        waiting = max(0.0, under_way - num * self.full)
         return self.base_s + (waiting / (self.bears_per_s * num) if num else math.inf)
 
 
@@ -80,8 +73,8 @@ def headroom(aims: Aims) -> Rule:
         aim_s = max(limit_s, seen.base_s)
         most = now.num_present + math.ceil(2 * (seen.most_per_s / seen.bears_per_s + now.in_flight / seen.full))
         wanted = next((num for num in range(now.num_present, most) if seen.slowest_s(num) <= aim_s), most)
-        if now.trend.slope_per_s2 > 0:
-            wanted = max(wanted, min(most, math.ceil(seen.most_per_s * (1 + CLIMB) / seen.bears_per_s)))
+        if now.trend.slope_per_s2 > 0:  # who is asked for now is needed soon anyway: no queue has to call for it
+            wanted = max(wanted, min(most, math.ceil(seen.most_per_s / seen.bears_per_s)))
         spare = 1 + SPARE * max(1.0, now.cold_start_s / SPARE_FOR_S)
         steady = math.ceil(seen.most_per_s * spare / seen.bears_per_s)
         fewer = range(steady, now.num_present) if now.trend.slope_per_s2 <= 0 else ()
@@ -126,7 +119,6 @@ def outlook(now: Situation, aims: Aims) -> Outlook | None:
         bears_per_s=bears_per_s,
         base_s=min(aims.threshold_s, now.load.tail_tokens * (now.load.pace_s + now.load.drag_s * company)),
         ahead_s=min(aims.horizon_s, now.cold_start_s + REACTION_S),
-        soon_s=aims.threshold_s / 2,
         drain_s=aims.threshold_s,
     )
 
