@@ -62,13 +62,17 @@ class Calibration:
     first: Stretch = field(default_factory=Stretch)
     rest: Stretch = field(default_factory=Stretch)
 
-    def observe(self, forecast: Forecast, ttft_s: float | None, e2e_s: float | None) -> None:
-        """Learn from what became of an uncorrected forecast."""
+    def observe(self, forecast: Forecast, ttft_s: float | None, e2e_s: float | None, pace: float = 1.0) -> None:
+        """Learn from what became of an uncorrected forecast.
+
+        `pace` is how many times as long its instance foretells steps to take by now: what is made up for by that is
+        not to be made up for once more.
+        """
         if ttft_s is None:
             return
-        self.first.observe(forecast.ttft_s, ttft_s)
+        self.first.observe(forecast.ttft_s * pace, ttft_s)
         if e2e_s is not None:
-            self.rest.observe(forecast.e2e_s - forecast.ttft_s, e2e_s - ttft_s)
+            self.rest.observe((forecast.e2e_s - forecast.ttft_s) * pace, e2e_s - ttft_s)
 
     def corrected(self, forecast: Forecast) -> Forecast:
         """What to expect really."""

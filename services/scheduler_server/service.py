@@ -232,7 +232,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
         self._reports.ended(outcome)
-        self._expectations.ended(sidecar.name, outcome, completed=outcome.finish_reason in ENDED)
+        self._expectations.ended(sidecar.name, outcome, sidecar.pace, completed=outcome.finish_reason in ENDED)
         if self._recorder is not None:
             self._recorder.ended(outcome)
         if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:
@@ -247,7 +247,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._reports.placed(wish, placement)
         if not wish.dry_run:
             if placement.forecast is not None:
-                decision.forecast.CopyFrom(self._expectations.told(decision.request_id, placement.forecast))
+                expected = self._expectations.told(decision.request_id, placement.forecast, placement.chosen.pace)
+                decision.forecast.CopyFrom(expected)
             self._recent.keep(decision, placement)
             if self._recorder is not None:
                 self._recorder.decided(wish.request, decision)

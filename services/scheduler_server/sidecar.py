@@ -62,6 +62,11 @@ class Sidecar:
         if not self.is_well():
             self._troubled.add(self.name)
 
+    @property
+    def pace(self) -> float:
+        """Real over predicted step time, as it was told last."""
+        return self._indicators.get("pace") or 1.0
+
     # Whether to ask.
 
     def is_well(self) -> bool:

@@ -52,6 +52,14 @@ def test_what_changes_is_followed() -> None:
     assert calibration.corrected(FORETOLD).e2e_s == pytest.approx(8.2, rel=0.01)
 
 
+def test_what_an_instances_pace_makes_up_for_is_not_made_up_for_again() -> None:
+    """Where steps took twice as long as foretold, and are foretold so by now, later forecasts need no correction."""
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.observe(FORETOLD, 0.4, 16.4, pace=2.0)
+    assert calibration.corrected(FORETOLD).e2e_s == pytest.approx(8.2)
+
+
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.floats(0.0, 1e6), st.floats(0.0, 1e6)), max_size=30))
 def test_no_outcome_makes_a_forecast_senseless(outcomes: list[tuple[float, float, float, float]]) -> None:
     """Whatever is observed, times stay in order and finite."""
