@@ -113,6 +113,7 @@ class Forecaster:
 
     def _forecast_placed(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
         self._run(slots, now_s, delays=delays)
+        results = self._results if len(slots) == len(self._results) else self._results[: len(slots)]
         return [
             Forecast(
                 request_id=self.engine.id_of(slot),
@@ -130,7 +131,7 @@ class Forecaster:
             for slot, (
                 scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s,
                 output_tokens, num_preemptions, others_preempted, hit_tokens,
-            ) in zip(slots, self._results[: len(slots)].tolist(), strict=True)
+            ) in zip(slots, results.tolist(), strict=True)
         ]  # fmt: skip
 
 
