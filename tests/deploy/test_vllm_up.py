@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -25,6 +26,7 @@ from tests.services.cluster.test_up import expect_gone
 pytestmark = pytest.mark.vllm
 
 BLOCK = str(Path(sys.executable).with_name("block"))
+MOST_TRIES = 5
 STORY = "Once upon a time there was a scheduler that knew what it was doing. "
 LIMIT_S = 2 * START_S
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -132,20 +134,17 @@ def bindings_of(pid: int) -> set[bytes]:
 async def survives(running: Up) -> None:
     """Kill an engine while streams of both are under way, and wait until it serves again."""
     victim, other = "engine-1", "engine-0"
-    stopping, begun, background = asyncio.Event(), [], []
+    stopping, background = asyncio.Event(), []
 
     async def traffic(placed: list[Placed]) -> None:
         while not stopping.is_set():
             placed.append(await stream(running.client, f"{len(placed)} {STORY}", 30))
 
-    many = range(NUM_SEATS)
-    streams = [asyncio.create_task(stream(running.client, f"{number}{STORY}", 300, begun.append)) for number in many]
     clients = [asyncio.create_task(traffic(background)) for _ in range(2)]
-    await until(lambda: len(begun) == len(many))
+    streams = await flowing(running, victim)
     killed = running.engine(victim)
     os.kill(killed, signal.SIGKILL)
     ended = await asyncio.gather(*streams)
-    assert {one.instance for one in ended} == {victim, other}
     assert {one.instance for one in ended if one.failure is not None} == {victim}
     assert all("broke off" in one.failure for one in ended if one.failure is not None)
     assert all((one.num_tokens == 300) == (one.failure is None) for one in ended)
@@ -156,6 +155,29 @@ async def survives(running: Up) -> None:
     await asyncio.gather(*clients)
     assert {one.instance for one in background if one.failure is not None} <= {victim}
     assert all((one.num_tokens == 30) == (one.failure is None) for one in background)
+
+
+async def flowing(running: Up, instance: str) -> list[asyncio.Task[Placed]]:
+    """Send streams until one is under way from an instance: where vLLM is late, a whole answer comes in one piece."""
+    for attempt in range(MOST_TRIES):
+        senders: dict[int, str] = {}
+        streams = [
+            asyncio.create_task(
+                stream(running.client, f"{attempt}{one}{STORY}", 300, partial(senders.__setitem__, one))
+            )
+            for one in range(NUM_SEATS)
+        ]
+
+        def flows(streams: list[asyncio.Task[Placed]] = streams, senders: dict[int, str] = senders) -> bool:
+            return any(sender == instance and not streams[one].done() for one, sender in senders.items())
+
+        def is_over(streams: list[asyncio.Task[Placed]] = streams) -> bool:
+            return all(one.done() for one in streams)
+
+        await until(lambda: flows() or is_over())
+        if flows():
+            return streams
+    raise AssertionError(f"no stream was ever under way from {instance}")
 
 
 def came_since(placed: list[Placed], start: int, instance: str) -> Callable[[], bool]:
