@@ -220,13 +220,13 @@ def test_forecasts_follow_priorities(two: Fleet, name: str) -> None:
 
             return asyncio.create_task(timed())
 
-        line = [answer(chr(97 + number) * 20, 200, f"line{number}", 5) for number in range(3 * NUM_SEATS)]
-        await two.until_told(name, lambda told: told.indicators.num_waiting >= NUM_SEATS)
+        line = [answer(chr(48 + number) * 20, 200, f"line{number}", 5) for number in range(5 * NUM_SEATS)]
+        late = answer("y" * 20, 30, "lazy", 9)
+        await two.until_told(name, lambda told: told.indicators.num_waiting >= 3 * NUM_SEATS)
         urgent, lazy = await two.forecasts(
             name, request("urgent", 20, 30, priority=0), request("lazy", 20, 30, priority=9)
         )
         assert (urgent.ttft_s < 0.7 * lazy.ttft_s) == with_priorities
-        late = answer("y" * 20, 30, "lazy", 9)
         early = answer("z" * 20, 30, "urgent", 0)
         *_, lazy_s, urgent_s = await asyncio.gather(*line, late, early)
         if with_priorities:
