@@ -31,7 +31,7 @@ class TextLines(logging.Formatter):
         """Write a record as one line; a traceback follows on lines of its own."""
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {' '.join(record.getMessage().split())}{fields}"
-        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+        return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
 
 
 class JsonLines(logging.Formatter):
@@ -46,7 +46,7 @@ class JsonLines(logging.Formatter):
             "event": record.getMessage(),
             **_fields(record),
         }
-        if record.exc_info is not None:
+        if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
