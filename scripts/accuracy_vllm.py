@@ -42,6 +42,8 @@ import numpy as np
 import uvloop
 from scipy.stats import spearmanr
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import Request
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -56,11 +58,11 @@ from services.log_lines import configure
 from services.profiling.running import Orders, measured_profile, seconds_of
 from services.profiling.starting import Started, started
 from services.simulator.replay import replay
+from tests.deploy.engines import narrow_and_deep, tiny_model
 
 MODEL = "tiny"
 MODES = ("plugin", "mirror")
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-VOCABULARY = 2048
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
 # ShareGPT v3's: mean and standard deviation of the logarithm, cut to what such engines can answer within seconds
 PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
@@ -120,7 +122,7 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Start the engines, measure their profiles, and send the load once for each mode."""
-    model = tiny_model(folder / "model", arguments.hidden, arguments.layers)
+    model = tiny_model(folder / "model", **narrow_and_deep(arguments.hidden, arguments.layers))
     results: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
         say("starting engines")
@@ -161,29 +163,6 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
                 f" --host 127.0.0.1 --port {free_port()}"
             ),
         )
-
-
-def tiny_model(folder: Path, hidden: int, layers: int) -> Path:
-    """A model nobody has trained, with a tokenizer that knows single characters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder.mkdir()
-    heads = max(1, hidden // 64)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "vocab_size": VOCABULARY, "max_position_embeddings": 2 * LONGEST,
-        "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    words = ["<unk>", "<s>", "</s>", *(chr(number) for number in range(32, 127))]
-    words += [f"w{number}" for number in range(VOCABULARY - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return folder
 
 
 async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Instance]:

@@ -42,7 +42,7 @@ from services.load.plan import Planned
 from services.load.running import Limits, Result, run_plan
 from services.log_lines import configure
 from tests.conformance.vllm_side import interpreter
-from tests.deploy.engines import MODEL, engine_environment, tiny_model
+from tests.deploy.engines import MODEL, engine_environment, narrow_and_deep, tiny_model
 
 HOST = "127.0.0.1"
 CASES = (1, 16)
@@ -129,7 +129,7 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
     """Start both engines, and let them take turns."""
     measured = {(name, one): Rounds() for name in ("with", "without") for one in arguments.concurrency}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=in_memory()) as shown:
-        model = tiny_model(Path(folder, "model"), **shape_of(arguments))
+        model = tiny_model(Path(folder, "model"), **narrow_and_deep(arguments.hidden, arguments.layers))
         state, sums = Path(shown, "state"), Path(shown, "sums")
         engines = {
             "with": engine_of("with", model, arguments.core, {"BLOCK_STATE_FILE": str(state), **timed(sums, folder)}),
@@ -153,15 +153,6 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
         finally:
             await asyncio.gather(*(engine.stop() for engine in engines.values()))
     return measured
-
-
-def shape_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """What the model's config is to say of its size."""
-    heads = max(1, arguments.hidden // 64)
-    return {
-        "hidden_size": arguments.hidden, "intermediate_size": 3 * arguments.hidden,
-        "num_hidden_layers": arguments.layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-    }  # fmt: skip
 
 
 def in_memory() -> str | None:

@@ -14,6 +14,7 @@ from predictor.fitting.regression import (
     Array,
     Shape,
     Steps,
+    equal_decodes,
     error_of,
     extend_curve,
     fit,
@@ -228,18 +229,8 @@ def _read_attention(path: Path) -> Steps:
             for r in csv.DictReader(lines)
         }
     chunk, before, decodes, context = np.array(sorted(rows), dtype=float).T
-    prefills = (chunk > 0).astype(float)
-    return Steps(
-        num_tokens=chunk + decodes,
-        num_sampled=prefills + decodes,
-        num_decodes=decodes,
-        decode_context=decodes * context,
-        num_prefills=prefills,
-        prefill_qq=chunk**2,
-        prefill_qkv=chunk * before,
-        decode_longest=context,
-        seconds=np.array([rows[key] for key in sorted(rows)]) * US,
-    )
+    seconds = np.array([rows[key] for key in sorted(rows)]) * US
+    return equal_decodes(chunk, before, decodes, context, seconds)
 
 
 def _read_skewed_attention(path: Path) -> Steps:

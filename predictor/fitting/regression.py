@@ -65,6 +65,22 @@ class Steps:
         return self.num_tokens - self.num_decodes
 
 
+def equal_decodes(chunk: Array, before: Array, decodes: Array, context: Array, seconds: Array) -> Steps:
+    """Arrange batches of one prefill chunk, or none, and decodes of one context; a chunk is its prompt's last."""
+    prefills = (chunk > 0).astype(float)
+    return Steps(
+        num_tokens=chunk + decodes,
+        num_sampled=prefills + decodes,
+        num_decodes=decodes,
+        decode_context=decodes * context,
+        num_prefills=prefills,
+        prefill_qq=chunk**2,
+        prefill_qkv=chunk * before,
+        decode_longest=context,
+        seconds=seconds,
+    )
+
+
 def joined(*parts: Steps) -> Steps:
     """Put measurements one after another."""
     return Steps(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})

@@ -40,7 +40,7 @@ class Reckoning:
         if before is None or self._num_odd == MOST_ODD:
             self._counted, self._num_odd = counted, 0
             self._theirs = self._stepped = 0.0
-            tracker.close_stretch().taken()
+            tracker.closed_tally().taken()
             return
         if self._num_odd:
             return  # one may have come or ended just now: until the next reading
@@ -61,10 +61,10 @@ class Reckoning:
 
     def _learn(self) -> None:
         """Learn how long steps took: as they were foretold, for as many as there really were."""
-        stretch = self._tracker.close_stretch()
-        if stretch.num_steps < LEARN_STEPS and stretch.real_s < LONG_ENOUGH_S:
+        tally = self._tracker.closed_tally()
+        if tally.num_steps < LEARN_STEPS and tally.real_s < LONG_ENOUGH_S:
             return
-        sample = stretch.taken()
+        sample = tally.taken()
         if sample is not None and self._theirs > 0 and self._stepped > 0:
             ratio, num_steps = sample
             self._tracker.learn(ratio * self._stepped / self._theirs, num_steps)
@@ -81,11 +81,11 @@ class Reckoning:
         if abs(steps) <= spare:
             return
         if steps > 0:
-            tracker.catch_up(steps - spare, now_s)
+            tracker.pass_unseen(steps - spare, now_s)
         else:
-            tracker.fall_back(-steps - spare)
+            tracker.take_back(-steps - spare)
         assert self._counted is not None
         theirs, before, stepped = self._counted
         after = tracker.num_produced()
         self._behind -= after - before
-        self._counted = (theirs, after, stepped)  # the steps just made count for the next stretch, as their time does
+        self._counted = (theirs, after, stepped)  # the steps just made count from now on, as their time does

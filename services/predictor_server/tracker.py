@@ -15,7 +15,7 @@ from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, RUNNING
 from predictor.step_time import StepTime
 from services.predictor_server.queues import demoted, promoted, recounted, rewound
-from services.predictor_server.stretch import Stretch
+from services.predictor_server.step_tally import StepTally
 
 MOST_AT_ONCE = 64  # steps that one sign may bring to their end
 TOO_SOON = 0.3  # of a step's foretold time: none ends earlier, so what shows then belongs to the step before
@@ -65,7 +65,7 @@ class Tracker:
         self._num_gone = 0  # tokens of requests that have ended
         self._gone: list[str] = []  # ended, and still in a step under way
         self._watched = np.zeros(len(self.engine.state.requests), np.bool_)  # by slot
-        self.stretch = Stretch()
+        self.tally = StepTally()
         self.is_told = False  # how many tokens the engine produces, so that it is learnt then how long they took
         self.engine.state.engine[0].now_s = now_s
 
@@ -104,7 +104,7 @@ class Tracker:
         if ended and not tracked.streamed:
             self._learn_from_length(tracked, count, now_s)
         if count > row.output_tokens:
-            self._catch_up(tracked, count, now_s)
+            self._end_steps_until(tracked, count, now_s)
         elif count < row.output_tokens - (AHEAD - 1) and (exact or count == 1) and not ended:
             self._set_back(tracked, count)
         if ended:
@@ -163,7 +163,7 @@ class Tracker:
             if not self._plan(until_s):
                 break
         if head.num_in_flight == 0:
-            self.stretch.cut(float(head.now_s), 0)
+            self.tally.cut(float(head.now_s), 0)
             head.now_s = max(head.now_s, now_s)
         self._let_go()
 
@@ -186,15 +186,15 @@ class Tracker:
             self._set_pace()
 
     def _set_pace(self) -> None:
-        self.stretch.pace = self.correction.factor
+        self.tally.pace = self.correction.factor
         self.engine.set_pace(self.correction.factor)
 
-    def close_stretch(self) -> Stretch:
+    def closed_tally(self) -> StepTally:
         """Give what the steps took that have ended by now."""
         head = self.engine.state.engine[0]
         if head.num_in_flight:
-            self.stretch.close(float(self._oldest().start_s), int(head.num_in_flight))
-        return self.stretch
+            self.tally.close(float(self._oldest().start_s), int(head.num_in_flight))
+        return self.tally
 
     def tokens_a_step(self) -> int:
         """How many tokens the step under way will bring."""
@@ -205,7 +205,7 @@ class Tracker:
         entries = state.batch.view(np.ndarray)[index, : int(state.steps[index].num_scheduled)]
         return int(np.count_nonzero(entries["sampled"]))
 
-    def catch_up(self, num_steps: int, now_s: float) -> None:
+    def pass_unseen(self, num_steps: int, now_s: float) -> None:
         """Bring so many steps to their end that nobody has seen."""
         rows = self.engine.state.requests
         shown = [one for one in self.requests.values() if one.num_seen]
@@ -215,7 +215,7 @@ class Tracker:
         for one, count in zip(shown, before, strict=True):
             one.num_hidden += int(rows[one.slot].output_tokens) - count
 
-    def fall_back(self, num_steps: int) -> None:
+    def take_back(self, num_steps: int) -> None:
         """Take back what so many steps have brought, but for what was seen."""
         self._rewind()
         rows, head = self.engine.state.requests, self.engine.state.engine[0]
@@ -268,7 +268,7 @@ class Tracker:
             and now_s - rows[one.slot].first_token_s > patience_s
         ]  # fmt: skip
 
-    def _catch_up(self, tracked: Tracked, count: int, now_s: float) -> None:
+    def _end_steps_until(self, tracked: Tracked, count: int, now_s: float) -> None:
         """Bring the steps to their end that have brought these tokens."""
         row = self.engine.state.requests[tracked.slot]
         is_first = row.output_tokens == 0
@@ -282,12 +282,12 @@ class Tracker:
                 spare -= 1
             self._end_step(now_s)
         if row.output_tokens < count:
-            planned_s = max(self.stretch.planned, default=0.0)
+            planned_s = max(self.tally.planned, default=0.0)
             if not self.is_told:
-                self.stretch.lose()  # another step may have passed unseen
+                self.tally.lose()  # another step may have passed unseen
             self.enter(next(name for name, one in self.requests.items() if one is tracked), count)
-            if is_first and self.stretch.planned:  # its prompt was in the step that has ended, and not in this one
-                self.stretch.amend(max(0.0, planned_s - max(self.stretch.planned)))
+            if is_first and self.tally.planned:  # its prompt was in the step that has ended, and not in this one
+                self.tally.amend(max(0.0, planned_s - max(self.tally.planned)))
 
     def _enter(self, tracked: Tracked, num_seen: int) -> None:
         engine, row = self.engine, self.engine.state.requests[tracked.slot]
@@ -300,14 +300,14 @@ class Tracker:
         state = self.engine.state
         row = state.requests[tracked.slot]
         behind = count - int(row.output_tokens)
-        planned, began_s = self.stretch.planned, self.stretch.began_s
+        planned, began_s = self.tally.planned, self.tally.began_s
         if row.status != RUNNING or row.output_tokens == 0 or (0 <= behind <= 1) or not planned:
             return
         if began_s is not None and not self.is_told:
             foretold_s = math.fsum(planned) + behind * planned[-1]
             if foretold_s > 0 and now_s - began_s > LEARN_S:
                 self.learn((now_s - began_s) / foretold_s, 1)
-            self.stretch.lose()
+            self.tally.lose()
         self._rewind()
         for slot in state.running[: state.engine[0].num_running].tolist():
             one = state.requests[slot]
@@ -364,7 +364,7 @@ class Tracker:
         if int(head.num_steps) == before:
             return False
         step = self.engine.state.steps[(head.oldest + head.num_in_flight - 1) % 2]
-        self.stretch.plan(float(step.start_s), float(step.end_s - step.start_s) / float(head.pace))
+        self.tally.plan(float(step.start_s), float(step.end_s - step.start_s) / float(head.pace))
         return True
 
     def _replan(self) -> None:
@@ -375,19 +375,19 @@ class Tracker:
 
     def _learn_from_end(self, now_s: float) -> None:
         """Compare what the steps up to the oldest under way took with what was foretold."""
-        stretch = self.stretch
-        stretch.close(now_s, int(self.engine.state.engine[0].num_in_flight) - 1)
+        tally = self.tally
+        tally.close(now_s, int(self.engine.state.engine[0].num_in_flight) - 1)
         if self.is_told:
-            is_enough = stretch.num_steps >= MOST_UNTOLD
+            is_enough = tally.num_steps >= MOST_UNTOLD
         else:
-            is_enough = stretch.num_steps >= LEARN_STEPS or stretch.real_s >= LEARN_S
-        if is_enough and (sample := stretch.taken()) is not None:
+            is_enough = tally.num_steps >= LEARN_STEPS or tally.real_s >= LEARN_S
+        if is_enough and (sample := tally.taken()) is not None:
             self.learn(*sample)
 
     def _rewind(self) -> None:
         """Take back the steps under way."""
         head = self.engine.state.engine[0]
-        self.stretch.cut(float(head.now_s), int(head.num_in_flight))
+        self.tally.cut(float(head.now_s), int(head.num_in_flight))
         rewound(self.engine)
 
     def _recount(self) -> None:

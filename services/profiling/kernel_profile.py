@@ -16,6 +16,7 @@ from predictor.fitting.regression import (
     Array,
     Shape,
     Steps,
+    equal_decodes,
     error_of,
     fit,
     held_out,
@@ -166,18 +167,7 @@ def _steps_of(batches: Sequence[AttentionBatch]) -> Steps:
         np.array([getattr(batch, name) for batch in batches], dtype=float)
         for name in ("chunk", "before", "num_decodes", "context")
     )
-    prefills = (chunk > 0).astype(float)
-    return Steps(
-        num_tokens=chunk + decodes,
-        num_sampled=prefills + decodes,
-        num_decodes=decodes,
-        decode_context=decodes * context,
-        num_prefills=prefills,
-        prefill_qq=chunk**2,
-        prefill_qkv=chunk * before,
-        decode_longest=context,
-        seconds=np.zeros(len(batches)),
-    )
+    return equal_decodes(chunk, before, decodes, context, np.zeros(len(batches)))
 
 
 def _curve_of(timed: Mapping[int, float]) -> tuple[Array, Array]:

@@ -70,7 +70,10 @@ class Fleet:
         self.table.follow(self._sidecars)
         self.troubled.intersection_update(self._sidecars)
         self._measures.instances.set(len(self._sidecars))
-        self._start(self._let_go(list(before.values()), self._nodes_left()))
+        left = self._nodes_left()
+        for node in left:
+            node.promises_no_more()
+        self._start(self._let_go(list(before.values()), left))
         if self._watched:
             self._watch_all()
 

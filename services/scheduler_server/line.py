@@ -78,9 +78,13 @@ class Line:
             for waiting in self._closed():
                 waiting.fail(ConnectionError("hung up"))
 
+    def refuse(self) -> None:
+        """Take nothing new."""
+        self._has_ended = True
+
     async def close(self) -> None:
         """Take nothing new, give what was asked the time it has for an answer, and end."""
-        self._has_ended = True
+        self.refuse()
         if self._waiting:
             await asyncio.wait([waiting.answer for waiting in self._waiting], timeout=self._deadline_s)
         if self._tasks and self._stream is None:

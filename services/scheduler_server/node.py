@@ -114,6 +114,10 @@ class Node:
             raise TimeoutError(f"no answer within {self._deadline_s * 1e3:g} ms")
         return promise_in(answer.result())
 
+    def promises_no_more(self) -> None:
+        """Refuse to ask for promises from now on."""
+        self._reserving.refuse()
+
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """End a promise."""
         with self._calling():

@@ -15,8 +15,8 @@ T = TypeVar("T")
 LONGEST_NOTE = 200
 SOURCES = ("predictor", "scheduler", "services/simulator")
 NO_PART = (  # in what a run measures
-    "provisioning", "bounds", "charts", "claims", "experiment", "ledger", "paper_tables", "recommending",
-    "report", "titles",
+    "provisioning", "bounds", "charts", "claims", "experiment", "findings", "ledger", "paper_tables",
+    "recommending", "report", "titles",
 )  # fmt: skip
 
 

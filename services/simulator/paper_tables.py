@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from services.simulator.claims import Claim, Seen
-from services.simulator.experiment import Experiment, Findings, slug
+from services.simulator.experiment import Experiment
+from services.simulator.findings import Findings, slug
 from services.simulator.titles import number_of, rounded, title_of
 
 SHARES = ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "hit_ratio")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from services.simulator.charts import dot_chart, line_chart
-from services.simulator.experiment import BOUND, CAPACITY, PROVISIONING, Experiment, Findings, Row, slug
+from services.simulator.experiment import CAPACITY, PROVISIONING, Experiment
+from services.simulator.findings import BOUND, Findings, Row, slug
 from services.simulator.growth import NUMBERS, OVER_TIME
 from services.simulator.paper_tables import claims_table, turning_tables
 from services.simulator.scenario import as_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from predictor.batching import settled
 from predictor.config import FIELD_NAMES, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
+from scheduler.nearest import nearest
 from services.data import data_folder
 from services.load.plan import lengths_of as distribution
 from services.load.plan import whole
@@ -401,6 +401,5 @@ def _known_all(table: Mapping[str, Any], names: Sequence[str], where: str) -> No
 
 def _known(name: str, names: Sequence[str], where: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}"
+        hint = nearest(name, names, otherwise=f"; there are {', '.join(names)}")
         raise ValueError(f"{where}: {name!r} is unknown{hint}")

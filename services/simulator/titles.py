@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from services.simulator.experiment import Row
+from services.simulator.findings import Row
 
 TITLES = {
     "ttft_mean_s": "mean TTFT, s",

@@ -76,6 +76,15 @@ def tiny_model(folder: Path, **shape: int) -> Path:
     return folder
 
 
+def narrow_and_deep(hidden: int, layers: int) -> dict[str, int]:
+    """A shape whose steps cost much in themselves and little by the token, as a large model's do on a GPU."""
+    heads = max(1, hidden // 64)
+    return {
+        "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads,
+    }  # fmt: skip
+
+
 def engine_environment(state: Path | None) -> dict[str, str]:
     """What an engine of the CPU build needs to know to be small, quiet and on its own."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
 import pytest
 
-from predictor.config import EngineConfig
 from services.predictor_server.reckoning import Reckoning
-from services.predictor_server.stretch import Stretch
+from services.predictor_server.step_tally import StepTally
 from services.predictor_server.totals import Totals
 from services.predictor_server.tracker import Tracker
 from tests.services.predictor_server.tracked_engine import (
@@ -93,10 +92,7 @@ def note(tracker: Tracker, moment: Moment, seen: Seen) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_tokens_that_come_as_one_event_do_not_lead_astray(hides: float, is_async: bool) -> None:
     """However many steps no client sees, their pace is learnt, and the model keeps up with the engine."""
-    config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=513, max_model_len=512, enable_prefix_caching=False,
-        async_scheduling=is_async,
-    )  # fmt: skip
+    config = replace(ROOMY, async_scheduling=is_async)
     seen = follow(Tracker(config, A30.step_time, 0.0), hides, seed=1)
     assert len(seen.paces) > 300
     assert mean(seen.paces) == pytest.approx(PACE, rel=0.05)
@@ -117,21 +113,21 @@ def test_counts_of_other_requests_are_left_alone() -> None:
     assert set(seen.paces) == {1.0}
 
 
-def test_a_stretch_goes_from_step_to_step() -> None:
+def test_a_tally_goes_from_step_to_step() -> None:
     """A step that was given up counts for nothing, its time for the one that began instead; the last one may be lost."""
-    stretch = Stretch()
-    stretch.plan(1.0, 0.1)
-    stretch.plan(1.2, 0.1)
-    stretch.close(1.2, 1)
-    assert stretch.taken() is None
-    stretch.cut(1.2, 1)
-    stretch.plan(1.2, 0.3)
-    stretch.close(1.8, 0)
-    assert stretch.taken() == (pytest.approx(2.0), 1)
-    stretch.plan(1.8, 0.3)
-    stretch.close(3.6, 0)
-    stretch.lose()
-    assert stretch.taken() == (pytest.approx(2.0), 1)
-    stretch.plan(4.0, 0.1)
-    stretch.close(4.1, 0)
-    assert stretch.taken() is None
+    tally = StepTally()
+    tally.plan(1.0, 0.1)
+    tally.plan(1.2, 0.1)
+    tally.close(1.2, 1)
+    assert tally.taken() is None
+    tally.cut(1.2, 1)
+    tally.plan(1.2, 0.3)
+    tally.close(1.8, 0)
+    assert tally.taken() == (pytest.approx(2.0), 1)
+    tally.plan(1.8, 0.3)
+    tally.close(3.6, 0)
+    tally.lose()
+    assert tally.taken() == (pytest.approx(2.0), 1)
+    tally.plan(4.0, 0.1)
+    tally.close(4.1, 0)
+    assert tally.taken() is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -80,10 +80,7 @@ def compare(tracker: Tracker, moment: Moment, compared: Compared) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_streams_keep_it_in_step(seed: int, is_async: bool) -> None:
     """With every token seen, queues, progress and blocks are the engine's own, at a pace that nobody told."""
-    config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=513, max_model_len=512, enable_prefix_caching=False,
-        async_scheduling=is_async,
-    )  # fmt: skip
+    config = replace(ROOMY, async_scheduling=is_async)
     tracker = Tracker(config, A30.step_time, 0.0)
     compared = follow(config, requests(seed), tracker, 1.6, streamed=True)
     assert compared.num > 200

@@ -12,7 +12,8 @@ import pytest
 
 from scheduler.provisioning.schedule import peaks_from
 from services.simulator import growth
-from services.simulator.experiment import Experiment, experiment_from, experiment_named, measure
+from services.simulator.experiment import Experiment, experiment_from, experiment_named
+from services.simulator.findings import measure
 from services.simulator.growth import Run, Shape, require_rules, run_shape, turns
 from services.simulator.growth_compared import dominates, judged, ratios, seeds_dominated, sizes
 from services.simulator.provisioning import STATIC, Change

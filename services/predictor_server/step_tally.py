@@ -10,7 +10,7 @@ MOST_TIMES = 6.0  # as long as was to be expected a step may count: more is a hi
 
 
 @dataclass(slots=True, kw_only=True)
-class Stretch:
+class StepTally:
     """Sums over the steps that have ended since they were last taken; foretold seconds are the profile's own.
 
     What ended last is in no sum yet: the next thing that is seen may show that it was not as it was foretold.
