@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Any
 
 from services.cluster.programs import OurServer, Program
 from services.http_client import HttpClient, origin_of
+from services.lasting import lasting
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ MOST_LINES, MOST_TOLD = 200, 20  # kept, to tell what was wrong
 LAST_WORDS_S = 5.0
 ASK_EVERY_S, TELL_EVERY_S = 0.25, 10.0
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)  # here, since nothing may be loaded between fork and exec
 
 
 class StartError(Exception):
@@ -66,7 +69,7 @@ class Child:
     async def start(self) -> None:
         """Start the process, and see to it that there is one until `stop`; StartError where it does not serve."""
         await self._spawn()
-        self._tasks.append(asyncio.create_task(self._keep_alive()))
+        self._tasks.append(asyncio.create_task(lasting(f"keeping {self.name} alive", self._keep_alive)))
 
     async def stop(self) -> None:
         """Let the process finish what it has under way and end; one that does not is killed."""
@@ -92,16 +95,19 @@ class Child:
         program = self._program
         self._process = process = await _begun(self.name, program, program.words(self.port, self.proxy_port))
         listening = asyncio.create_task(self._listen(process))
-        signs = [asyncio.create_task(self._serving.wait()), asyncio.create_task(_ended(process))]
-        asking = asyncio.create_task(self._ask()) if program.asked_at(self.port) else None
+        signs: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._serving.wait()),
+            asyncio.create_task(_ended(process)),
+        ]
+        if program.asked_at(self.port):
+            signs.append(asyncio.create_task(self._ask()))
         try:
             done, _ = await asyncio.wait(
                 [*signs, listening], timeout=program.start_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            for task in (*signs, asking):
-                if task is not None:
-                    task.cancel()
+            for task in signs:
+                task.cancel()
         if not self._serving.is_set():
             late = "" if done else f" within {program.start_s:g} s"
             _signal_all(process, signal.SIGKILL)
@@ -222,6 +228,6 @@ async def _line_from(stream: asyncio.StreamReader) -> bytes:
 def _end_with_parent() -> None:
     """Have the kernel end the new process when the one that started it dies, however that dies."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1:  # it has died already
             os.kill(os.getpid(), signal.SIGTERM)

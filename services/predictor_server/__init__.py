@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from predictor.profile import Profile
 from protos.block.v1 import common_pb2, predictor_pb2_grpc
 from services.grpc_server import ServerSettings, serve_until_signalled
+from services.lasting import lasting
 from services.predictor_server.exported import ExportedEngine
 from services.predictor_server.measures import InstanceMeasures, Measures
 from services.predictor_server.mirroring import mirroring
@@ -83,7 +84,10 @@ async def keeping_up(
     """Let a sidecar stand over what is known of the engine while the block runs; those of one node look in turn."""
     measures.comes_from(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
     sidecar = Sidecar(settings, source, measures)
-    tasks = [asyncio.create_task(sidecar.health.watch()), asyncio.create_task(_keep_up(sidecar, phase))]
+    tasks = [
+        asyncio.create_task(lasting("asking for health", sidecar.health.watch)),
+        asyncio.create_task(lasting("following the engine", partial(_keep_up, sidecar, phase))),
+    ]
     try:
         yield sidecar
     finally:

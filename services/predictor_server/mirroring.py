@@ -7,12 +7,14 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from predictor.profile import Profile
 from services.front.serving import answering, listening
 from services.http_client import HttpClient, Origin, origin_of
+from services.lasting import lasting
 from services.log_lines import say
 from services.predictor_server.measures import MirrorMeasures
 from services.predictor_server.mirror import MirroredEngine
@@ -49,7 +51,7 @@ async def mirroring(
     proxy = Proxy(settings, origin, source, measures.answered)
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]
-        reading = asyncio.create_task(_keep_reading(settings, origin, source))
+        reading = asyncio.create_task(lasting("reading metrics", partial(_keep_reading, settings, origin, source)))
         try:
             async with answering(proxy, own, settings.drain_s):
                 say(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)

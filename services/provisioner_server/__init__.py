@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import provisioner_pb2_grpc
 from services.grpc_server import ServerSettings, serve_until_signalled
+from services.lasting import lasting
 from services.provisioner_server.hooks import Hook
 from services.provisioner_server.hooks.dry import DryRun
 from services.provisioner_server.leader import LEASE, Leader
@@ -62,7 +63,7 @@ async def provisioning(
     pool = Pool(settings, measures)
     own = lease or FileLease(Path(settings.folder) / LEASE, settings.provisioner_id)
     leader = Leader(pool, DryRun() if settings.dry_run else hook, own, measures)
-    leading = asyncio.create_task(leader.run())
+    leading = asyncio.create_task(lasting("leading", leader.run))
     try:
         yield ProvisionerService(pool, leader)
     finally:

@@ -17,6 +17,7 @@ from protos.block.v1 import scheduler_pb2_grpc
 from services.grpc_server import ServerSettings, serve_until_signalled
 from services.http_client import HttpClient
 from services.instances import FromName, Source, watch
+from services.lasting import lasting
 from services.scheduler_server.fleet import Fleet
 from services.scheduler_server.lengths import Lengths
 from services.scheduler_server.measures import Measures
@@ -62,7 +63,7 @@ async def scheduling(
         except ValueError:
             if not isinstance(source, FromName):
                 raise
-        watching = asyncio.create_task(watch(source, poll_s, fleet.update))
+        watching = asyncio.create_task(lasting("watching the list", partial(watch, source, poll_s, fleet.update)))
         yield SchedulerService(settings, fleet, lengths, measures, client, recorder, reports)
     finally:
         if watching is not None:

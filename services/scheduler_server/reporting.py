@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from protos.block.v1 import common_pb2, provisioner_pb2, provisioner_pb2_grpc
+from services.lasting import lasting
 from services.log_lines import say
 from services.scheduler_server.node import CHANNEL
 from services.scheduler_server.replies import note_of
@@ -88,7 +89,7 @@ class Listener:
         self._untold: deque[provisioner_pb2.ReportRequest] = deque(maxlen=MOST_KEPT)
         self._something = asyncio.Event()
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
-        self._talking = asyncio.create_task(self._talk())
+        self._talking = asyncio.create_task(lasting("reporting", self._talk))
 
     def tell(self, report: provisioner_pb2.ReportRequest) -> None:
         """Have it hear, soon."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from protos.block.v1 import common_pb2, predictor_pb2
@@ -13,6 +14,7 @@ from scheduler.dispatch import Candidate, Fate
 from scheduler.table import Table
 from scheduler.versions import Versions
 from services.instances import Instance
+from services.lasting import lasting
 from services.log_lines import say
 from services.scheduler_server.measures import Measures
 from services.scheduler_server.node import RELEASE_S, UNREACHED, Asked, Node
@@ -179,7 +181,9 @@ class Sidecar:
     def watch(self, interval_s: float) -> None:
         """Have it tell of itself whenever something changes, as often as this at most."""
         if self._watching is None:
-            self._watching = asyncio.create_task(self._follow(interval_s))
+            self._watching = asyncio.create_task(
+                lasting(f"listening to {self.name}", partial(self._follow, interval_s))
+            )
             if self._indicators:
                 self._tell_table()
 

@@ -7,12 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
 from length_tagger.estimate import Tagger
+from services.lasting import lasting
 from services.log_lines import say
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ async def reloading(
 ) -> AsyncIterator[None]:
     """Look for changed files while the block runs."""
     reloads = Counter("block_tagger_reloads", "Checkpoints that changed.", ("taken",), registry=registry)
-    task = asyncio.create_task(_look(watched, reloads, look_s)) if watched else None
+    look = partial(_look, watched, reloads, look_s)
+    task = asyncio.create_task(lasting("looking for checkpoints", look)) if watched else None
     try:
         yield
     finally:

@@ -1,0 +1,28 @@
+"""Work in the background that is to last: what it did not foresee is told with a traceback, and it is begun again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0
+
+
+async def lasting(what: str, work: Callable[[], Coroutine[Any, Any, None]], *, pause_s: float = PAUSE_S) -> None:
+    """Do the work until it ends by itself, or whoever runs this cancels it."""
+    fields = {"work": what, "again_in_s": pause_s}
+    while True:
+        try:
+            return await work()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            log.exception("failed", extra={"fields": fields})  # a call was cancelled underneath it
+        except Exception:
+            log.exception("failed", extra={"fields": fields})
+        await asyncio.sleep(pause_s)
