@@ -22,7 +22,7 @@ from services.predictor_server.errors import ForecastErrors
 from services.predictor_server.health import EngineHealth
 from services.predictor_server.indicators import indicators_of
 from services.predictor_server.measures import InstanceMeasures
-from services.predictor_server.picture import DownError, EngineSource, Picture
+from services.predictor_server.picture import DownError, Ended, EngineSource, Picture
 from services.predictor_server.settings import SidecarSettings
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Sidecar:
         self._seen = None
         try:
             picture = self.source.look()
-            self._take_shown()
+            self._take_shown(self.source.newly_shown())
             self._require_alive(picture, now_s)
         except DownError as error:
             self._note_down(str(error))
@@ -95,13 +95,20 @@ class Sidecar:
         self._seen_engine_s, self._seen_age_s = picture.now_s, picture.age_s
         return picture
 
-    def _take_shown(self) -> None:
+    def _take_shown(self, shown: Sequence[str]) -> None:
         """End promises that the engine has taken over."""
-        if shown := self.source.newly_shown():
+        if shown:
             self._shows.succeeded()
             promises = self.reservations.shown(shown)
             self.errors.expect(promises)
             self.measures.ended("shown", len(promises))
+
+    def _take_unseen(self, ended: Sequence[Ended]) -> None:
+        """End promises of requests that came and went between two looks."""
+        unseen = [one.request_id for one in ended if one.request_id in self.reservations]
+        for request_id in unseen:
+            self.source.withdraw(request_id)
+        self._take_shown(unseen)
 
     def catch_up(self) -> None:
         """Look, and learn from what has ended; where somebody asks, make ready what all forecasts share."""
@@ -114,6 +121,7 @@ class Sidecar:
             self._was_asked = False
         self.measures.pace.set(picture.counters.get("pace", 1.0))
         if ended := self.source.newly_ended():
+            self._take_unseen(ended)
             self.errors.compare(ended)
             self.source.lengths.forget(one.request_id for one in ended)
 

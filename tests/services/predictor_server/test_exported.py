@@ -310,6 +310,29 @@ def test_forecasts_are_compared_with_what_came_of_them(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_a_request_that_came_and_went_between_two_looks_was_shown(tmp_path: Path) -> None:
+    """Its promise ends, and its forecast is compared, though the engine was never seen to have it."""
+    writer = idle(tmp_path / "state")
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=ENDLESS) as asked:
+            alone = await asked.forecast(request("x"))
+            foretold = common_pb2.Forecast(request_id="r0", ttft_s=1.0, e2e_s=3.0, output_tokens=21)
+            assert (await asked.reserve(request("r0", 200, 30), forecast=foretold)).result == RESERVED
+            writer.add_outcome(
+                serial=1, request_id="cmpl-r0-0-00000000", arrival_s=1.0, scheduled_s=1.1, first_token_s=2.0,
+                finished_s=5.0, prompt_tokens=200, output_tokens=21, hit_tokens=0, num_preemptions=0, reason="stop",
+            )  # fmt: skip
+            writer.publish()
+            await asked.until(lambda _: asked.sample("block_reservations_ended_total", how="shown") == 1)
+            assert asked.sample("block_forecast_error_ratio_count", quantity="e2e") == 1
+            assert (await asked.predict()).indicators.num_reserved == 0
+            assert (await asked.forecast(request("x"))).e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
+
+    run(test())
+    writer.close()
+
+
 def test_who_watches_hears_of_every_change_and_that_there_was_none(tmp_path: Path) -> None:
     """The first message is full, later ones hold what has changed, if anything; a snapshot comes where it is wanted."""
     writer = idle(tmp_path / "state")
