@@ -131,16 +131,19 @@ class Instance:
 
     async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         sidecar = self._sidecar
-        response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self._epoch, expires_in_s=request.ttl_s)
+        response = predictor_pb2.ReserveResponse(
+            instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch, expires_in_s=request.ttl_s
+        )
+        response.state = sidecar.state_of()
         try:
             picture = sidecar.picture()
         except DownError as error:
-            raise ConnectionError(f"the engine is not there: {error}") from None
+            response.state = error.state
+            return _refused(response, str(error))
         again = request.request.request_id in sidecar.reservations
         stale = (request.if_version, request.if_epoch) != (sidecar.reservations.version, self._epoch)
         if sidecar.is_draining and not again:
-            response.result = REFUSED
-            response.prediction.refusal.reason = "takes nothing new, as it is about to end"
+            _refused(response, "takes nothing new, as it is about to end")
         elif request.HasField("if_version") and stale and not again:
             response.result = CONFLICT
             (prediction,) = await self._predictions(picture, [request.request], delays=False, simulate=True)
@@ -207,6 +210,13 @@ class Instance:
         message = self._summed_up[2]
         message.age_s = picture.age_s
         return message
+
+
+def _refused(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_pb2.ReserveResponse:
+    """Have an answer say that whatever the request is, it is not taken now."""
+    response.result, response.expires_in_s = REFUSED, 0.0
+    response.prediction.refusal.reason = reason
+    return response
 
 
 def _request_or_refusal(

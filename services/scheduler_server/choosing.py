@@ -12,7 +12,7 @@ from scheduler.rest import Rest
 from services.scheduler_server.asking import Asker
 from services.scheduler_server.fleet import Group
 from services.scheduler_server.measures import Measures
-from services.scheduler_server.replies import SidecarError, forecast_in
+from services.scheduler_server.replies import STATES, SidecarError, forecast_in
 from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.wish import Placement, Wish
 from services.wire import forecast_message
@@ -140,7 +140,10 @@ class Choice:
             return False
         if response.result == predictor_pb2.RESERVE_RESULT_REFUSED:
             refusal = response.prediction.refusal
-            candidate.fate, candidate.note = Fate.REFUSED, f"{refusal.field}: {refusal.reason}"
+            if response.state in STATES:
+                candidate.fate, candidate.note = STATES[response.state][0], f"when reserving: {refusal.reason}"
+            else:
+                candidate.fate, candidate.note = Fate.REFUSED, f"{refusal.field}: {refusal.reason}"
             return False
         placement.reserved_for_s = response.expires_in_s
         return True

@@ -221,6 +221,8 @@ class Sidecar:
                 response = await self._promised(request)
                 require_sensible(response, request, self.name)
                 self._take(response)
+                if response.state in STATES:
+                    self.engine_failed()
             except asyncio.CancelledError:
                 self.forget(request.request.request_id)
                 raise

@@ -35,7 +35,7 @@ class _ReserveResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reserve
     RESERVE_RESULT_CONFLICT: _ReserveResult.ValueType  # 3
     """others came first: nothing is reserved, `prediction` says how things stand now"""
     RESERVE_RESULT_REFUSED: _ReserveResult.ValueType  # 4
-    """this instance could never serve it, or takes nothing new: `prediction` says why"""
+    """This instance could never serve it, and `prediction` says why; or, as `state` tells, it serves nothing new now."""
 
 class ReserveResult(_ReserveResult, metaclass=_ReserveResultEnumTypeWrapper): ...
 
@@ -46,7 +46,7 @@ RESERVE_RESULT_EXTENDED: ReserveResult.ValueType  # 2
 RESERVE_RESULT_CONFLICT: ReserveResult.ValueType  # 3
 """others came first: nothing is reserved, `prediction` says how things stand now"""
 RESERVE_RESULT_REFUSED: ReserveResult.ValueType  # 4
-"""this instance could never serve it, or takes nothing new: `prediction` says why"""
+"""This instance could never serve it, and `prediction` says why; or, as `state` tells, it serves nothing new now."""
 Global___ReserveResult: _TypeAlias = ReserveResult  # noqa: Y015
 
 @_typing.final
@@ -280,12 +280,14 @@ class ReserveResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     result: Global___ReserveResult.ValueType
     expires_in_s: _builtins.float
     version: _builtins.int
     """after it"""
     epoch: _builtins.int
     instance_id: _builtins.str
+    state: _common_pb2.InstanceState.ValueType
     @_builtins.property
     def indicators(self) -> _common_pb2.Indicators:
         """with this reservation counted"""
@@ -304,10 +306,11 @@ class ReserveResponse(_message.Message):
         epoch: _builtins.int = ...,
         prediction: Global___Prediction | None = ...,
         instance_id: _builtins.str = ...,
+        state: _common_pb2.InstanceState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["indicators", b"indicators", "prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expires_in_s", b"expires_in_s", "indicators", b"indicators", "instance_id", b"instance_id", "prediction", b"prediction", "result", b"result", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expires_in_s", b"expires_in_s", "indicators", b"indicators", "instance_id", b"instance_id", "prediction", b"prediction", "result", b"result", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,9 +206,9 @@ def test_it_waits_for_an_engine_knows_its_end_and_takes_up_the_next(tmp_path: Pa
             response = await asked.predict(request())
             assert response.state == STARTING
             assert not response.predictions
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asked.reserve(request())
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            refused = await asked.reserve(request())
+            assert (refused.result, refused.state) == (REFUSED, STARTING)
+            assert "is not there" in refused.prediction.refusal.reason
             writer = idle(path)
             await asked.until(lambda answer: answer.state == READY)
             await asked.reserve(request("kept"))

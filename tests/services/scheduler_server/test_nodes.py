@@ -130,3 +130,24 @@ def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
                 assert "is left alone" in (await client.decide(explain=True)).why
 
     run(test)
+
+
+def test_an_engine_that_is_down_is_no_failure_of_its_node(tmp_path: Path) -> None:
+    """A policy that looks at nothing hears of it when it reserves, tries others, and is in no hurry to come back."""
+    writers = [busy(writer_at(tmp_path / name)) for name in "ab"]
+
+    async def test() -> None:
+        files = {name: tmp_path / name for name in ("a", "b", "gone")}
+        async with (
+            node_of(files, stall_s=ENDLESS_S) as node,
+            scheduler(Listed(listed(node, "a", "b", "gone")), policy="round_robin", **FOR_EVER) as client,
+        ):
+            seen = [(await client.decide()).instance.instance_id for _ in range(12)]
+            assert {"a", "b"} == set(seen)
+            assert client.count("block_sidecar_circuits_open") == 0
+            assert client.count("block_reservations_total", result="refused") == 2
+            assert sum(len(sidecar.reservations) for sidecar in node.sidecars) == 12
+
+    run(test)
+    for writer in writers:
+        writer.close()
