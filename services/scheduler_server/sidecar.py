@@ -221,7 +221,7 @@ class Sidecar:
                 response = await self._promised(request)
                 require_sensible(response, request, self.name)
                 self._take(response)
-                if response.state in STATES:
+                if response.result == predictor_pb2.RESERVE_RESULT_REFUSED and response.state in STATES:
                     self.engine_failed()
             except asyncio.CancelledError:
                 self.forget(request.request.request_id)
