@@ -18,11 +18,11 @@ async def lasting(what: str, work: Callable[[], Coroutine[Any, Any, None]], *, p
     while True:
         try:
             return await work()
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError) as error:  # the latter also where a call was cancelled underneath
             task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            log.exception("failed", extra={"fields": fields})  # a call was cancelled underneath it
-        except Exception:
-            log.exception("failed", extra={"fields": fields})
+            ends = task is None or task.cancelling() > 0
+            if not (ends and isinstance(error, asyncio.CancelledError)):
+                log.exception("failed", extra={"fields": fields})
+            if ends:
+                raise asyncio.CancelledError from error
         await asyncio.sleep(pause_s)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from services.lasting import lasting
+from tests.services.waiting import PATIENCE_S
 
 
 def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None, None]], list[int]]:
@@ -33,10 +34,10 @@ def test_it_is_told_and_begun_again(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_who_cancels_it_ends_it() -> None:
-    """Not even within the pause does it go on."""
+    """Not even within the pause does it go on, nor where it fails while it ends."""
 
     async def test() -> None:
-        working, ended = asyncio.Event(), []
+        working, ended, clumsily = asyncio.Event(), [], []
 
         async def work() -> None:
             working.set()
@@ -45,13 +46,25 @@ def test_who_cancels_it_ends_it() -> None:
             finally:
                 ended.append(True)
 
+        async def clumsy() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if clumsily:
+                    raise
+                clumsily.append(True)
+                raise KeyError("b") from None
+
         failed, begun = failing(KeyError("a"))
-        tasks = [asyncio.create_task(lasting("waiting", work)), asyncio.create_task(lasting("pausing", failed))]
+        tasks = [
+            asyncio.create_task(lasting("waiting", work)), asyncio.create_task(lasting("pausing", failed)),
+            asyncio.create_task(lasting("failing in the end", clumsy, pause_s=0)),
+        ]  # fmt: skip
         await working.wait()
         for task in tasks:
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+        await asyncio.wait(tasks, timeout=PATIENCE_S)
+        assert all(task.cancelled() for task in tasks)
         assert (ended, begun) == ([True], [0])
 
     asyncio.run(test())
