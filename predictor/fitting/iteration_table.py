@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from predictor.fitting.regression import Array, Shape, Steps, error_of, fit, held_out, predict, rounded
+from predictor.fitting.regression import Array, Shape, Steps, equal_decodes, error_of, fit, held_out, predict, rounded
 from predictor.fitting.roofline import Gpu, ModelShape
 from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime
@@ -36,18 +36,8 @@ def read_iteration_table(path: Path, gpu: str) -> Steps:
         np.array([float(row[name]) for row in rows])
         for name in ("decode_batch", "ctx_per_req", "prefill_chunk", "iter_ms")
     )
-    prefills = (chunk > 0).astype(float)
-    steps = Steps(
-        num_tokens=decodes + chunk,
-        num_sampled=decodes + prefills,
-        num_decodes=decodes,
-        decode_context=decodes * context,
-        num_prefills=prefills,
-        prefill_qq=chunk**2,
-        prefill_qkv=np.zeros(len(rows)),
-        decode_longest=np.where(decodes > 0, context, 0.0),
-        seconds=ms * MS,
-    )
+    context = np.where(decodes > 0, context, 0.0)
+    steps = equal_decodes(chunk, np.zeros(len(rows)), decodes, context, ms * MS)
     return steps.where(steps.decode_context <= MAX_BATCH_CONTEXT)
 
 
