@@ -53,7 +53,7 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
         if unfinished > 0 and not engine.stuck and engine.num_in_flight < engine.pipeline_depth:
             if engine.now_s > until_s:
                 return False
-            if watched == TAIL_OF_QUEUE and engine.num_waiting <= engine.max_num_seqs - engine.num_running:
+            if watched == TAIL_OF_QUEUE and not has_tail_ahead(state):
                 return False
             if engine.steady and engine.num_in_flight == engine.pipeline_depth - 1:
                 num_repeats = min(count_repeats(state, until_s), last_step - engine.num_steps)
@@ -71,6 +71,13 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
                 return False
             engine.now_s = queues.next_arrival_s(state)
     return False
+
+
+@small_kernel
+def has_tail_ahead(state: State) -> bool:
+    """Tell whether more wait than could be admitted in the next step, so that it will not look past the last one."""
+    engine = state.engine[0]
+    return bool(engine.num_waiting > engine.max_num_seqs - engine.num_running)
 
 
 @kernel

@@ -192,8 +192,14 @@ def _absorb(state: State) -> None:
         slot = state.pending[engine.pending_head]
         engine.pending_head = at(engine.pending_head, 1, len(state.pending))
         engine.num_pending -= 1
-        engine.steady = engine.stuck = 0
-        enqueue(state, slot)
+        join(state, slot)
+
+
+@kernel
+def join(state: State, slot: int) -> None:
+    """Let a request arrive now."""
+    state.engine[0].steady = state.engine[0].stuck = 0
+    enqueue(state, slot)
 
 
 @small_kernel

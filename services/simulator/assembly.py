@@ -53,6 +53,7 @@ def simulation(
         num_contents=lengths.num_contents,
         noise=noise_factors(conditions.step_noise, draws),
         residual=residual_table(conditions.residual),
+        knows_lengths=bool(np.isnan(work.tag_median).all()),
         generator=draws,
     )
     ids = _names(len(units))

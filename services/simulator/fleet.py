@@ -16,6 +16,7 @@ from predictor.engine import Engine
 from predictor.lengths import QUANTILES
 from predictor.state import NOBODY, State, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
+from services.simulator.foretelling import AHEAD
 from services.simulator.kernels import RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, UNIT, Fleet
 
 COSTS = State._fields.index("costs")
@@ -53,7 +54,7 @@ def noise_factors(spread: float, generator: np.random.Generator) -> npt.NDArray[
 
 def make_fleet(
     units: Sequence[Unit], *, num_contents: int, noise: npt.NDArray[np.float64], residual: npt.NDArray[np.float64],
-    generator: np.random.Generator,
+    knows_lengths: bool, generator: np.random.Generator,
 ) -> Fleet:  # fmt: skip
     """Stack idle engines; where no prompt's content is known, blocks are counted only."""
     if not units:
@@ -69,6 +70,10 @@ def make_fleet(
     records.up = records.changed = 1
     records.pace = [unit.pace for unit in units]
     records.foreseen_pace = [unit.foreseen_pace for unit in units]
+    records.certain = [
+        knows_lengths and len(noise) == 1 and unit.foreseen is None and unit.pace == unit.foreseen_pace
+        for unit in units
+    ]
     records.first_noise = generator.integers(0, NUM_NOISE, len(units))
     fleet = Fleet(
         stack=stack._replace(costs=_costs(costs)),
@@ -85,9 +90,12 @@ def make_fleet(
 
 
 def workspace_for(fleet: Fleet) -> State:
-    """Make room for three simulations of any one engine."""
+    """Make room for the forecasts of any one engine, and for what is kept of each."""
     arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
-    return stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), 3)
+    room = stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), AHEAD + len(fleet.units))
+    room.requests.serial = NOBODY
+    fleet.units.is_ahead = 0
+    return room
 
 
 def widened(fleet: Fleet) -> Fleet:
@@ -135,6 +143,7 @@ def restart(fleet: Fleet, index: int, unit: Unit, now_s: float) -> list[int]:
     fleet.stack.cached[index] = NOBODY
     free_all(fleet, index)
     fleet.units[index].changed = 1
+    fleet.units[index].is_ahead = 0
     return lost
 
 

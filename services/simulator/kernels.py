@@ -1,4 +1,4 @@
-"""A cluster's engines in compiled code: all advance, tell of themselves and foretell a request in one call each.
+"""A cluster's engines in compiled code: all advance and tell of themselves in one call.
 
 The engines are layers of one stack of states; what happens within a layer is the engine model's own.
 """
@@ -11,10 +11,9 @@ import numpy as np
 
 from predictor import blocks, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.engine import ANY_NUMBER, FOREVER
-from predictor.forecast import compare, read_result
-from predictor.state import FINISHED, NOBODY, UNBORN, State, copy_into, layer
-from predictor.step_time import Costs, step_seconds
+from predictor.engine import ANY_NUMBER
+from predictor.state import FINISHED, NOBODY, UNBORN, State
+from predictor.step_time import Costs
 
 CANDIDATE = 0  # the slot that is kept free for a request that is foretold
 
@@ -57,6 +56,8 @@ UNIT = np.dtype(
         ("foreseen_pace", "f8"),
         ("hit_share", "f8"),  # of prompt tokens, by the last that ended
         ("first_noise", "i8"),
+        ("certain", "i8"),  # it will do exactly what is foreseen
+        ("is_ahead", "i8"),  # what is foreseen has been kept: see foretelling.py
     ],
     align=True,
 )
@@ -360,98 +361,4 @@ def count_late(fleet: Fleet, requests: Requests, now_s: float, limit_s: float) -
     return num_late
 
 
-# Forecasts.
-
-
-@kernel
-def copy_as_seen(fleet: Fleet, index: int, source: State, target: State, now_s: float) -> None:
-    """Copy an engine as its sidecar sees it: with lengths by their tags, its own step times, and what it knows of."""
-    copy_into(target, source)
-    engine, unit, slots = target.engine[0], fleet.units[index], fleet.slots[index]
-    size = len(target.pending)
-    place = 0
-    while place < engine.num_pending:
-        slot = target.pending[queues.at(engine.pending_head, place, size)]
-        if slots[slot].shown_s > now_s:
-            queues.take_pending(target, slot)
-        else:
-            estimate(fleet, target.requests[slot], slots[slot])
-            place += 1
-    for position in range(engine.num_running):
-        slot = target.running[position]
-        estimate(fleet, target.requests[slot], slots[slot])
-    for position in range(engine.num_waiting):
-        slot = target.waiting[queues.at(engine.waiting_head, position, size)]
-        estimate(fleet, target.requests[slot], slots[slot])
-    engine.pace = unit.foreseen_pace
-    foresee_steps(target, now_s)
-
-
-@small_kernel
-def estimate(fleet: Fleet, request: np.record, entry: np.record) -> None:
-    """Let a request end where its tag says."""
-    if not np.isnan(entry.log_median):
-        whole = expected_tokens(entry.log_median, entry.spread, request.output_tokens, fleet.residual)
-        request.final_tokens = request.expected_tokens = min(whole, request.max_tokens)
-
-
-@kernel
-def foresee_steps(state: State, now_s: float) -> None:
-    """Let steps under way end when they are foreseen to, and not before now."""
-    engine = state.engine[0]
-    before_s = 0.0
-    for ahead in range(engine.num_in_flight):
-        step = state.steps[(engine.oldest + ahead) % 2]
-        seconds = step_seconds(
-            state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context, step.num_prefills,
-            step.prefill_qq, step.prefill_qkv, step.decode_longest,
-        )  # fmt: skip
-        step.start_s = max(step.start_s, before_s)
-        step.end_s = before_s = max(now_s, step.start_s + engine.pace * seconds)
-
-
-@kernel
-def foretell(
-    fleet: Fleet, requests: Requests, workspace: State, number: int, places: np.ndarray, now_s: float,
-    with_delays: bool, results: np.ndarray,
-) -> None:  # fmt: skip
-    """Foretell what a request would experience on each of some engines, as each sidecar would say it."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
-    slot = np.int64(CANDIDATE)
-    for place in range(len(places)):
-        index = places[place]
-        source = engine_at(fleet.stack, fleet.foreseen, index)
-        fill_slot(fleet, requests, index, slot, number, now_s)
-        entry = fleet.slots[index, slot]
-        entry.log_median, entry.spread = requests.asked[number].log_median, requests.asked[number].spread
-        estimate(fleet, source.requests[slot], entry)
-        seen, after = layer(workspace, source, 0), layer(workspace, source, 1)
-        if with_delays:
-            alone = layer(workspace, source, 2)
-            copy_as_seen(fleet, index, source, seen, now_s)
-            copy_into(alone, seen)
-            loop.drive(alone, FOREVER, any_number, nobody)
-            copy_into(after, seen)
-        else:
-            copy_as_seen(fleet, index, source, after, now_s)
-        after.requests[slot] = source.requests[slot]
-        queues.announce(after, slot)
-        loop.drive(after, FOREVER, any_number, nobody if with_delays else slot)
-        read_result(after, slot, now_s, results[place])
-        if with_delays:
-            compare(seen, seen, layer(workspace, source, 2), after, slot, results[place])
-
-
-@kernel
-def drain(fleet: Fleet, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
-    """Foretell for each engine when everything there has ended."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
-    for index in range(len(fleet.units)):
-        source = engine_at(fleet.stack, fleet.foreseen, index)
-        after = layer(workspace, source, 0)
-        copy_as_seen(fleet, index, source, after, now_s)
-        loop.drive(after, FOREVER, any_number, nobody)
-        drained_s[index] = max(0.0, after.engine[0].now_s - now_s)
-
-
-look_directly, foretell_directly, hits_directly = direct(look), direct(foretell), direct(count_hits)
+look_directly, hits_directly = direct(look), direct(count_hits)

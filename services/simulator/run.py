@@ -17,7 +17,7 @@ from scheduler.candidates import Candidates, Facts
 from scheduler.holding import pause_s
 from scheduler.indicators import ROW_OF, Column
 from scheduler.policy import Policy
-from services.simulator import kernels
+from services.simulator import foretelling, kernels
 from services.simulator.conditions import Conditions
 from services.simulator.deciders import Scheduler
 from services.simulator.fleet import Unit, restart, widened, workspace_for
@@ -233,7 +233,7 @@ class Simulation:
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
-            kernels.drain(self.fleet, self._room(), now_s, self.told[DRAINED])
+            foretelling.drain_directly(self.fleet, self._room(), now_s, self.told[DRAINED])
 
     def _decide(self, number: int, now_s: float) -> None:
         which = int(self.turns[number])
@@ -355,7 +355,7 @@ class Simulation:
     def _foretell(self, policy: Policy, among: Candidates, number: int, now_s: float) -> None:
         places = np.arange(len(among)) if among.places is None else among.places
         results = self.results[: len(places)]
-        kernels.foretell_directly(
+        foretelling.foretell_directly(
             self.fleet, self.requests, self._room(), number, places, now_s, policy.needs_delays, results
         )
         columns = {name: _column(results, FORETOLD[name]) for name in policy.foretold if name in FORETOLD}

@@ -41,6 +41,31 @@ def poisson(num: int, rate: float, seed: int = 0, **more: Any) -> Workload:
     return workload(lengths(num, seed, **more), at_rate(poisson_gaps(num, np.random.default_rng(seed + 1)), rate))
 
 
+def families(num: int, rate: float) -> tuple[Workload, list[list[str]]]:
+    """Requests of five kinds, whose prompts begin alike; also what their prompts' blocks are called."""
+    generator = np.random.default_rng(2)
+    size = 16
+    names, contents, first = [], [], [0]
+    numbers: dict[tuple[int, int], int] = {}
+    for number in range(num):
+        family, shared, own = generator.integers(5), int(generator.integers(1, 12)), int(generator.integers(0, 6))
+        row = [(family, place) for place in range(shared)] + [(number, -place - 1) for place in range(own)]
+        names.append([f"{name}" for name in row])
+        contents += [numbers.setdefault(name, len(numbers)) for name in row]
+        first.append(len(contents))
+    work = workload(
+        Lengths(
+            prompt_tokens=np.array([len(row) * size + 5 for row in names]),
+            output_tokens=generator.integers(1, 60, num),
+            first_content=np.array(first),
+            contents=np.array(contents),
+            block_tokens=size,
+        ),
+        at_rate(poisson_gaps(num, generator), rate),
+    )
+    return work, names
+
+
 def units(num: int = 3, step_time: StepTime = A30, **changes: Any) -> list[Unit]:
     """Equal instances."""
     return [Unit(config=config(**changes), step_time=step_time)] * num

@@ -14,7 +14,7 @@ from services.simulator.conditions import Conditions, Outage
 from services.simulator.fleet import Unit
 from services.simulator.result import FATES
 from services.simulator.workload import Lengths, at_rate, noisy, poisson_gaps, tagged, typical, workload
-from tests.services.simulator.small_clusters import A30, SECOND, config, lengths, plain_run, poisson, units
+from tests.services.simulator.small_clusters import A30, SECOND, config, families, lengths, plain_run, poisson, units
 
 FINISHED = FATES.index("finished")
 
@@ -128,26 +128,7 @@ def test_agrees_with_a_plain_simulator(policy: str, changes: dict[str, Any]) -> 
 
 def test_prefix_caches_are_the_engines_own() -> None:
     """Prompts that share blocks hit the same caches as on engine objects, and more of them by a policy that looks."""
-    generator = np.random.default_rng(2)
-    num, size = 200, 16
-    names, contents, first = [], [], [0]
-    numbers = {}
-    for number in range(num):
-        family, shared, own = generator.integers(5), int(generator.integers(1, 12)), int(generator.integers(0, 6))
-        row = [(family, place) for place in range(shared)] + [(number, -place - 1) for place in range(own)]
-        names.append([f"{name}" for name in row])
-        contents += [numbers.setdefault(name, len(numbers)) for name in row]
-        first.append(len(contents))
-    work = workload(
-        Lengths(
-            prompt_tokens=np.array([len(row) * size + 5 for row in names]),
-            output_tokens=generator.integers(1, 60, num),
-            first_content=np.array(first),
-            contents=np.array(contents),
-            block_tokens=size,
-        ),
-        at_rate(poisson_gaps(num, generator), 12.0),
-    )
+    work, names = families(200, 12.0)
     made = units(3, enable_prefix_caching=True)
     for policy in ("jsq", "block", "marginal"):
         result = simulate(made, work, policy)
