@@ -69,7 +69,7 @@ def foresee_steps(state: State, now_s: float) -> None:
 
 @kernel
 def begin(fleet: Fleet, workspace: State, index: int, target: State, now_s: float) -> None:
-    """Put an engine into `target` as candidates would find it: as it is seen now, or has come to its queue's tail."""
+    """Put an engine into `target` as it is seen now, or as far ahead as who joins it now would make no difference."""
     source = engine_at(fleet.stack, fleet.foreseen, index)
     engine, unit, slots = source.engine[0], fleet.units[index], fleet.slots[index]
     if not unit.certain or engine.by_priority or not loop.has_tail_ahead(source):
@@ -157,8 +157,8 @@ def drain(fleet: Fleet, workspace: State, now_s: float, drained_s: np.ndarray) -
     any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
     for index in range(len(fleet.units)):
         source = engine_at(fleet.stack, fleet.foreseen, index)
-        after = layer(workspace, source, 0)
-        copy_as_seen(fleet, index, source, after, now_s)
+        after = layer(workspace, source, AFTER)
+        begin(fleet, workspace, index, after, now_s)
         loop.drive(after, FOREVER, any_number, nobody)
         drained_s[index] = max(0.0, after.engine[0].now_s - now_s)
 

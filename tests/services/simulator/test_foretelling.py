@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,31 +21,31 @@ ROUNDING_S = 1e-8
 class BothWays:
     """Makes every forecast with what is kept, and again without; counts those that were made from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, foretell: Callable[..., None]) -> None:
         """Begin without any."""
         self.num_kept = self.num_made = 0
-        self._foretell = foretelling.foretell_directly
+        self._foretell = foretell
 
-    def __call__(self, fleet: Any, requests: Any, room: Any, number: int, places: Any, *rest: Any) -> None:
+    def __call__(self, fleet: Any, *rest: Any) -> None:
         """Compare; leave those made with what is kept."""
-        results = rest[-1][: len(places)]
-        self._foretell(fleet, requests, room, number, places, *rest)
+        results = rest[-1]
+        self._foretell(fleet, *rest)
         kept = results.copy()
-        self.num_kept += int(fleet.units.is_ahead[places].sum())
-        self.num_made += len(places)
+        self.num_kept += int(fleet.units.is_ahead.sum())
+        self.num_made += len(fleet.units)
         certain = fleet.units.certain.copy()
         fleet.units.certain = 0
-        self._foretell(fleet, requests, room, number, places, *rest)
+        self._foretell(fleet, *rest)
         fleet.units.certain = certain
-        for name in results.dtype.names:
-            np.testing.assert_allclose(kept[name], results[name], rtol=0, atol=ROUNDING_S, err_msg=f"{number}: {name}")
+        for name in results.dtype.names or (...,):
+            np.testing.assert_allclose(kept[name], results[name], rtol=0, atol=ROUNDING_S, err_msg=str(name))
         results[:] = kept
 
 
 @pytest.fixture
 def both_ways(monkeypatch: pytest.MonkeyPatch) -> BothWays:
     """Have every simulation of the test foretell both ways."""
-    made = BothWays()
+    made = BothWays(foretelling.foretell_directly)
     monkeypatch.setattr(foretelling, "foretell_directly", made)
     return made
 
@@ -84,6 +85,14 @@ def test_by_cached_prompts(both_ways: BothWays, policy: str) -> None:
     """Blocks are followed, too."""
     work, _ = families(400, 60.0)
     simulate(units(enable_prefix_caching=True), work, policy)
+    assert both_ways.num_kept > 300
+
+
+def test_when_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is what is told of an engine as a whole."""
+    both_ways = BothWays(foretelling.drain_directly)
+    monkeypatch.setattr(foretelling, "drain_directly", both_ways)
+    simulate(units(num_gpu_blocks=61), poisson(500, 80.0), "expr: drained_s")
     assert both_ways.num_kept > 300
 
 
