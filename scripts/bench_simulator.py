@@ -1,4 +1,4 @@
-"""How many requests a processor second simulates: 12 instances at the paper's load, and 64 with 300,000 requests.
+"""How many requests a processor second simulates: 12 instances at the paper's load and beyond, and 64 with 300,000.
 
 Engines are Block's testbed, Llama-2-7B on A30 (1056 blocks, 48 seats, chunks of 512); prompts and answers are
 ShareGPT's from `BLOCK_DATA`, or log-normal ones much like them where that is not there.
@@ -30,6 +30,7 @@ SHAREGPT = "lengths/block_sharegpt_v3_58k_lens.csv"
 LONGEST = 2048
 HEURISTICS = ("llumnix", "jsq", "lmetric", "round_robin")
 FORECASTING = ("block", "block: k = 3")
+OVERLOAD = 3.0  # times the rate, for queues of hundreds
 
 
 def main() -> None:
@@ -60,6 +61,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
         rates = [len(work) / processor_seconds(12, work, policy) for _ in range(arguments.rounds)]
         name = f"requests_per_cpu_s.{policy.replace(': k = ', '_k')}"
         yield {"name": name, "value": statistics.median(rates), "unit": "requests/s", "n": len(work)}
+    flood = requests(lengths, arguments.requests, OVERLOAD * arguments.rate)
+    rate = len(flood) / processor_seconds(12, flood, "block")
+    yield {"name": f"requests_per_cpu_s.block_{OVERLOAD:g}x_rate", "value": rate, "unit": "requests/s", "n": len(flood)}
     if not arguments.no_large:
         large = requests(lengths, 300_000, arguments.rate * 64 / 12)
         seconds = processor_seconds(64, large, "llumnix")
