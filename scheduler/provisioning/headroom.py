@@ -17,6 +17,7 @@ REACTION_S = 5.0  # from an arrival to its being seen in the trend
 DOUBT = 20.0  # ends on full instances that weigh as much as what forecasts say
 PROVEN_S = 60.0  # of instances being there, after which what they have done is no accident
 SPARE, SPARE_FOR_S = 0.15, 60.0  # that must still fit when one has left, for each time that it takes to get it back
+MOST_SPARE = 0.5
 PARTS = 60  # that time is followed in
 
 
@@ -75,8 +76,8 @@ def headroom(aims: Aims) -> Rule:
         wanted = next((num for num in range(now.num_present, most) if seen.slowest_s(num) <= aim_s), most)
         if now.trend.slope_per_s2 > 0:  # who is asked for now is needed soon anyway: no queue has to call for it
             wanted = max(wanted, min(most, math.ceil(seen.most_per_s / seen.bears_per_s)))
-        spare = 1 + SPARE * max(1.0, now.cold_start_s / SPARE_FOR_S)
-        steady = math.ceil(seen.most_per_s * spare / seen.bears_per_s)
+        spare = min(MOST_SPARE, SPARE * max(1.0, now.cold_start_s / SPARE_FOR_S))
+        steady = math.ceil(seen.most_per_s * (1 + spare) / seen.bears_per_s)
         fewer = range(steady, now.num_present) if now.trend.slope_per_s2 <= 0 else ()
         enough = next((num for num in fewer if seen.slowest_s(num) <= aim_s), now.num_present)
         slowest_s = seen.slowest_s(now.num_present)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -182,11 +184,13 @@ def test_headroom_is_there_before_a_ramp_hurts(cold_start_s: float) -> None:
     assert p99["headroom"] < aims.threshold_s
 
 
-def test_headroom_lets_go_after_a_burst_and_only_then() -> None:
+@pytest.mark.parametrize("cold_start_s", [60.0, 300.0])
+def test_headroom_lets_go_after_a_burst_and_only_then(cold_start_s: float) -> None:
     """Up for the burst, down to where it was within a while, and that is all."""
+    aims = replace(AIMS, cold_start_s=cold_start_s)
     world = World(
-        rule=rule_from("headroom", AIMS), aims=AIMS, limits=Limits(max_instances=12), first=2, seed=7,
-        rate=lambda now_s: 16.0 if 600.0 <= now_s < 1200.0 else 4.0,
+        rule=rule_from("headroom", aims), aims=aims, limits=Limits(max_instances=12), first=2, seed=7,
+        cold_start_s=cold_start_s, rate=lambda now_s: 16.0 if 600.0 <= now_s < 1200.0 else 4.0,
     )  # fmt: skip
     world.run(3000)
     assert max(world.counts[600:1200]) >= needed(16.0, 1.0)
