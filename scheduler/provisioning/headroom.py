@@ -17,7 +17,7 @@ REACTION_S = 5.0  # from an arrival to its being seen in the trend
 DOUBT = 20.0  # ends on full instances that weigh as much as what forecasts say
 PROVEN_S = 60.0  # of instances being there, after which what they have done is no accident
 SPARE, SPARE_FOR_S = 0.15, 60.0  # that must still fit when one has left, for each time that it takes to get it back
-MOST_SPARE = 0.5
+MOST_SPARE = 0.5  # however long that takes
 PARTS = 60  # that time is followed in
 
 

@@ -92,10 +92,8 @@ def make_fleet(
 def workspace_for(fleet: Fleet) -> State:
     """Make room for the forecasts of any one engine, and for what is kept of each."""
     arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
-    room = stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), AHEAD + len(fleet.units))
-    room.requests.serial = NOBODY
     fleet.units.is_ahead = 0
-    return room
+    return stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), AHEAD + len(fleet.units))
 
 
 def widened(fleet: Fleet) -> Fleet:

@@ -77,7 +77,7 @@ def begin(fleet: Fleet, workspace: State, index: int, target: State, now_s: floa
         return
     ahead = layer(workspace, source, AHEAD + index)
     if not unit.is_ahead or ahead.engine[0].num_steps < engine.num_steps:
-        copy_but_pending(source, ahead)
+        start_ahead(source, ahead)
         ahead.engine[0].pace = unit.pace
         unit.is_ahead = 1
     else:
@@ -92,8 +92,13 @@ def begin(fleet: Fleet, workspace: State, index: int, target: State, now_s: floa
 
 
 @kernel
-def copy_but_pending(source: State, ahead: State) -> None:
-    """Copy an engine without the requests that have not joined its queue."""
+def start_ahead(source: State, ahead: State) -> None:
+    """Make of an engine one that can run ahead of it, without those who have not joined its queue.
+
+    It has met the requests whose serials stand in its slots.
+    """
+    for slot in range(len(ahead.requests)):
+        ahead.requests[slot].serial = NOBODY
     copy_into(ahead, source)
     engine = ahead.engine[0]
     for place in range(engine.num_pending):
@@ -104,13 +109,13 @@ def copy_but_pending(source: State, ahead: State) -> None:
 @kernel
 def let_join(source: State, ahead: State) -> None:
     """Put those at the queue's tail that it has not met yet into the queue of an engine that is ahead."""
-    num_new = 0
-    for place in range(source.engine[0].num_waiting - 1, -1, -1):
-        slot = queues.waiting_at(source, place)
+    first_new = source.engine[0].num_waiting
+    while first_new > 0:
+        slot = queues.waiting_at(source, first_new - 1)
         if ahead.requests[slot].serial == source.requests[slot].serial:
             break
-        num_new += 1
-    for place in range(source.engine[0].num_waiting - num_new, source.engine[0].num_waiting):
+        first_new -= 1
+    for place in range(first_new, source.engine[0].num_waiting):
         slot = queues.waiting_at(source, place)
         ahead.requests[slot] = source.requests[slot]
         queues.join(ahead, slot)
@@ -131,11 +136,8 @@ def foretell(
         entry = fleet.slots[index, slot]
         entry.log_median, entry.spread = requests.asked[number].log_median, requests.asked[number].spread
         estimate(fleet, source.requests[slot], entry)
-        seen, after, alone = (
-            layer(workspace, source, SEEN),
-            layer(workspace, source, AFTER),
-            layer(workspace, source, ALONE),
-        )
+        seen, after = layer(workspace, source, SEEN), layer(workspace, source, AFTER)
+        alone = layer(workspace, source, ALONE)
         if with_delays:
             begin(fleet, workspace, index, seen, now_s)
             copy_into(alone, seen)

@@ -31,7 +31,9 @@ class BothWays:
         results = rest[-1]
         self._foretell(fleet, *rest)
         kept = results.copy()
-        self.num_kept += int(fleet.units.is_ahead.sum())
+        heads = fleet.stack.engine[:, 0]
+        deep = heads.num_waiting > heads.max_num_seqs - heads.num_running
+        self.num_kept += int((fleet.units.is_ahead * deep).sum())
         self.num_made += len(fleet.units)
         certain = fleet.units.certain.copy()
         fleet.units.certain = 0
@@ -77,6 +79,14 @@ def test_by_every_local_scheduler(both_ways: BothWays, batcher: str, policy: str
 def test_by_what_is_on_its_way(both_ways: BothWays, policy: str, conditions: Conditions) -> None:
     """Requests that have not arrived, or are not known of, and instances that lose everything are kept apart."""
     simulate(units(async_scheduling=True, num_gpu_blocks=61), poisson(500, 80.0), policy, conditions, seed=1)
+    assert both_ways.num_kept > 300
+
+
+@pytest.mark.parametrize("policy", ["block", "marginal"])
+def test_who_comes_back_is_met_anew(both_ways: BothWays, policy: str) -> None:
+    """Two that lose everything in turn hand the same requests to each other, and into the same places."""
+    outages = tuple(Outage(instance=at % 2, from_s=2.0 + at, until_s=2.5 + at) for at in range(6))
+    simulate(units(2, num_gpu_blocks=61), poisson(500, 60.0), policy, Conditions(outages=outages), seed=1)
     assert both_ways.num_kept > 300
 
 
