@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 
-from length_tagger.estimate import Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.keys import exact_key_of
 
 NAME = "cached"
@@ -41,7 +41,7 @@ class CachedTagger:
             estimator=NAME,
         )
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Remember a length, unless it is only where an answer was cut."""
         name = exact_key_of(outcome.keys)
         if name is None or outcome.cut:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from length_tagger.contest import Contest, Record
-from length_tagger.estimate import Estimate, Outcome, Query, Tagger
+from length_tagger.estimate import Estimate, LengthOutcome, Query, Tagger
 
 
 class Chain:
@@ -37,7 +37,7 @@ class Chain:
                 return False
         return False
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Tell everybody."""
         for _, tagger in self._taggers:
             tagger.observe(outcome)

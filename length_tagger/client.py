@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from length_tagger.estimate import Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import Estimate, LengthOutcome, Query, chance_within_factor_two
 
 NAME = "client"
 
@@ -32,5 +32,5 @@ class ClientTagger:
             )
         return None
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing: the next client may have another mind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from length_tagger.estimate import Estimate, Outcome, Query
+from length_tagger.estimate import Estimate, LengthOutcome, Query
 
 NAME = "constant"
 
@@ -20,5 +20,5 @@ class ConstantTagger:
         """Give the constant."""
         return Estimate(median_tokens=self.median_tokens, spread=self.spread, confidence=0.0, estimator=NAME)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing: a constant stays."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from length_tagger.estimate import MOST_TOKENS, Estimate, Outcome, Query, Tagger
+from length_tagger.estimate import MOST_TOKENS, Estimate, LengthOutcome, Query, Tagger
 from length_tagger.keys import exact_key_of
 
 MOST_PENDING = 16_384  # requests whose answers are under way
@@ -94,7 +94,7 @@ class Contest:
         median_tokens = min(float(MOST_TOKENS), max(1.0, estimate.median_tokens * math.exp(record.bias)))
         return replace(estimate, median_tokens=median_tokens)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn how far off each was; an answer that was cut says nothing of estimates beyond the cut."""
         name = exact_key_of(outcome.keys)
         said = None if name is None else self._pending.get(name)

@@ -63,7 +63,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LengthOutcome:
     """How long an answer became, whether it was cut there, and under which names its estimate was made."""
 
     output_tokens: int
@@ -84,7 +84,7 @@ class Tagger(Protocol):
     def estimate(self, query: Query) -> Estimate | None:
         """Say how long the answer will be."""
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn how long one became."""
 
 

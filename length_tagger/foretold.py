@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from length_tagger.estimate import Estimate, Outcome, Query
+from length_tagger.estimate import Estimate, LengthOutcome, Query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,5 +17,5 @@ class ForetoldTagger:
         """Look whether it has spoken."""
         return next((said for said in query.foretold if said.estimator == self.name), None)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing."""

@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import MOST_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.keys import key, template_keys_of
 
 NAME = "history"
@@ -46,7 +46,7 @@ class HistoryTagger:
                 )
         return None
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Remember a length under all its names."""
         for name in names(outcome):
             window = self._windows.setdefault(name, Window(self._window))
@@ -60,7 +60,7 @@ class HistoryTagger:
         return len(self._windows)
 
 
-def names(of: Query | Outcome) -> Iterator[int]:
+def names(of: Query | LengthOutcome) -> Iterator[int]:
     """Under which names a request is remembered, the most telling one first."""
     if of.session_id:
         yield key("session", of.model, of.session_id)

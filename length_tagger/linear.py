@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import MOST_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, Features, features
 from length_tagger.network import Network
 from length_tagger.served import places_of
@@ -85,7 +85,7 @@ class LinearTagger:
             for median, spread in zip(medians, spreads, strict=True)
         ]
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""
 
 

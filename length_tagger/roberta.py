@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from length_tagger import onnx_form
-from length_tagger.estimate import MOST_SPREAD, Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import MOST_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.features import NUM_COUNTS, features
 from length_tagger.linear import LinearTagger
 from length_tagger.linear import load as load_linear
@@ -97,7 +97,7 @@ class RobertaTagger:
             made = iter([_mean(one, beside, share) for one, beside in zip(made, other, strict=True)])
         return [next(made) if query.prompt else None for query in queries]
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""
 
 

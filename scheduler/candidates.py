@@ -28,7 +28,7 @@ ANY_REQUEST = Facts()
 
 
 @dataclass(slots=True, kw_only=True)
-class Known:
+class InstanceColumns:
     """What is known of all instances: an array per fact, and in each a value per instance, in the order of their ids.
 
     `numbers` tell instances apart for as long as the process lives, and are small. `told` has a row for each indicator
@@ -50,7 +50,7 @@ class Candidates:
     were left out on the way here, and which places there were before each time.
     """
 
-    known: Known
+    known: InstanceColumns
     now_s: float = 0.0
     facts: Facts = ANY_REQUEST
     places: Places | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class Circuit:
+class CircuitState:
     """Opens after failures in a row, lets one call through after a pause that doubles, closes on a success."""
 
     failures_to_open: int = 2

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.nearest import nearest
+from predictor.suggestions import did_you_mean
 
 Column = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ class Columns(Protocol):
         """Find one."""
 
 
-class Source(Enum):
+class IndicatorSource(Enum):
     """Who tells an indicator; the value says how old it is."""
 
     TOLD = "the sidecar's last message, age_s ago: asked, with a reply, or from its stream"
@@ -47,24 +47,24 @@ class Indicator:
     name: str
     unit: str
     meaning: str
-    source: Source
+    source: IndicatorSource
     of: tuple[str, ...] = ()
     formula: Callable[[Columns], Column] | None = None
     otherwise: float = math.nan
 
 
 def _told(name: str, unit: str, meaning: str, otherwise: float = math.nan) -> Indicator:
-    return Indicator(name=name, unit=unit, meaning=meaning, source=Source.TOLD, otherwise=otherwise)
+    return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.TOLD, otherwise=otherwise)
 
 
 def _foretold(name: str, unit: str, meaning: str) -> Indicator:
-    return Indicator(name=name, unit=unit, meaning=meaning, source=Source.FORECAST)
+    return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.FORECAST)
 
 
 def _derived(
     name: str, unit: str, meaning: str, of: tuple[str, ...], formula: Callable[[Columns], Column]
 ) -> Indicator:
-    return Indicator(name=name, unit=unit, meaning=meaning, source=Source.DERIVED, of=of, formula=formula)
+    return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.DERIVED, of=of, formula=formula)
 
 
 TOLD = (
@@ -89,15 +89,21 @@ TOLD = (
 
 OTHERS = (
     Indicator(
-        name="age_s", unit="s", meaning="how old what the instance told is", source=Source.TOLD, otherwise=math.inf
+        name="age_s",
+        unit="s",
+        meaning="how old what the instance told is",
+        source=IndicatorSource.TOLD,
+        otherwise=math.inf,
     ),
-    Indicator(name="prompt_tokens", unit="tokens", meaning="of this request's prompt", source=Source.REQUEST),
-    Indicator(name="tag_tokens", unit="tokens", meaning="this request's predicted length", source=Source.REQUEST),
+    Indicator(name="prompt_tokens", unit="tokens", meaning="of this request's prompt", source=IndicatorSource.REQUEST),
+    Indicator(
+        name="tag_tokens", unit="tokens", meaning="this request's predicted length", source=IndicatorSource.REQUEST
+    ),
     Indicator(
         name="prefix_hit_tokens",
         unit="tokens",
         meaning="of this request's prompt that the prefix cache holds",
-        source=Source.PREFIX,
+        source=IndicatorSource.PREFIX,
         otherwise=0.0,
     ),
     _foretold("predicted_ttft_s", "s", "until this request's first token"),
@@ -178,14 +184,14 @@ def require_indicator(name: str) -> Indicator:
     """Look an indicator up; an unknown name is refused with the nearest known one."""
     if name in INDICATORS:
         return INDICATORS[name]
-    raise ValueError(f"{name}: is no known indicator{nearest(name, INDICATORS)}")
+    raise ValueError(f"{name}: is no known indicator{did_you_mean(name, INDICATORS)}")
 
 
 def roots_of(names: Iterable[str]) -> Iterator[Indicator]:
     """Give the indicators that others are derived from, in the end."""
     for name in names:
         indicator = require_indicator(name)
-        if indicator.source is Source.DERIVED:
+        if indicator.source is IndicatorSource.DERIVED:
             yield from roots_of(indicator.of)
         else:
             yield indicator

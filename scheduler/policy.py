@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from scheduler.candidates import Candidates, Places
 from scheduler.expressions import Expression, condition, number
-from scheduler.indicators import Column, Source, roots_of
+from scheduler.indicators import Column, IndicatorSource, roots_of
 from scheduler.policies import entry_named
-from scheduler.policies.entry import Entry
+from scheduler.policies.entry import PolicyEntry
 from scheduler.shortlist import Draws, lowest
 from scheduler.spec import EXPRESSION, Spec, spec_from
 
@@ -49,12 +49,12 @@ class Policy:
         self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist, self._hold))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it looks at nothing
-        self.foretold = tuple({root.name for root in roots if root.source is Source.FORECAST})
+        self.foretold = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
         self.needs_forecast = bool(self.foretold)
         self.needs_delays = any(root.name in DELAYS for root in roots)
-        self.needs_prefix = any(root.source is Source.PREFIX for root in roots)
+        self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
-        self.needs_told = self.holds or any(root.source is Source.TOLD for root in roots)
+        self.needs_told = self.holds or any(root.source is IndicatorSource.TOLD for root in roots)
         if _is_foretold(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made after it")
 
@@ -126,11 +126,11 @@ def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Poli
     return Policy(spec, np.random.default_rng(seed))
 
 
-def _entry_of(spec: Spec) -> Entry:
+def _entry_of(spec: Spec) -> PolicyEntry:
     if spec.name != EXPRESSION:
         return entry_named(spec.name)
     formula = number(spec.score, f"policy: {EXPRESSION}")
-    return Entry(make=lambda _parameters, _generator: formula, formula=spec.score, source="", needs=formula.needs)
+    return PolicyEntry(make=lambda _parameters, _generator: formula, formula=spec.score, source="", needs=formula.needs)
 
 
 def _cheap(spec: Spec) -> Spec:
@@ -148,4 +148,4 @@ def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:
 
 
 def _is_foretold(names: Iterable[str]) -> bool:
-    return any(root.source is Source.FORECAST for root in roots_of(names))
+    return any(root.source is IndicatorSource.FORECAST for root in roots_of(names))

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.nearest import nearest
+from predictor.suggestions import did_you_mean
 from scheduler.policies import entry_named
-from scheduler.policies.entry import Entry, Parameter
+from scheduler.policies.entry import Parameter, PolicyEntry
 
 EXPRESSION = "expr"
 ALL = "all"
@@ -62,7 +62,7 @@ def spec_from(given: str | Mapping[str, Any]) -> Spec:
     for key in settings:
         if key not in parameters and key not in OPTIONS:
             there = [*parameters, *OPTIONS]
-            hint = nearest(key, there, otherwise=f"; there are {', '.join(there)}")
+            hint = did_you_mean(key, there, otherwise=f"; there are {', '.join(there)}")
             raise ValueError(f"policy: {name}: {key} is no known parameter{hint}")
     try:
         return Spec(
@@ -117,7 +117,7 @@ def _score(settings: Mapping[str, Any]) -> str:
     return _text("score", settings["score"])
 
 
-def _parameters(entry: Entry, settings: Mapping[str, Any]) -> dict[str, float]:
+def _parameters(entry: PolicyEntry, settings: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: _within(name, parameter, settings.get(name, parameter.default))
         for name, parameter in entry.parameters.items()

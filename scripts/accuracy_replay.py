@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from predictor.fitting.calibration import Latencies
+from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from services.data import data_folder
-from services.simulator.measured_runs import MEASURED_RUNS, MeasuredRun
-from services.simulator.replay import replay
+from simulator.measured_runs import MEASURED_RUNS, MeasuredRun
+from simulator.reference_data import data_folder
+from simulator.replay import replay
 
 CALIBRATED = 30  # the first requests, which two constants of the profile were fitted to
 
@@ -41,7 +41,7 @@ def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
     profile = load_profile(run.profile)
     requests, measured = run.requests(data_folder())
     outcomes = replay(run.config(profile.engine.num_gpu_blocks or 0), profile.step_time, requests)
-    replayed = Latencies(
+    replayed = MeasuredLatencies(
         first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
         last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
         output_tokens=measured.output_tokens,

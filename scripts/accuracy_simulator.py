@@ -21,18 +21,18 @@ import uvloop
 from predictor.config import EngineConfig
 from predictor.profile import load_profile
 from services.cluster import ClusterSettings, running
-from services.data import data_folder
-from services.http_client import origin_of
+from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.plan import Planned, Timing, by_arrival, planned
-from services.load.running import Limits, Result, run_plan
-from services.load.traces import trace_from
-from services.log_lines import configure
-from services.simulator.assembly import simulate
-from services.simulator.conditions import Conditions
-from services.simulator.fleet import Unit
-from services.simulator.measures import Latencies, latencies
-from services.simulator.workload import Lengths, workload
+from services.load.running import LoadLimits, RequestResult, run_plan
+from services.logs import configure
+from simulator.assembly import simulate
+from simulator.conditions import Conditions
+from simulator.fleet import Unit
+from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.metrics import Latencies, latencies
+from simulator.reference_data import data_folder
+from simulator.traces import trace_from
+from simulator.workload import RequestLengths, workload
 
 PROFILE = "llama-2-7b-a30"
 MODEL = "parity"
@@ -93,7 +93,7 @@ def plan_of(arguments: argparse.Namespace) -> list[Planned]:
     return planned(by_arrival(named, None), Timing(kind="poisson", rate=arguments.rate), generator)
 
 
-async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) -> list[Result]:
+async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) -> list[RequestResult]:
     """Send the requests through a gateway."""
     flags = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     settings = ClusterSettings(
@@ -102,21 +102,21 @@ async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) 
                       "--no-enable-prefix-caching", *flags),
     )  # fmt: skip
     manner = Manner(model=MODEL, output="ignore-eos", time_scale=arguments.speed)
-    ended: list[Result] = []
+    ended: list[RequestResult] = []
     async with running(settings, lambda _: None) as cluster:
         return list(
             await run_plan(
-                plan, origin_of(cluster.gateway_urls[policy]), manner, Limits(timeout_s=3600.0), ended.append
+                plan, origin_of(cluster.gateway_urls[policy]), manner, LoadLimits(timeout_s=3600.0), ended.append
             )
         )
 
 
-def simulated(policy: str, results: list[Result], decision_s: float, arguments: argparse.Namespace) -> Latencies:
+def simulated(policy: str, results: list[RequestResult], decision_s: float, arguments: argparse.Namespace) -> Latencies:
     """Serve the same requests at the times at which they were really sent."""
     times_s = np.array([one.plan.due_s + one.sent_s for one in results])
     order = np.argsort(times_s, kind="stable")
     work = workload(
-        Lengths(
+        RequestLengths(
             prompt_tokens=np.array([results[place].plan.prompt_tokens for place in order]),
             output_tokens=np.array([results[place].plan.output_tokens for place in order]),
         ),

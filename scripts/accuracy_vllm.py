@@ -48,16 +48,16 @@ from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import Request
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
-from services.export.reader import Reader
-from services.export.snapshot import config_of
-from services.http_client import Origin, origin_of
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of
+from services.http.client import Origin, origin_of
 from services.load.asking import Manner, body_of
-from services.load.plan import Planned, Timing, arrival_times
-from services.load.running import Limits, Result, Sender, run_plan
-from services.log_lines import configure
-from services.profiling.running import Orders, measured_profile, seconds_of
+from services.load.running import LoadLimits, LoadSender, RequestResult, run_plan
+from services.logs import configure
+from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
 from services.profiling.starting import Started, started
-from services.simulator.replay import replay
+from simulator.load_plan import Planned, Timing, arrival_times
+from simulator.replay import replay
 from tests.deploy.engines import narrow_and_deep, tiny_model
 
 MODEL = "tiny"
@@ -73,7 +73,7 @@ WARM_UP, WARM_UP_TOKENS = 8, 64  # so that paces learnt while everything started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class VllmInstance:
     """One engine, and its profile."""
 
     name: str
@@ -165,7 +165,7 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
         )
 
 
-async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Instance]:
+async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[VllmInstance]:
     """Give each engine its profile: one that was kept, or else a new one."""
     kept = None if arguments.profiles is None else Path(arguments.profiles)
     files = [] if kept is None else [kept / f"vllm-{number}.json" for number in range(len(engines))]
@@ -177,7 +177,7 @@ async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) ->
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(profile_to_json(profile), encoding="utf-8")
     return [
-        Instance(name=f"vllm-{number}", engine=engine, profile=profile)
+        VllmInstance(name=f"vllm-{number}", engine=engine, profile=profile)
         for number, (engine, profile) in enumerate(zip(engines, made, strict=True))
     ]
 
@@ -185,7 +185,7 @@ async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) ->
 async def measured(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Profile]:
     """Measure all engines at the same time, as `block profile measure` does: that is how they will run."""
     orders = [
-        Orders(
+        MeasureOptions(
             engine_url=engine.url,
             state_file=engine.state_file,
             budget_s=seconds_of(arguments.budget, "budget"),
@@ -199,7 +199,7 @@ async def measured(engines: Sequence[Started], arguments: argparse.Namespace) ->
     return [profile for profile, _ in made]
 
 
-def plan_of(arguments: argparse.Namespace, instances: Sequence[Instance]) -> list[Planned]:
+def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) -> list[Planned]:
     """Draw lengths and arrivals."""
     generator = np.random.default_rng(arguments.seed)
     prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
@@ -222,7 +222,7 @@ def lengths(generator: np.random.Generator, law: tuple[float, float], most: int,
     return drawn
 
 
-def capacity(instance: Instance, prompts: Sequence[int], answers: Sequence[int]) -> float:
+def capacity(instance: VllmInstance, prompts: Sequence[int], answers: Sequence[int]) -> float:
     """Requests per second that the engine model serves where all are there from the beginning."""
     requests = [
         Request(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
@@ -237,7 +237,7 @@ def capacity(instance: Instance, prompts: Sequence[int], answers: Sequence[int])
 
 
 async def loaded(
-    mode: str, plan: Sequence[Planned], instances: Sequence[Instance], folder: Path, arguments: argparse.Namespace,
+    mode: str, plan: Sequence[Planned], instances: Sequence[VllmInstance], folder: Path, arguments: argparse.Namespace,
     *, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Start what stands before the engines, send the load, and sum up."""
@@ -246,7 +246,7 @@ async def loaded(
     sampled = [one for number, one in enumerate(plan) if number in chosen]
     others = [one for number, one in enumerate(plan) if number not in chosen]
     manner = Manner(model=MODEL, seed=seed)  # other prompts than before: nothing of them is cached
-    limits = Limits(timeout_s=WITHIN_S)
+    limits = LoadLimits(timeout_s=WITHIN_S)
     children: list[Child] = []
     try:
         urls, scheduler, gateway = await front_of(mode, instances, folder, children)
@@ -271,7 +271,7 @@ async def loaded(
     return [replace_name(one, f"{mode}.{one['name']}") for one in rows]
 
 
-async def warmed_up(gateway: Origin, manner: Manner, limits: Limits, num_instances: int) -> None:
+async def warmed_up(gateway: Origin, manner: Manner, limits: LoadLimits, num_instances: int) -> None:
     """Send a few requests that do not count, until all instances serve."""
     plan = [
         Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=WARM_UP_TOKENS)
@@ -287,7 +287,7 @@ async def warmed_up(gateway: Origin, manner: Manner, limits: Limits, num_instanc
 
 
 async def front_of(
-    mode: str, instances: Sequence[Instance], folder: Path, children: list[Child]
+    mode: str, instances: Sequence[VllmInstance], folder: Path, children: list[Child]
 ) -> tuple[dict[str, str], str, Origin]:
     """Start sidecars, a tagger, a scheduler and a gateway; give the engines' URLs, and where the last two listen."""
 
@@ -319,11 +319,11 @@ async def front_of(
 
 
 async def broadcast(
-    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], manner: Manner, limits: Limits
+    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], manner: Manner, limits: LoadLimits
 ) -> list[Both]:
     """Have the scheduler decide on each request when it is due, and send it to every engine at once."""
     start_s = time.monotonic()
-    senders = {name: Sender(origin_of(url), manner, limits) for name, url in urls.items()}
+    senders = {name: LoadSender(origin_of(url), manner, limits) for name, url in urls.items()}
 
     async def one(planned: Planned, stub: Any) -> Both | None:
         await asyncio.sleep(max(0.0, start_s + planned.due_s - time.monotonic()))
@@ -334,7 +334,7 @@ async def broadcast(
         told = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=asked, dry_run=True), timeout=WITHIN_S)
         body = json.loads(body_of(planned, manner)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
         encoded, now_s = json.dumps(body).encode(), time.monotonic()
-        results = {name: Result(plan=planned) for name in urls}
+        results = {name: RequestResult(plan=planned) for name in urls}
         await asyncio.gather(*(senders[name].send(planned, encoded, now_s, result) for name, result in results.items()))
         ends = {name: result.e2e_s for name, result in results.items() if result.failure is None and result.e2e_s}
         return Both(chosen=told.decision.instance.instance_id, e2e_s=ends) if len(ends) == len(urls) else None
@@ -349,7 +349,7 @@ async def broadcast(
     return [both for both in ended if both is not None]
 
 
-def summed_up(results: Sequence[Result], both: Sequence[Both]) -> list[dict[str, Any]]:
+def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[dict[str, Any]]:
     """Put the figures together."""
     good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
     rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
@@ -374,7 +374,7 @@ def summed_up(results: Sequence[Result], both: Sequence[Both]) -> list[dict[str,
     return rows
 
 
-def predicted_and_actual(one: Result, name: str) -> tuple[float, float] | None:
+def predicted_and_actual(one: RequestResult, name: str) -> tuple[float, float] | None:
     """What was predicted at the decision, and what was measured from the sending on."""
     if one.predicted_ttft_s is None or one.predicted_e2e_s is None or one.ttft_s is None or one.e2e_s is None:
         return None
@@ -385,7 +385,7 @@ def predicted_and_actual(one: Result, name: str) -> tuple[float, float] | None:
     return (one.predicted_e2e_s - one.predicted_ttft_s) / (one.output_tokens - 1), one.tpot_s
 
 
-def record(path: str, mode: str, results: Sequence[Result]) -> None:
+def record(path: str, mode: str, results: Sequence[RequestResult]) -> None:
     """Write a line for each request."""
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"mode": mode, **asdict(one)}) + "\n" for one in results)
@@ -401,7 +401,7 @@ def replace_name(one: dict[str, Any], name: str) -> dict[str, Any]:
     return {**one, "name": name}
 
 
-def processor_times(children: Sequence[Child], instances: Sequence[Instance]) -> dict[str, float]:
+def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]) -> dict[str, float]:
     """Processor seconds used so far: by all processes of a kind, by this one, and by all others on the machine."""
     kinds = {child.pid: child.name.partition("-")[0] for child in children}
     kinds |= {one.engine.pid: "engines" for one in instances}

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from predictor.forecast import Forecast
+from scheduler.candidate_ranking import forecast_columns
 from scheduler.candidates import Facts
-from scheduler.dispatch import forecast_columns
+from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 from scheduler.prefix import PrefixIndex
-from scheduler.table import Table
 
 POLICIES = {
     "lmetric": "lmetric",
@@ -98,7 +98,7 @@ def decider(text: str, num: int) -> Callable[[], int]:
     """Prepare a policy over so many instances, and give what decides about one request after the other."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
-    table, policy = Table(ids), policy_from(text, seed=1)
+    table, policy = InstanceTable(ids), policy_from(text, seed=1)
     for name in ids:
         table.tell(name, told(rng), now_s=0.0)
     index = PrefixIndex(dict.fromkeys(ids, 1056))

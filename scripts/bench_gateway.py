@@ -36,8 +36,8 @@ import httptools
 import uvloop
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.answering import StreamReader
-from services.http_client import HttpClient, Origin, origin_of, request_head
+from services.http.client import HttpClient, Origin, origin_of, request_head
+from services.http.sse import StreamReader
 
 NUM_ENGINES = 4
 NUM_EVENTS = 16
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 @dataclass(kw_only=True)
-class Sample:
+class GatewaySample:
     """Times of requests, and the processor time that the gateway took for them."""
 
     ttft_ms: list[float] = field(default_factory=list)
@@ -111,8 +111,8 @@ class Case:
     bodies: list[bytes]
     num: int
     at_a_time: int
-    direct: list[Sample] = field(default_factory=list)
-    routed: list[Sample] = field(default_factory=list)
+    direct: list[GatewaySample] = field(default_factory=list)
+    routed: list[GatewaySample] = field(default_factory=list)
 
 
 def cases_of(num: int, num_paced: int) -> list[Case]:
@@ -168,9 +168,9 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
-async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part) -> Sample:
+async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part) -> GatewaySample:
     """Send requests, so many at a time, and note their times."""
-    sample = Sample()
+    sample = GatewaySample()
     rng = random.Random(0)
     left = iter([(number, rng.choice(case.bodies)) for number in range(case.num)])
     headers = [(b"content-type", b"application/json")]
@@ -280,7 +280,7 @@ def started(command: list[str], environment: dict[str, str], **streams: int) -> 
 # The fake engine.
 
 
-class Engine(asyncio.Protocol):
+class StubEngine(asyncio.Protocol):
     """Answers every request with a stream of events, at the pace that the request asks for."""
 
     def __init__(self) -> None:
@@ -344,7 +344,7 @@ EVENTS = tuple(events())
 
 async def engine_part() -> None:
     """Serve as an engine."""
-    server = await asyncio.get_running_loop().create_server(Engine, PLACE, 0)
+    server = await asyncio.get_running_loop().create_server(StubEngine, PLACE, 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -37,18 +37,18 @@ from predictor.request import Request
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from
 from services.cluster import Cluster, ClusterSettings, running
-from services.data import data_folder
-from services.export.identity import client_id
-from services.export.reader import Reader
-from services.export.snapshot import snapshot_from_view
-from services.export.view import UnreadableError, View
-from services.http_client import origin_of
+from services.decision_recordings import decisions_in
+from services.engine_state.identity import client_id
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import snapshot_from_view
+from services.engine_state.view import UnreadableError, View
+from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.plan import Planned, Timing, by_arrival, planned
-from services.load.running import Limits, Result, run_plan
-from services.load.traces import trace_from
-from services.log_lines import configure
-from services.recordings import decisions_in
+from services.load.running import LoadLimits, RequestResult, run_plan
+from services.logs import configure
+from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.reference_data import data_folder
+from simulator.traces import trace_from
 
 PROFILE = "llama-2-7b-a30"
 MODEL = "bench"
@@ -57,7 +57,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
-class Sample:
+class DecisionSample:
     """All engines as they stood when a request was sent."""
 
     request_id: str
@@ -107,8 +107,8 @@ async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, 
         before = processor_times(cluster)
         start_s = time.monotonic()
         sampling = asyncio.create_task(sample(plan, cluster, arguments))
-        ended: list[Result] = []
-        results = await run_plan(plan, origin, manner, Limits(timeout_s=3600.0), ended.append)
+        ended: list[RequestResult] = []
+        results = await run_plan(plan, origin, manner, LoadLimits(timeout_s=3600.0), ended.append)
         samples = await sampling
         wall_s = time.monotonic() - start_s
         used = {kind: seconds - before[kind] for kind, seconds in processor_times(cluster).items()}
@@ -127,7 +127,7 @@ def plan_of(arguments: argparse.Namespace) -> list[Planned]:
     return planned(by_arrival(named, None), Timing(kind="poisson", rate=arguments.rate), generator)
 
 
-async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.Namespace) -> list[Sample]:
+async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.Namespace) -> list[DecisionSample]:
     """Read the engines' states when some of the requests are sent; what they mean is made out later."""
     generator = np.random.default_rng(arguments.seed + 1)
     start_s = time.monotonic()
@@ -138,7 +138,7 @@ async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.
             await asyncio.sleep(max(0.0, start_s + one.due_s / arguments.speed - time.monotonic()))
             after_s = (time.monotonic() - start_s) * arguments.speed
             views = {name: view for name, path in paths.items() if (view := view_of(path)) is not None}
-            samples.append(Sample(request_id=one.request_id, after_s=after_s, views=views))
+            samples.append(DecisionSample(request_id=one.request_id, after_s=after_s, views=views))
     return samples
 
 
@@ -162,7 +162,7 @@ def quantiles_of(name: str, values: Sequence[float], unit: str) -> list[dict[str
 
 
 def summed_up(
-    results: Sequence[Result], samples: Sequence[Sample], used: dict[str, float], wall_s: float,
+    results: Sequence[RequestResult], samples: Sequence[DecisionSample], used: dict[str, float], wall_s: float,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Put the figures together."""
@@ -196,7 +196,7 @@ def summed_up(
     return rows
 
 
-def rank_of(sample: Sample, results: Sequence[Result], speed: float) -> int | None:
+def rank_of(sample: DecisionSample, results: Sequence[RequestResult], speed: float) -> int | None:
     """How many instances would have been better than the chosen one, all lengths being known."""
     lengths = {one.plan.request_id: one.plan for one in results}
     chosen = next(one for one in results if one.plan.request_id == sample.request_id)
@@ -215,7 +215,9 @@ def rank_of(sample: Sample, results: Sequence[Result], speed: float) -> int | No
     return sum(end < ends[chosen.instance] for end in ends.values())
 
 
-def with_promises(snapshot: Snapshot, name: str, sample: Sample, results: Sequence[Result], speed: float) -> Snapshot:
+def with_promises(
+    snapshot: Snapshot, name: str, sample: DecisionSample, results: Sequence[RequestResult], speed: float
+) -> Snapshot:
     """Add what had been sent to the engine, and was not to be seen there yet."""
     shown = {plan_id(item.request.request_id) for item in (*snapshot.running, *snapshot.waiting)}
     on_their_way = [

@@ -20,7 +20,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import Request
-from services.simulator.replay import loaded_engine
+from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
 CASES = ((4, 0), (24, 0), (46, 0), (48, 10), (48, 20), (48, 50), (48, 100), (256, 200))

@@ -82,7 +82,7 @@ def name_of(policy: str) -> str:
     return "".join(letter for letter in policy.replace(":", "-") if letter.isalnum() or letter in "-_")
 
 
-async def measured(scheduler: Scheduler, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
+async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
     """Let requests come and go, and put what they saw into numbers."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
@@ -154,7 +154,7 @@ async def load(
 # The scheduler.
 
 
-class Scheduler:
+class SchedulerProcess:
     """The scheduler's process."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
 
 
 @contextmanager
-def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[Scheduler]:
+def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[SchedulerProcess]:
     """Run a scheduler; its log says where it listens."""
     command = [str(Path(sys.executable).with_name("block")), "serve", "scheduler", "--port", "0"]
     command += ["--log-format", "json", "--policy", policy, "--sidecar-deadline-ms", "1000"]
@@ -178,7 +178,7 @@ def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[Scheduler]:
         for line in process.stderr or ():
             said = json.loads(line)
             if said["event"] == "serving":
-                yield Scheduler(process, said["port"])
+                yield SchedulerProcess(process, said["port"])
                 return
         raise RuntimeError("the scheduler did not start")
 
@@ -208,7 +208,7 @@ def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str
 # Sidecars.
 
 
-class Sidecar:
+class StubSidecar:
     """Forecasts a time that grows with each promise; all else that it says stays as it is."""
 
     def __init__(self, name: str) -> None:
@@ -284,12 +284,12 @@ class Sidecar:
         return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
 
 
-class Node:
+class StubNode:
     """Sidecars behind one port."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Serve for some instances."""
-        self._sidecars = {name: Sidecar(name) for name in names}
+        self._sidecars = {name: StubSidecar(name) for name in names}
 
     async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
         """Answer one question, for one instance or for several."""
@@ -329,7 +329,7 @@ async def serve_sidecars(num: int, together: int) -> None:
     for first in range(0, num, together):
         here = names[first : first + together]
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((handlers_of(Node(here)),))
+        server.add_generic_rpc_handlers((handlers_of(StubNode(here)),))
         ports += len(here) * [server.add_insecure_port(f"{PLACE}:0")]
         await server.start()
         servers.append(server)
@@ -337,7 +337,7 @@ async def serve_sidecars(num: int, together: int) -> None:
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
 
 
-def handlers_of(one: Node) -> grpc.GenericRpcHandler:
+def handlers_of(one: StubNode) -> grpc.GenericRpcHandler:
     """Put the methods of a node where the wire has them."""
     question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
     handlers: dict[str, Any] = {

@@ -18,12 +18,12 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.profile import load_profile
-from services.data import data_folder
-from services.load.traces import trace_from
-from services.simulator.assembly import simulate
-from services.simulator.fleet import Unit
-from services.simulator.result import FATES
-from services.simulator.workload import Lengths, Workload, at_rate, drawn, fitting, lengths_of, poisson_gaps, workload
+from simulator.assembly import simulate
+from simulator.fleet import Unit
+from simulator.reference_data import data_folder
+from simulator.result import FATES
+from simulator.traces import trace_from
+from simulator.workload import RequestLengths, Workload, at_rate, drawn, fitting, lengths_of, poisson_gaps, workload
 
 PROFILE = "llama-2-7b-a30"
 SHAREGPT = "lengths/block_sharegpt_v3_58k_lens.csv"
@@ -89,7 +89,7 @@ def cluster(num_instances: int) -> list[Unit]:
     return [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * num_instances
 
 
-def sharegpt() -> Lengths:
+def sharegpt() -> RequestLengths:
     """Prompts and answers that go into the model's context together."""
     path = data_folder() / SHAREGPT
     if path.exists():
@@ -98,10 +98,10 @@ def sharegpt() -> Lengths:
     generator = np.random.default_rng(0)
     prompts = np.minimum(1000, 1 + generator.lognormal(3.6, 1.5, 50_000)).astype(np.int64)
     answers = np.minimum(1000, 1 + generator.lognormal(5.5, 0.9, 50_000)).astype(np.int64)
-    return Lengths(prompt_tokens=prompts, output_tokens=answers)
+    return RequestLengths(prompt_tokens=prompts, output_tokens=answers)
 
 
-def requests(lengths: Lengths, num: int, rate: float) -> Workload:
+def requests(lengths: RequestLengths, num: int, rate: float) -> Workload:
     """Draw requests that come as a Poisson process."""
     generator = np.random.default_rng(1)
     return workload(drawn(lengths, num, generator), at_rate(poisson_gaps(num, generator), rate))

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from threadpoolctl import threadpool_limits
 
 from length_tagger import TAGGERS
-from length_tagger.estimate import Outcome, Query
+from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
 from services.tagger_server.batches import Batched, Batches, Encoder
@@ -73,7 +73,7 @@ def main() -> None:
 def prompts(num: int) -> list[str]:
     """Find prompts, real ones if they are there."""
     from length_tagger.samples import read_castillo
-    from services.data import data_folder
+    from simulator.reference_data import data_folder
 
     rng = random.Random(7)
     try:
@@ -90,7 +90,7 @@ def measured(queries: Sequence[Query]) -> Iterator[dict[str, Any]]:
     for name in ("client", "cached", "linear", "history", "constant"):
         tagger: Any = TAGGERS[name](TaggerSettings(history_enough=1))
         for query in queries[::2]:
-            tagger.observe(Outcome(output_tokens=100, model=MODEL, keys=query.keys))
+            tagger.observe(LengthOutcome(output_tokens=100, model=MODEL, keys=query.keys))
         for query in queries[:50]:
             tagger.estimate(query)
         times = []

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.programs import VllmServer
-from services.http_client import origin_of
+from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.plan import Planned
-from services.load.running import Limits, Result, run_plan
-from services.log_lines import configure
+from services.load.running import LoadLimits, RequestResult, run_plan
+from services.logs import configure
+from simulator.load_plan import Planned
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import MODEL, engine_environment, narrow_and_deep, tiny_model
 
@@ -49,7 +49,7 @@ CASES = (1, 16)
 WARM_UP = 2
 MOST_TRIES = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-LIMITS = Limits(timeout_s=1800.0)
+LIMITS = LoadLimits(timeout_s=1800.0)
 FLAGS = (
     "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", "1024",
     "--max-num-seqs", "128", "--block-size", "32", "--num-gpu-blocks-override", "4097", "--disable-uvicorn-access-log",
@@ -223,7 +223,7 @@ async def one_try(engine: Child, number: int, concurrency: int, tokens: int, sum
     )
 
 
-def ignored(_: Result) -> None:
+def ignored(_: RequestResult) -> None:
     """Need not hear of single requests."""
 
 

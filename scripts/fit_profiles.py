@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from predictor.fitting.calibration import Latencies, calibrate
+from predictor.fitting.calibration import MeasuredLatencies, calibrate
 from predictor.fitting.iteration_table import (
     fit_iteration_table,
     fit_prefill_attention,
@@ -30,9 +30,9 @@ from predictor.fitting.vidur_tables import (
 )
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
-from services.data import data_folder
-from services.simulator.measured_runs import MEASURED_RUNS
-from services.simulator.replay import replay
+from simulator.measured_runs import MEASURED_RUNS
+from simulator.reference_data import data_folder
+from simulator.replay import replay
 
 CALIBRATION_REQUESTS = 30
 # Block's engines are a quarter slower than their kernels at a full batch of the paper's work, about 36 ms of kernels.
@@ -266,9 +266,9 @@ def _rtxpro6000(
     config = run.config(engine.num_gpu_blocks or 0)
     requests, measured = run.requests(data)
 
-    def replayed(step_time: StepTime) -> Latencies:
+    def replayed(step_time: StepTime) -> MeasuredLatencies:
         outcomes = replay(config, step_time, requests)
-        return Latencies(
+        return MeasuredLatencies(
             first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
             last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
             output_tokens=measured.output_tokens,

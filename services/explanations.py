@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.wire import indicators_from
+from services.rpc.messages import indicators_from
 
 MOST_READ = 6  # columns of what else a policy read
 MOST_IN_SHORT = 16  # candidates in a header

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.codec import read_text
-from services.http_client import origin_of
-from services.log_lines import say
-from services.names import require_known
+from predictor.suggestions import require_known
+from services.http.client import origin_of
+from services.logs import log_event
+from simulator.codec import read_text
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def distinct(instances: Iterable[Instance]) -> Instances:
     return tuple(known.values())
 
 
-class Source(Protocol):
+class InstanceSource(Protocol):
     """Where a list of instances comes from; what is wrong with it is a ValueError."""
 
     async def poll(self) -> Instances | None:
@@ -210,7 +210,7 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 0 < int(text) < 65536
 
 
-async def watch(source: Source, every_s: float, changed: Callable[[Instances], None]) -> None:
+async def watch(source: InstanceSource, every_s: float, changed: Callable[[Instances], None]) -> None:
     """Tell every change of a list for ever; while it cannot be had, the last good one holds, and the log says why."""
     trouble = ""
     while True:
@@ -219,10 +219,12 @@ async def watch(source: Source, every_s: float, changed: Callable[[Instances], N
         except ValueError as error:
             if str(error) != trouble:
                 trouble = str(error)
-                say(log, logging.WARNING, "instances cannot be had; the last good list holds", reason=trouble)
+                log_event(log, logging.WARNING, "instances cannot be had; the last good list holds", reason=trouble)
         else:
             if instances is not None:
                 changed(instances)
                 trouble = ""
-                say(log, logging.INFO, "instances", num=len(instances), ids=",".join(i.instance_id for i in instances))
+                log_event(
+                    log, logging.INFO, "instances", num=len(instances), ids=",".join(i.instance_id for i in instances)
+                )
         await asyncio.sleep(every_s)

@@ -11,7 +11,7 @@ from predictor.profile import constant_profile
 from predictor.request import Request
 from predictor.transfer import engine_from, snapshot_of
 from predictor.twin import Twin
-from services.simulator.replay import loaded_engine
+from simulator.replay import loaded_engine
 
 
 def warm_up() -> float:

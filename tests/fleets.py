@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler.candidates import ANY_REQUEST, Candidates, Facts
 from scheduler.indicators import ROW_OF, TOLD
-from scheduler.table import Table
+from scheduler.instance_table import InstanceTable
 
 LETTERS = "abcdefghijklmnop"
 
@@ -18,7 +18,7 @@ def fleet(*, now_s: float = 0.0, facts: Facts = ANY_REQUEST, **columns: Sequence
     """Instances a, b, c and so on, with these indicators, told or of the request; None is what is not known."""
     (num,) = {len(values) for values in columns.values()}
     told = {name: values for name, values in columns.items() if name in ROW_OF}
-    table = Table(LETTERS[:num])
+    table = InstanceTable(LETTERS[:num])
     for place, letter in enumerate(LETTERS[:num]):
         values = {name: column[place] for name, column in told.items() if column[place] is not None}
         table.tell(letter, values, now_s)
@@ -36,7 +36,7 @@ def fleet(*, now_s: float = 0.0, facts: Facts = ANY_REQUEST, **columns: Sequence
 def random_fleet(rng: np.random.Generator, *, unknown: float = 0.1) -> Candidates:
     """Up to sixteen instances in any state, of which anything may not be known; small numbers, so that many tie."""
     num = int(rng.integers(1, 17))
-    table = Table(LETTERS[:num])
+    table = InstanceTable(LETTERS[:num])
     values = rng.integers(0, 6, (len(TOLD), num)).astype(float)
     values[rng.random(values.shape) < unknown * (rng.random() < 0.5)] = np.nan
     table.known.told[:] = values

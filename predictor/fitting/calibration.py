@@ -25,16 +25,16 @@ MOST_REPLAYS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latencies:
+class MeasuredLatencies:
     """When each request got its first and its last token, in seconds after it arrived, and how many it got."""
 
     first_token_s: Array
     last_token_s: Array
     output_tokens: Array
 
-    def head(self, count: int) -> Latencies:
+    def head(self, count: int) -> MeasuredLatencies:
         """Keep the first requests."""
-        return Latencies(
+        return MeasuredLatencies(
             first_token_s=self.first_token_s[:count],
             last_token_s=self.last_token_s[:count],
             output_tokens=self.output_tokens[:count],
@@ -47,13 +47,13 @@ class Latencies:
         return {"ttft": self.first_token_s, "e2e": self.last_token_s, "tpot": tpot}
 
 
-Replay = Callable[[StepTime], Latencies]
+Replay = Callable[[StepTime], MeasuredLatencies]
 
 
 def calibrate(
     step_time: StepTime,
     replay: Replay,
-    measured: Latencies,
+    measured: MeasuredLatencies,
     *,
     num_requests: int,
     constants: Sequence[str] = ("constant_s",),

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from predictor.fitting.regression import Array, Shape, Steps, equal_decodes, error_of, fit, held_out, predict, rounded
+from predictor.fitting.regression import (
+    Array,
+    Steps,
+    StepShape,
+    equal_decodes,
+    error_of,
+    fit,
+    held_out,
+    predict,
+    rounded,
+)
 from predictor.fitting.roofline import Gpu, ModelShape
 from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime
@@ -17,8 +27,8 @@ MS = 1e-3
 # Beyond this the table's contexts fill more memory than any GPU has.
 MAX_BATCH_CONTEXT = 1_100_000
 
-PREFILL = Shape(numbers=("prefill_s", "prefill_token_s", "prefill_qq_s"))
-REST = Shape(
+PREFILL = StepShape(numbers=("prefill_s", "prefill_token_s", "prefill_qq_s"))
+REST = StepShape(
     numbers=(),
     by_tokens=(1, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192),
     decode_base=(1, 16, 64, 128, 256, 512),

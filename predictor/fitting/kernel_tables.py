@@ -12,8 +12,8 @@ import numpy as np
 
 from predictor.fitting.regression import (
     Array,
-    Shape,
     Steps,
+    StepShape,
     equal_decodes,
     error_of,
     extend_curve,
@@ -147,13 +147,13 @@ def _straggling(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:
     return math.ceil(SPLIT_BELOW * at_once / kv_heads_per_gpu), 2 * at_once // kv_heads_per_gpu
 
 
-def _attention_shape(one_wave: int, two_waves: int) -> Shape:
+def _attention_shape(one_wave: int, two_waves: int) -> StepShape:
     """Say what attention may cost.
 
     Decodes alone wait for their longest sequence where none is split and all run at once, and the less the more
     others run meanwhile; beside prefill chunks no sequence is ever split, and they always wait.
     """
-    return Shape(
+    return StepShape(
         numbers=("prefill_s", "prefill_token_s", "prefill_qq_s", "prefill_qkv_s", "prefill_kv_s", "mixed_grid_s"),
         decode_base=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         decode_slope=(1, 2, 4, 8, 16, 32, 64, 128, 256),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from predictor.fitting.regression import Array, Shape, Steps, error_of, fit, held_out, predict
+from predictor.fitting.regression import Array, Steps, StepShape, error_of, fit, held_out, predict
 from predictor.profile import FITTED, HeldOutError, Profile, ValidRange
 from predictor.step_time import StepTime
 
@@ -103,14 +103,14 @@ def measured_profile(path: Path, *, name: str, model: str, gpu: str, tensor_para
     )
 
 
-def shape_for(steps: Steps) -> Shape:
+def shape_for(steps: Steps) -> StepShape:
     """Allow as many knots as there are steps to place them, and no number that nothing in the data speaks of."""
     numbers = [name for name in ("prefill_qq_s", "prefill_qkv_s") if np.any(getattr(steps, name[:-2]) > 0)]
     decoding = steps.num_decodes > 0
     slopes = _knots(steps.num_decodes[decoding], growth=4.0) if np.any(decoding) else ()
     if np.any(steps.num_prefills > 0):
         numbers.append("prefill_s")
-    return Shape(numbers=tuple(numbers), by_tokens=_knots(steps.num_tokens, growth=2.0), decode_slope=slopes)
+    return StepShape(numbers=tuple(numbers), by_tokens=_knots(steps.num_tokens, growth=2.0), decode_slope=slopes)
 
 
 def _knots(counts: Array, *, growth: float) -> tuple[float, ...]:

@@ -87,7 +87,7 @@ def joined(*parts: Steps) -> Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class StepShape:
     """Which numbers a fit may use: single coefficients by name, and the knots of each curve.
 
     Without knots for mixed batches, decodes beside prefill chunks are taken to cost what they cost alone. A knot
@@ -106,12 +106,12 @@ class Shape:
     zeros: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-def has_mixed_kernel(shape: Shape) -> bool:
+def has_mixed_kernel(shape: StepShape) -> bool:
     """Tell whether decodes beside prefill chunks are fitted apart."""
     return bool(shape.mixed_base or shape.mixed_slope)
 
 
-def fit(steps: Steps, shape: Shape, *, scale: Array | None = None) -> StepTime:
+def fit(steps: Steps, shape: StepShape, *, scale: Array | None = None) -> StepTime:
     """Find the non-negative numbers of least squared relative error, with Huber's tolerance of outliers.
 
     Errors are relative to `scale`, the steps' own seconds unless their seconds are but a part of a whole.
@@ -192,7 +192,7 @@ def hat(x: Array, knots: Sequence[float]) -> Array:
     return np.column_stack([np.interp(x, knots, row) for row in eye])
 
 
-def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
+def _columns(steps: Steps, shape: StepShape) -> list[tuple[str, int, Array]]:
     """Lay out one column for every number that the fit may use."""
     mixed = (steps.num_prefills > 0) & (steps.num_decodes > 0)
     prefill_tokens = np.maximum(1.0, steps.prefill_tokens)
@@ -228,7 +228,7 @@ def _columns(steps: Steps, shape: Shape) -> list[tuple[str, int, Array]]:
     return columns
 
 
-def _assemble(shape: Shape, parts: Sequence[tuple[str, int]], values: Array) -> StepTime:
+def _assemble(shape: StepShape, parts: Sequence[tuple[str, int]], values: Array) -> StepTime:
     """Put the numbers found where they belong."""
     numbers: dict[str, Any] = {
         name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers

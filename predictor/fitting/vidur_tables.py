@@ -11,8 +11,8 @@ import numpy as np
 
 from predictor.fitting.regression import (
     Array,
-    Shape,
     Steps,
+    StepShape,
     error_of,
     extend_curve,
     fit,
@@ -46,7 +46,7 @@ TAIL = 4.0
 # embedding, which they do not hold.
 HEAD_BANDWIDTH_SHARE = 0.8
 
-ATTENTION = Shape(
+ATTENTION = StepShape(
     numbers=("prefill_s", "prefill_token_s", "prefill_qq_s", "prefill_qkv_s", "prefill_kv_s"),
     decode_base=(1, 2, 4, 8, 16, 32, 48),
     decode_slope=(1, 2, 4, 8, 16, 32, 48),

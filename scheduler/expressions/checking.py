@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from predictor.suggestions import did_you_mean
 from scheduler.indicators import INDICATORS
-from scheduler.nearest import nearest
 
 LONGEST = 2000  # characters
 MOST_NODES = 300
@@ -129,12 +129,12 @@ def _require_known(name: str) -> None:
         return
     if name in FUNCTIONS:
         raise ValueError(f"{name} is a function, and wants arguments")
-    raise ValueError(f"{name} is no known indicator{nearest(name, INDICATORS)}")
+    raise ValueError(f"{name} is no known indicator{did_you_mean(name, INDICATORS)}")
 
 
 def _require_function(name: str, num_arguments: int) -> None:
     if name not in FUNCTIONS:
-        hint = nearest(name, FUNCTIONS, otherwise=f"; there are {', '.join(FUNCTIONS)}")
+        hint = did_you_mean(name, FUNCTIONS, otherwise=f"; there are {', '.join(FUNCTIONS)}")
         raise ValueError(f"{name} is no known function{hint}")
     least, most = FUNCTIONS[name]
     if not least <= num_arguments <= most:

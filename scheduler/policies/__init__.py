@@ -6,7 +6,7 @@ and what a rule remembers between requests, live in the closure that makes it. A
 
 from __future__ import annotations
 
-from scheduler.nearest import nearest
+from predictor.suggestions import did_you_mean
 from scheduler.policies import (
     block,
     block_mean,
@@ -30,44 +30,44 @@ from scheduler.policies import (
     random,
     round_robin,
 )
-from scheduler.policies.entry import Entry, Parameter, plain
+from scheduler.policies.entry import Parameter, PolicyEntry, plain
 
 __all__ = ["POLICIES", "entry_named"]
 
 POLICIES = {
-    "block": Entry(
+    "block": PolicyEntry(
         make=plain(block.lowest_e2e),
         formula="predicted_e2e_s",
         source="Block §4.2, §5",
         needs=("predicted_e2e_s",),
     ),
-    "hold": Entry(
+    "hold": PolicyEntry(
         make=plain(hold.lowest_e2e),
         formula=f"predicted_e2e_s, held while none has {hold.ADMITS}",
         source="ours, after Block §4.2",
         needs=("predicted_e2e_s",),
         hold=hold.ADMITS,
     ),
-    "block_ttft": Entry(
+    "block_ttft": PolicyEntry(
         make=plain(block_ttft.lowest_ttft),
         formula="predicted_ttft_s",
         source="llm-d's simulation-based rule: LMetric §4.6, figure 14",
         needs=("predicted_ttft_s",),
     ),
-    "block_mean": Entry(
+    "block_mean": PolicyEntry(
         make=plain(block_mean.lowest_mean),
         formula="predicted_e2e_s + delay_sum_s",
         source="Block §4.2, over the mean latency of all requests",
         needs=("predicted_e2e_s", "delay_sum_s"),
     ),
-    "marginal": Entry(
+    "marginal": PolicyEntry(
         make=marginal.make,
         formula="predicted_e2e_s + lambda * delay_sum_s",
         source="ours, after Block §4.2",
         needs=("predicted_e2e_s", "delay_sum_s"),
         parameters={"lambda": Parameter(default=0.05, meaning="weight of the others' delays")},
     ),
-    "lmetric": Entry(
+    "lmetric": PolicyEntry(
         make=lmetric.make,
         formula="p_tokens * batch_size, without hotspots of the request's prefix",
         source="LMetric §5, figure 17b, §5.2",
@@ -79,34 +79,34 @@ POLICIES = {
         },
         tie_break="p_tokens",
     ),
-    "lmetric_hits": Entry(
+    "lmetric_hits": PolicyEntry(
         make=plain(lmetric_hits.product),
         formula="(1 - prefix_hit_ratio) * batch_size",
         source="LMetric §5.1, figure 18, an ablation",
         needs=("prefix_hit_ratio", "batch_size"),
     ),
-    "lmetric_tokens": Entry(
+    "lmetric_tokens": PolicyEntry(
         make=plain(lmetric_tokens.product),
         formula="p_tokens * total_tokens",
         source="LMetric §5.1, figure 19, an ablation",
         needs=("p_tokens", "total_tokens"),
         tie_break="p_tokens",
     ),
-    "linear": Entry(
+    "linear": PolicyEntry(
         make=linear.make,
         formula="lambda * (1 - prefix_hit_ratio) + (1 - lambda) * batch_size / highest(batch_size)",
         source="Bailian: LMetric §4.2, figure 6b, §4.4",
         needs=("prefix_hit_ratio", "batch_size"),
         parameters={"lambda": Parameter(default=0.7, high=1.0, meaning="weight of cache hits")},
     ),
-    "dynamo": Entry(
+    "dynamo": PolicyEntry(
         make=dynamo.make,
         formula="lambda * p_tokens / highest(p_tokens) + (1 - lambda) * total_tokens / highest(total_tokens)",
         source="Dynamo: LMetric §6, baselines",
         needs=("p_tokens", "total_tokens"),
         parameters={"lambda": Parameter(default=0.5, high=1.0, meaning="weight of prefill")},
     ),
-    "filter": Entry(
+    "filter": PolicyEntry(
         make=filter.make,
         formula="batch_size if highest(batch_size) - lowest(batch_size) > range else 1 - prefix_hit_ratio",
         source="AIBrix: LMetric §4.5, figure 13",
@@ -114,60 +114,60 @@ POLICIES = {
         parameters={"range": Parameter(default=8, meaning="of batch sizes, above which only balance counts")},
         tie_break="batch_size",
     ),
-    "llumnix": Entry(
+    "llumnix": PolicyEntry(
         make=plain(llumnix.freest),
         formula="-(num_free_blocks - num_needed_blocks) / max(num_running, 1)",
         source="Llumnix- as Block's published code runs it: Block §5",
         needs=("num_free_blocks", "num_needed_blocks", "num_running"),
     ),
-    "llumnix_paper": Entry(
+    "llumnix_paper": PolicyEntry(
         make=plain(llumnix_paper.lightest),
         formula="(num_used_blocks + num_needed_blocks) / max(num_running, 1)",
         source="Llumnix- as printed: Block §5",
         needs=("num_used_blocks", "num_needed_blocks", "num_running"),
     ),
-    "infaas": Entry(
+    "infaas": PolicyEntry(
         make=plain(infaas.freest),
         formula="-num_free_blocks / max(num_running, 1)",
         source="INFaaS++, llumnix without what waits: Block §5",
         needs=("num_free_blocks", "num_running"),
     ),
-    "infaas_paper": Entry(
+    "infaas_paper": PolicyEntry(
         make=plain(infaas_paper.lightest),
         formula="num_used_blocks / max(num_running, 1)",
         source="INFaaS++ as printed: Block §5",
         needs=("num_used_blocks", "num_running"),
     ),
-    "jsq": Entry(
+    "jsq": PolicyEntry(
         make=jsq.make,
         formula="waiting_weight * num_queued + num_running",
         source="vLLM: LMetric §4.2, figure 6a",
         needs=("num_queued", "num_running"),
         parameters={"waiting_weight": Parameter(default=4.0, meaning="of a waiting request against a running one")},
     ),
-    "least_loaded": Entry(
+    "least_loaded": PolicyEntry(
         make=plain(least_loaded.fewest), formula="batch_size", source="Dynamo, SGLang and others", needs=("batch_size",)
     ),
-    "power_of_two": Entry(
+    "power_of_two": PolicyEntry(
         make=plain(power_of_two.fewer),
         formula="batch_size, of two drawn at random",
         source="Richa et al. 2000; SGLang, vLLM's router",
         needs=("batch_size",),
         sample=2,
     ),
-    "min_qpm": Entry(
+    "min_qpm": PolicyEntry(
         make=plain(min_qpm.fewest),
         formula="requests_per_minute",
         source="LiteLLM: Block §5",
         needs=("requests_per_minute",),
     ),
-    "round_robin": Entry(make=round_robin.make, formula="each in turn", source="Block §5"),
-    "random": Entry(make=random.make, formula="uniform", source="Block §5"),
+    "round_robin": PolicyEntry(make=round_robin.make, formula="each in turn", source="Block §5"),
+    "random": PolicyEntry(make=random.make, formula="uniform", source="Block §5"),
 }
 
 
-def entry_named(name: str) -> Entry:
+def entry_named(name: str) -> PolicyEntry:
     """Look a policy up; an unknown name is refused with the nearest known one."""
     if name in POLICIES:
         return POLICIES[name]
-    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
+    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{did_you_mean(name, POLICIES)}")

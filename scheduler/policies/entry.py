@@ -25,7 +25,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PolicyEntry:
     """How to make a policy, what it computes, where that comes from, and which indicators it reads.
 
     What is made scores all candidates of one request, and is called once for each request; the lowest score wins. Of

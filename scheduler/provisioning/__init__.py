@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scheduler.provisioning.headroom import headroom
 from scheduler.provisioning.limits import Aims
+from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 from scheduler.provisioning.preempt import preempt
 from scheduler.provisioning.relief import relief
 from scheduler.provisioning.schedule import peaks_from, schedule
-from scheduler.provisioning.situation import Rule, Situation, Wish
 
 RULES: Mapping[str, Callable[[Aims], Rule]] = {"headroom": headroom, "preempt": preempt, "relief": relief}
 SCHEDULE = "schedule"  # made of what was written down
@@ -32,10 +32,10 @@ def rule_from(text: str, aims: Aims, peaks: str = "") -> Rule:
 
 
 def _largest(rules: Sequence[Rule]) -> Rule:
-    def rule(now: Situation) -> Wish:
+    def rule(now: PoolState) -> ScalingTarget:
         wishes = [one(now) for one in rules]
         first = max(wishes, key=lambda wish: wish.num_wanted)
-        return Wish(
+        return ScalingTarget(
             num_wanted=first.num_wanted,
             num_enough=max(wish.num_enough for wish in wishes),
             why=first.why,

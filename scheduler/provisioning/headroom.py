@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from scheduler.provisioning.limits import Aims
-from scheduler.provisioning.situation import LATELY_S, Rule, Situation, Wish
+from scheduler.provisioning.pool_state import LATELY_S, PoolState, Rule, ScalingTarget
 
 REACTION_S = 5.0  # from an arrival to its being seen in the trend
 DOUBT = 20.0  # ends on full instances that weigh as much as what forecasts say
@@ -25,7 +25,7 @@ PARTS = 60  # that time is followed in
 class Outlook:
     """What comes, and what an instance does about it."""
 
-    now: Situation
+    now: PoolState
     full: float  # requests that an instance serves at a time
     bears_per_s: float
     base_s: float  # the longest answers' time on a full instance
@@ -66,10 +66,12 @@ def headroom(aims: Aims) -> Rule:
     """Look as far ahead as a cold start takes, `horizon_s` at most."""
     limit_s = aims.threshold_s * aims.target_share
 
-    def rule(now: Situation) -> Wish:
+    def rule(now: PoolState) -> ScalingTarget:
         seen = outlook(now, aims)
         if seen is None:  # nothing was placed yet
-            return Wish(num_wanted=now.num_present, num_enough=now.num_present, why="nothing is known of requests yet")
+            return ScalingTarget(
+                num_wanted=now.num_present, num_enough=now.num_present, why="nothing is known of requests yet"
+            )
         foreseen = _alarm(now, aims)
         aim_s = max(limit_s, seen.base_s)
         most = now.num_present + math.ceil(2 * (seen.most_per_s / seen.bears_per_s + now.in_flight / seen.full))
@@ -82,7 +84,7 @@ def headroom(aims: Aims) -> Rule:
         enough = next((num for num in fewer if seen.slowest_s(num) <= aim_s), now.num_present)
         slowest_s = seen.slowest_s(now.num_present)
         alarm = f", and forecasts reach {now.forecast_p_s:.1f} s" if foreseen else ""
-        return Wish(
+        return ScalingTarget(
             num_wanted=max(wanted, now.num_present + foreseen),
             num_enough=now.num_present if foreseen else min(enough, now.num_present),
             why=f"{seen.most_per_s:.2f} requests/s within {seen.ahead_s:.0f} s, {seen.bears_per_s:.2f} requests/s an "
@@ -102,7 +104,7 @@ def headroom(aims: Aims) -> Rule:
     return rule
 
 
-def outlook(now: Situation, aims: Aims) -> Outlook | None:
+def outlook(now: PoolState, aims: Aims) -> Outlook | None:
     """Put together what is known; None while that is nothing."""
     full = now.load.company(aims.room, threshold_s=aims.threshold_s, share=1.0)
     planned = now.load.rate(full)
@@ -124,6 +126,6 @@ def outlook(now: Situation, aims: Aims) -> Outlook | None:
     )
 
 
-def _alarm(now: Situation, aims: Aims) -> bool:
+def _alarm(now: PoolState, aims: Aims) -> bool:
     """Tell whether forecasts are worse than what was reckoned with, and nobody mends it, or has just come to."""
     return now.forecast_p_s > aims.threshold_s and now.num_starting == 0 and now.same_for_s >= LATELY_S

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from scheduler.provisioning.load import Room
+from scheduler.provisioning.load import InstanceCapacity
 
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ScalingLimits:
     """What every rule is held to.
 
     An instance leaves only after fewer have been enough for `calm_s` without a break, and never earlier than that after
@@ -73,9 +73,9 @@ class Aims:
                 raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
 
     @property
-    def room(self) -> Room:
+    def room(self) -> InstanceCapacity:
         """What an instance has of what requests take."""
-        return Room(seats=self.seats, kv_tokens=self.kv_tokens)
+        return InstanceCapacity(seats=self.seats, kv_tokens=self.kv_tokens)
 
 
 def require_times(values: object, *names: str) -> None:
@@ -86,5 +86,5 @@ def require_times(values: object, *names: str) -> None:
             raise ValueError(f"{name}: must be a time from 0 on, not {value}")
 
 
-LIMIT_NAMES = tuple(spec.name for spec in fields(Limits))
+LIMIT_NAMES = tuple(spec.name for spec in fields(ScalingLimits))
 AIM_NAMES = tuple(spec.name for spec in fields(Aims))

@@ -22,7 +22,7 @@ USUAL, ENOUGH = 0.9, 3  # of an instance's room; spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class InstanceCapacity:
     """What an instance has of what requests take; 0 is not known."""
 
     seats: int = 0
@@ -48,7 +48,7 @@ class Load:
         """Take that much longer for a token."""
         return replace(self, pace_s=self.pace_s * by, drag_s=self.drag_s * by)
 
-    def company(self, room: Room, *, threshold_s: float, share: float) -> float:
+    def company(self, room: InstanceCapacity, *, threshold_s: float, share: float) -> float:
         """Tell how many requests at a time an instance bears."""
         bounds = [room.company(self.held_tokens) * share]
         if self.tail_tokens and self.drag_s > 0:
@@ -65,7 +65,7 @@ class Load:
 
 
 def load_of(
-    prompts: Floats, outputs: Floats, quantile: float, spans: Sequence[tuple[float, float]], room: Room
+    prompts: Floats, outputs: Floats, quantile: float, spans: Sequence[tuple[float, float]], room: InstanceCapacity
 ) -> Load:
     """Learn from lengths, and from spans of time: (requests at a time on an instance, seconds a token) each."""
     if not len(outputs) or not spans:

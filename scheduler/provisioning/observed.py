@@ -11,9 +11,9 @@ from itertools import takewhile
 import numpy as np
 
 from scheduler.provisioning.cold_starts import ColdStarts
-from scheduler.provisioning.limits import Aims, Limits
+from scheduler.provisioning.limits import Aims, ScalingLimits
 from scheduler.provisioning.load import Load, load_of
-from scheduler.provisioning.situation import LATELY_S, Situation
+from scheduler.provisioning.pool_state import LATELY_S, PoolState
 from scheduler.provisioning.trend import Trend, trend_of
 
 BIN_S = 5.0
@@ -59,7 +59,7 @@ class Bin:
 class Observed:
     """Follows one pool's requests; time is what its caller says it is, and never runs backwards."""
 
-    def __init__(self, aims: Aims, limits: Limits) -> None:
+    def __init__(self, aims: Aims, limits: ScalingLimits) -> None:
         """Know nothing yet."""
         self.cold_starts = ColdStarts(aims.cold_start_s)
         self._aims, self._calm_s = aims, limits.calm_s
@@ -142,13 +142,13 @@ class Observed:
         num_starting: int,
         ready_in_s: tuple[float, ...] = (),
         unix_s: float = 0.0,
-    ) -> Situation:
+    ) -> PoolState:
         """Sum up."""
         self._note_full(now_s, num_ready)
         self._forget(now_s)
         self._sum_up()
         lately = [one.e2e_s for at_s, one in takewhile(lambda at: at[0] > now_s - LATELY_S, reversed(self._lately))]
-        return Situation(
+        return PoolState(
             now_s=now_s,
             unix_s=unix_s,
             num_ready=num_ready,

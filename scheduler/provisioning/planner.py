@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.provisioning.leaving import leavers
-from scheduler.provisioning.limits import HOUR_S, Limits
+from scheduler.provisioning.limits import HOUR_S, ScalingLimits
 from scheduler.provisioning.observed import Observed
-from scheduler.provisioning.situation import Numbers, Rule, Situation, Wish
+from scheduler.provisioning.pool_state import Numbers, PoolState, Rule, ScalingTarget
 
 START, DRAIN, NOTHING = "start", "drain", "nothing"
 
@@ -35,7 +35,7 @@ class Decision:
 class Planner:
     """Plans for one pool. `plan` only says; `done` is to be called for what is really begun."""
 
-    def __init__(self, rule: Rule, limits: Limits, observed: Observed) -> None:
+    def __init__(self, rule: Rule, limits: ScalingLimits, observed: Observed) -> None:
         """Have changed nothing yet."""
         self._rule, self._limits, self._observed = rule, limits, observed
         self._enough: deque[tuple[float, int]] = deque()  # falling: how many were needed, while calm counts
@@ -78,7 +78,7 @@ class Planner:
 
     # Within.
 
-    def _note(self, now: Situation, wish: Wish) -> None:
+    def _note(self, now: PoolState, wish: ScalingTarget) -> None:
         if math.isnan(self._seen_since_s):
             self._seen_since_s = now.now_s
         while self._enough and self._enough[-1][1] <= wish.num_enough:
@@ -94,17 +94,17 @@ class Planner:
         latest = list(self._starts)[-num_starting:] if num_starting else []
         return tuple(max(0.0, start_s + expected_s - now_s) for start_s in latest)
 
-    def _calm_s(self, now: Situation) -> float:
+    def _calm_s(self, now: PoolState) -> float:
         """Wait the longer before one goes, the longer it takes to get it back."""
         return max(self._limits.calm_s, now.cold_start_s)
 
-    def _most_needed(self, now: Situation) -> int:
+    def _most_needed(self, now: PoolState) -> int:
         """Tell the most that were needed while calm counts; as many as there are before that has passed."""
         if now.now_s - self._seen_since_s < self._calm_s(now):
             return now.num_present
         return self._enough[0][1] if self._enough else now.num_present
 
-    def _grow(self, now: Situation, wish: Wish) -> Decision:
+    def _grow(self, now: PoolState, wish: ScalingTarget) -> Decision:
         left_s = self.cooldown_left_s(now.now_s)
         if left_s > 0:
             return _nothing(now, f"{wish.why}; but the last change was less than {self._limits.cooldown_s:g} s ago",
@@ -112,19 +112,19 @@ class Planner:
         num = min(wish.num_wanted, self._limits.max_instances) - now.num_present
         return self._start(now, num, wish.why, wish.numbers)
 
-    def _start(self, now: Situation, num: int, why: str, numbers: Numbers) -> Decision:
+    def _start(self, now: PoolState, num: int, why: str, numbers: Numbers) -> Decision:
         num = min(num, self._limits.step, self._affordable(now))
         if num < 1:
             return _nothing(now, f"{why}; but starts_per_h are used up", numbers)
         return Decision(kind=START, num=num, num_present=now.num_present, why=why, numbers=numbers)
 
-    def _affordable(self, now: Situation) -> int:
+    def _affordable(self, now: PoolState) -> int:
         """Tell how many more may be started within this hour."""
         while self._starts and self._starts[0] <= now.now_s - HOUR_S:
             self._starts.popleft()
         return max(0, self._limits.starts_per_h - len(self._starts))
 
-    def _shrink(self, now: Situation, wish: Wish, ready: Sequence[str], fewest: int) -> Decision:
+    def _shrink(self, now: PoolState, wish: ScalingTarget, ready: Sequence[str], fewest: int) -> Decision:
         over = now.num_present > self._limits.max_instances
         if not over and (not self._limits.shrink or now.num_starting):
             return _nothing(now, wish.why, wish.numbers)
@@ -140,5 +140,5 @@ class Planner:
         return Decision(kind=DRAIN, instance_ids=chosen, num_present=now.num_present, why=why, numbers=numbers)
 
 
-def _nothing(now: Situation, why: str, numbers: Numbers) -> Decision:
+def _nothing(now: PoolState, why: str, numbers: Numbers) -> Decision:
     return Decision(kind=NOTHING, num_present=now.num_present, why=why, numbers=numbers)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from scheduler.provisioning.limits import Aims
-from scheduler.provisioning.situation import Rule, Situation, Wish
+from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 
 
 def preempt(aims: Aims) -> Rule:
     """Act on what is foreseen."""
 
-    def rule(now: Situation) -> Wish:
+    def rule(now: PoolState) -> ScalingTarget:
         over = now.worst_forecast_s >= aims.threshold_s
         calm = now.worst_lately_s < aims.threshold_s * aims.low_share
-        return Wish(
+        return ScalingTarget(
             num_wanted=now.num_present + over,
             num_enough=now.num_present - calm,
             why=f"a forecast of {now.worst_forecast_s:.1f} s {'crosses' if over else 'stays below'} "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.provisioning.limits import Aims
-from scheduler.provisioning.situation import Rule, Situation, Wish
+from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 
 DAY_S = 86400.0
 EPOCH_WEEKDAY = 3  # 1970 began on a Thursday
@@ -78,11 +78,11 @@ def schedule(aims: Aims, peaks: Sequence[Peak]) -> Rule:
     def most(unix_s: float) -> int:
         return max((peak.num for peak in peaks if peak.holds(unix_s)), default=0)
 
-    def rule(now: Situation) -> Wish:
+    def rule(now: PoolState) -> ScalingTarget:
         lead_s = min(aims.horizon_s, now.cold_start_s + LEAD_S)
         at_s = sorted({now.unix_s, now.unix_s + lead_s, *_starts(peaks, now.unix_s, lead_s)})
         num = max(most(time_s) for time_s in at_s)
-        return Wish(
+        return ScalingTarget(
             num_wanted=num,
             num_enough=num,
             why=f"{num} instances are written down for the next {lead_s:.0f} s",

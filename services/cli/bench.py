@@ -15,10 +15,10 @@ import click
 from services.cli.server_options import use_file
 
 if TYPE_CHECKING:
-    from services.http_client import Origin
+    from services.http.client import Origin
     from services.load.asking import Manner
-    from services.load.plan import Planned
-    from services.load.running import Limits, Result
+    from services.load.running import LoadLimits, RequestResult
+    from simulator.load_plan import Planned
 
 SHOW_BAR_S = 2.0
 MODELS_S = 10.0
@@ -92,14 +92,14 @@ def bench(url: str, **flags: Any) -> int:
     import uvloop
 
     from predictor.request import Slo
-    from services.http_client import origin_of
+    from services.http.client import origin_of
     from services.load.asking import Manner, headers_from
     from services.load.report import summary, table, write_csv
-    from services.load.running import Limits
+    from services.load.running import LoadLimits
 
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
     slo = Slo(ttft_s=seconds(flags, "slo_ttft_ms"), tpot_s=seconds(flags, "slo_tpot_ms"))
-    limits = Limits(timeout_s=flags["timeout_s"], max_in_flight=flags["max_in_flight"])
+    limits = LoadLimits(timeout_s=flags["timeout_s"], max_in_flight=flags["max_in_flight"])
     key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     manner = Manner(
         model=flags["model"] or "",
@@ -133,8 +133,8 @@ def plan_from(flags: dict[str, Any]) -> list[Planned]:
     """Draw or read what is to be sent."""
     import numpy as np
 
-    from services.load.plan import Timing, by_arrival, planned, synthetic
-    from services.load.traces import Trace, trace_from
+    from simulator.load_plan import Timing, by_arrival, planned, synthetic
+    from simulator.traces import Trace, trace_from
 
     if flags["seed"] < 0:
         raise ValueError(f"seed: must be at least 0, not {flags['seed']}")
@@ -157,7 +157,7 @@ def plan_from(flags: dict[str, Any]) -> list[Planned]:
     return planned(requests, timing, generator, block_tokens=trace.block_tokens)
 
 
-async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limits: Limits) -> list[Result]:
+async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limits: LoadLimits) -> list[RequestResult]:
     """Send everything, with a bar for those who wait."""
     from dataclasses import replace
 
@@ -171,7 +171,7 @@ async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limi
 
 async def only_model(origin: Origin, manner: Manner) -> str:
     """Ask the endpoint for its model, where there is no doubt."""
-    from services.http_client import HttpClient
+    from services.http.client import HttpClient
 
     client = HttpClient()
     authorization = [pair for pair in manner.headers if pair[0] == b"authorization"]
@@ -192,7 +192,7 @@ async def only_model(origin: Origin, manner: Manner) -> str:
 
 
 @contextmanager
-def progress(num: int, last_due_s: float) -> Iterator[Callable[[Result], None]]:
+def progress(num: int, last_due_s: float) -> Iterator[Callable[[RequestResult], None]]:
     """Show how many have ended, on a terminal, where it takes a while."""
     if not sys.stderr.isatty() or last_due_s < SHOW_BAR_S:
         yield lambda _: None

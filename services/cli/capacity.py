@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
-from services.simulator.capacity import Capacity, Objective, Search, Trial, capacities, gain
+from simulator.capacity import Capacity, Objective, Search, Trial, capacities, gain
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 

@@ -12,10 +12,10 @@ import click
 
 from services.cli.engine_options import profile_named
 from services.cli.warm import warmed
-from services.log_lines import configure
+from services.logs import configure
 
 if TYPE_CHECKING:
-    from services.load.running import Result
+    from services.load.running import RequestResult
 
 
 @click.command()
@@ -45,7 +45,7 @@ def demo(*, as_json: bool, policies: tuple[str, ...], **flags: Any) -> int:
         f"a sidecar beside each, a tagger, {len(settings.policies)} schedulers and gateways",
         file=sys.stderr,
     )
-    progress = Progress(num)
+    progress = DemoProgress(num)
     start_s = time.monotonic()
     try:
         totals = asyncio.run(compare(settings, lambda _: None, progress.ended))
@@ -60,7 +60,7 @@ def demo(*, as_json: bool, policies: tuple[str, ...], **flags: Any) -> int:
     return 0 if all(total["num_ok"] for total in totals.values()) else 1
 
 
-class Progress:
+class DemoProgress:
     """A line per policy, that counts on a terminal and is written once elsewhere."""
 
     def __init__(self, num: int) -> None:
@@ -68,7 +68,7 @@ class Progress:
         self._num = num
         self._counts: dict[str, int] = {}
 
-    def ended(self, policy: str, _: Result) -> None:
+    def ended(self, policy: str, _: RequestResult) -> None:
         """Count a request."""
         count = self._counts[policy] = self._counts.get(policy, 0) + 1
         last = count == self._num

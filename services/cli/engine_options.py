@@ -11,7 +11,7 @@ import click
 from predictor.batching import BATCHERS
 from predictor.config import SCHEDULING_POLICIES, EngineConfig
 from predictor.profile import Profile, load_profile, profile_from_json, profile_names
-from services.codec import read_text, settings_from_toml
+from simulator.codec import read_text, settings_from_toml
 
 F = TypeVar("F", bound=Callable[..., Any])
 

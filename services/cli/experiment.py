@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from services.cli.simulate_options import bar, runner_for
-from services.simulator.experiment import experiment_named, experiment_names
-from services.simulator.findings import measure
-from services.simulator.ledger import Ledger
-from services.simulator.report import as_json as findings_json
-from services.simulator.report import as_markdown, write
+from simulator.experiments.experiment import experiment_named, experiment_names
+from simulator.experiments.findings import measure
+from simulator.experiments.ledger import Ledger
+from simulator.experiments.report import as_json as findings_json
+from simulator.experiments.report import as_markdown, write
 
 
 @click.command()

@@ -10,7 +10,7 @@ import click
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from services.cli.asking_schedulers import asked, complaint, scheduler_option
+from services.cli.scheduler_client import asked, complaint, scheduler_option
 
 
 @click.command()
@@ -46,7 +46,7 @@ def _remembered(addresses: Sequence[str], request_id: str) -> Any:
 
 
 def _recorded(path: str, request_id: str) -> Any:
-    from services.recordings import decisions_in
+    from services.decision_recordings import decisions_in
 
     last = None
     for decision in decisions_in(path):

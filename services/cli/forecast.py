@@ -13,7 +13,7 @@ from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.transfer import engine_from
 from services.cli.engine_options import profile_named
-from services.codec import plain, read_json, request_from, snapshot_from
+from simulator.codec import plain, read_json, request_from, snapshot_from
 
 COLUMNS = (
     "ttft_s",

@@ -7,7 +7,7 @@ import json
 import click
 import grpc
 
-from services.cli.asking_schedulers import asked, complaint, scheduler_option
+from services.cli.scheduler_client import asked, complaint, scheduler_option
 
 
 @click.group(invoke_without_command=True)

@@ -15,7 +15,7 @@ import click
 
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from services.cli.engine_options import profile_named
-from services.codec import read_json
+from simulator.codec import read_json
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,9 +79,9 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
     """
     import uvloop
 
-    from services.profiling.running import Orders, measured_profile, seconds_of
+    from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
 
-    told = Orders(
+    told = MeasureOptions(
         budget_s=seconds_of(budget, "budget"),
         start_s=seconds_of(start_timeout, "start_timeout"),
         api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
@@ -138,9 +138,9 @@ def timed_kernels(
     Any GPU that torch knows, or the processor; of a model of the Llama, Mistral, Qwen2 or Qwen3 family only its
     config.json is read.
     """
-    from services.profiling.kernel_profile import Told
-    from services.profiling.running import seconds_of
-    from services.profiling.running_kernels import KernelOrders, kernel_profile
+    from predictor.fitting.kernel_profile import Told
+    from services.profiling.kernels_command import KernelOrders, kernel_profile
+    from services.profiling.measure_command import seconds_of
 
     told = Told(
         cpu_s=cpu_overhead_ms / 1e3,

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
-from services.simulator.recommending import Answer, Target, recommend
-from services.simulator.scenario import TRACE
+from simulator.scenario import TRACE
+from simulator.sizing import Recommendation, Target, recommend
 
 ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
 
@@ -65,7 +65,7 @@ def recommend_command(
     kinds = {base.instances[0].profile: base}
     for profile in profiles:
         kinds[profile] = base.changed(instances={"profile": profile})
-    found: list[tuple[str, Answer]] = []
+    found: list[tuple[str, Recommendation]] = []
     with runner_for(workers, None) as runner:
         for profile, scenario in kinds.items():
             answers = recommend(
@@ -87,7 +87,7 @@ def _told(profile: str, what: str) -> None:
         print(f"\r{profile}: {what}\x1b[K", end="", file=sys.stderr)
 
 
-def _print_table(found: list[tuple[str, Answer]], target: Target, *, several: bool) -> None:
+def _print_table(found: list[tuple[str, Recommendation]], target: Target, *, several: bool) -> None:
     limits = [f"{name.upper()} < {value:g} s" for name in ("ttft", "tpot", "e2e")
               if (value := getattr(target, f"{name}_s")) is not None]  # fmt: skip
     print(f"instances needed for P{target.percentile:g} {', '.join(limits)}, and the share of the limit used there")

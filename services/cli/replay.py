@@ -19,9 +19,9 @@ from predictor.engine import Outcome
 from predictor.request import Request
 from predictor.step_time import StepTime
 from services.cli.engine_options import engine_config, engine_options, profile_named
-from services.codec import plain, requests_from_file
-from services.simulator.replay import replay as replay_requests
-from services.simulator.replay import replay_steps
+from simulator.codec import plain, requests_from_file
+from simulator.replay import replay as replay_requests
+from simulator.replay import replay_steps
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)

@@ -8,7 +8,7 @@ import click
 
 from services.cli.engine_options import engine_config, engine_options, profile_named
 from services.cli.server_options import server_flag, use_file
-from services.log_lines import FORMATS, LEVELS, configure
+from services.logs import FORMATS, LEVELS, configure
 
 PORT = 8000
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from services.block_names import SEED
+from scheduler.prefix.kv_block_hash import SEED
 from services.cli import serve_scheduler
 from services.cli.server_options import server_flag, server_options, server_settings
 

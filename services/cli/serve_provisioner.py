@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from scheduler.provisioning import RULE_NAMES
-from scheduler.provisioning.limits import AIM_NAMES, LIMIT_NAMES, Aims, Limits
+from scheduler.provisioning.limits import AIM_NAMES, LIMIT_NAMES, Aims, ScalingLimits
 from services.cli.server_options import F, server_flag, server_options, server_settings
 
 PORT = 50054
 HOOKS = ("process", "exec", "webhook", "kubernetes")
-AIMS, LIMITS = Aims(), Limits()
+AIMS, LIMITS = Aims(), ScalingLimits()
 
 
 def flag(name: str, **attributes: Any) -> Callable[[F], F]:
@@ -73,7 +73,7 @@ def provisioner(**flags: Any) -> None:
 
     server = server_settings(flags)
     flags["drain_s"] = flags.pop("leave_s")
-    limits = Limits(**{name: flags.pop(name) for name in LIMIT_NAMES})
+    limits = ScalingLimits(**{name: flags.pop(name) for name in LIMIT_NAMES})
     aims = Aims(**{name: flags.pop(name) for name in AIM_NAMES})
     hook = hook_from(flags, Path(flags["folder"]))
     lease = lease_from(flags.pop("lease"))

@@ -8,9 +8,9 @@ import click
 
 from length_tagger.settings import TaggerSettings
 from scheduler.policies import POLICIES
-from services.block_names import SEED
+from scheduler.prefix.kv_block_hash import SEED
 from services.cli.server_options import server_flag, server_options, server_settings
-from services.instances import FromFile, Listed, Source, instance_from_flag, source_from_name
+from services.instances import FromFile, InstanceSource, Listed, instance_from_flag, source_from_name
 
 DEFAULTS = TaggerSettings()
 PORT = 50051
@@ -154,7 +154,7 @@ def seconds(name: str, milliseconds: float) -> float:
     return milliseconds / 1e3
 
 
-def source_from(listed: tuple[str, ...], file: str | None, name: str | None) -> Source:
+def source_from(listed: tuple[str, ...], file: str | None, name: str | None) -> InstanceSource:
     """Find out where the list of instances is; there is one place."""
     given = [bool(listed), bool(file), bool(name)]
     if sum(given) != 1:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from services.codec import read_text
-from services.log_lines import FORMATS, LEVELS, configure
-from services.names import TABLES, require_known
+from predictor.suggestions import require_known
+from services.logs import FORMATS, LEVELS, configure
+from services.settings_tables import TABLES
+from simulator.codec import read_text
 
 if TYPE_CHECKING:
-    from services.grpc_server import ServerSettings
+    from services.rpc.server import ServerSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,7 +65,7 @@ def server_options(server: str, *, port: int) -> Callable[[F], F]:
 
 def server_settings(flags: dict[str, Any]) -> ServerSettings:
     """Take a server's own settings out of a command's flags, and set up its log."""
-    from services.grpc_server import ServerSettings
+    from services.rpc.server import ServerSettings
 
     configure(flags.pop("log_level"), flags.pop("log_format"))
     return ServerSettings(**{name: flags.pop(name) for name in SETTINGS})

@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
-from services.simulator.assembly import simulate as simulate_once
-from services.simulator.measures import Slo, summary, write_rows
-from services.simulator.result import Result
-from services.simulator.scenario import TRACE, Scenario
-from services.simulator.workload import Workload
+from simulator.assembly import simulate as simulate_once
+from simulator.metrics import SloTarget, summary, write_rows
+from simulator.result import RunResult
+from simulator.scenario import TRACE, Scenario
+from simulator.workload import Workload
 
 COLUMNS = (
     ("ttft mean", ("ttft_s", "mean")),
@@ -69,14 +69,14 @@ def simulate(
             result = _run(scenario, work, policy, seed, partial(_told, at, place * len(work)))
             if rows_file:
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
-            summaries.append(summary(result, slo if slo != Slo() else None))
+            summaries.append(summary(result, slo if slo != SloTarget() else None))
     if as_json:
         print(json.dumps({"num_instances": len(scenario.units()), "seed": seed, "policies": summaries}))
     else:
         _print_table(summaries)
 
 
-def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> Result:
+def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> RunResult:
     return simulate_once(scenario.units(), work, policy, scenario.conditions, seed=seed, progress=progress)
 
 

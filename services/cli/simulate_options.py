@@ -13,9 +13,10 @@ import click
 
 from predictor.config import FIELD_NAMES
 from services.cli.engine_options import engine_options
-from services.codec import read_text, settings_from_toml
-from services.simulator.scenario import Scenario, scenario_from
-from services.simulator.spreading import Runner, processes, ray_cluster
+from services.parallel import processes, ray_cluster
+from simulator.codec import read_text, settings_from_toml
+from simulator.parallel import Runner
+from simulator.scenario import Scenario, scenario_from
 
 F = TypeVar("F", bound=Callable[..., Any])
 

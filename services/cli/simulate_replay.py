@@ -9,10 +9,10 @@ import numpy as np
 
 from predictor.lengths import Tag
 from predictor.request import Request
-from services.codec import requests_from_file
-from services.recordings import is_recording, requests_in
-from services.simulator.scenario import Scenario
-from services.simulator.workload import Workload, lengths_of, scaled_up, workload
+from services.decision_recordings import is_recording, requests_in
+from simulator.codec import requests_from_file
+from simulator.scenario import Scenario
+from simulator.workload import Workload, lengths_of, scaled_up, workload
 
 
 def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from services.codec import read_text
-from services.data import data_folder
+from simulator.codec import read_text
+from simulator.reference_data import data_folder
 
 if TYPE_CHECKING:
     from length_tagger.samples import Sample

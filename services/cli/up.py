@@ -11,7 +11,7 @@ import click
 
 from predictor.profile import load_profile, profile_names
 from services.cli.engine_options import profile_named
-from services.log_lines import LEVELS, configure
+from services.logs import LEVELS, configure
 
 if TYPE_CHECKING:
     from services.cluster.settings import VllmSettings

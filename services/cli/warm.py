@@ -13,7 +13,7 @@ from services.warmup import warm_up
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
     from services.predictor_server.indicators import warm_indicators
-    from services.simulator.warming import warm_simulator
+    from simulator.warmup import warm_simulator
 
     start_s = time.monotonic()
     warmed()

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.cluster.autoscaling import NAME as PROVISIONER
+from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_shown
-from services.cluster.growing import NAME as PROVISIONER
-from services.cluster.growing import first_instances, provisioner_of
 from services.cluster.settings import ClusterSettings, VllmSettings
-from services.grpc_server import refuse_taken
+from services.rpc.server import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
 

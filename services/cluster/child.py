@@ -16,9 +16,9 @@ from http import HTTPStatus
 from typing import Any
 
 from services.cluster.programs import OurServer, Program
-from services.http_client import HttpClient, origin_of
-from services.lasting import lasting
-from services.log_lines import say
+from services.http.client import HttpClient, origin_of
+from services.logs import log_event
+from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Child:
     async def start(self) -> None:
         """Start the process, and see to it that there is one until `stop`; StartError where it does not serve."""
         await self._spawn()
-        self._tasks.append(asyncio.create_task(lasting(f"keeping {self.name} alive", self._keep_alive)))
+        self._tasks.append(asyncio.create_task(supervised(f"keeping {self.name} alive", self._keep_alive)))
 
     async def stop(self) -> None:
         """Let the process finish what it has under way and end; one that does not is killed."""
@@ -80,7 +80,7 @@ class Child:
             try:
                 await asyncio.wait_for(_ended(process), STOP_S)
             except TimeoutError:
-                say(log, logging.WARNING, "killed, as it did not end", part=self.name)
+                log_event(log, logging.WARNING, "killed, as it did not end", part=self.name)
                 _signal(process, signal.SIGKILL)
         if process is not None:
             _signal_all(process, signal.SIGKILL)
@@ -122,7 +122,7 @@ class Child:
         """Tell in a line what was wrong, and more for those who want to know."""
         words = list(self._last_words)
         for line in words[-MOST_TOLD:] if self._program.asked_at(self.port) else ():  # else they have been told already
-            say(log, logging.INFO, line, part=self.name)
+            log_event(log, logging.INFO, line, part=self.name)
         return self._program.complaint(words)
 
     async def _ask(self) -> None:
@@ -134,14 +134,14 @@ class Child:
                 with suppress(OSError, TimeoutError, ValueError):
                     status, _ = await client.get(origin, b"/health", within_s=TELL_EVERY_S)
                     if status == HTTPStatus.OK:
-                        say(log, logging.INFO, "serving", part=self.name, port=self.port)
+                        log_event(log, logging.INFO, "serving", part=self.name, port=self.port)
                         self._serving.set()
                         return
                 if time.monotonic() - told_s > TELL_EVERY_S:
                     told_s = time.monotonic()
                     last = next((text for text in reversed(self._last_words) if text.strip()), "")
                     last = self._program.understood(last).event if last else "nothing"
-                    say(log, logging.INFO, "loading", part=self.name, for_s=round(told_s - began_s), last=last)
+                    log_event(log, logging.INFO, "loading", part=self.name, for_s=round(told_s - began_s), last=last)
                 await asyncio.sleep(ASK_EVERY_S)
         finally:
             client.close()
@@ -158,13 +158,13 @@ class Child:
             self._serving.clear()
             _signal_all(self._process, signal.SIGKILL)  # what it has left behind, such as a vLLM's engine
             pause_s = FIRST_PAUSE_S if time.monotonic() - born_s > WELL_S else min(LONGEST_PAUSE_S, 2 * pause_s)
-            say(log, logging.WARNING, "ended unasked", part=self.name, status=status, again_in_s=pause_s)
+            log_event(log, logging.WARNING, "ended unasked", part=self.name, status=status, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
             self.num_restarts += 1
             try:
                 await self._spawn()
             except StartError as error:
-                say(log, logging.ERROR, str(error))
+                log_event(log, logging.ERROR, str(error))
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process says, and notice when it serves."""
@@ -179,7 +179,7 @@ class Child:
                 self.port = int(said.get("port", self.port))
                 self.metrics_port = said.get("metrics_port")
                 self._serving.set()
-            say(log, level, event, part=self.name, **said)
+            log_event(log, level, event, part=self.name, **said)
 
 
 async def _begun(name: str, program: Program, words: Sequence[str]) -> asyncio.subprocess.Process:

@@ -12,11 +12,11 @@ import numpy as np
 
 from predictor.request import Slo
 from services.cluster import ClusterSettings, running
-from services.http_client import origin_of
+from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.plan import Planned, Timing, planned, synthetic
 from services.load.report import summary
-from services.load.running import Limits, Result, run_plan
+from services.load.running import LoadLimits, RequestResult, run_plan
+from simulator.load_plan import Planned, Timing, planned, synthetic
 
 MODEL = "demo"
 POLICIES = ("block", "round_robin", "random")
@@ -77,7 +77,7 @@ def cluster_of(settings: DemoSettings) -> ClusterSettings:
 
 
 async def compare(
-    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, Result], None]
+    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, RequestResult], None]
 ) -> dict[str, dict[str, Any]]:
     """Start a cluster, send the traffic by each policy in turn, and sum each up."""
     plan = plan_of(settings)
@@ -85,9 +85,11 @@ async def compare(
     totals = {}
     async with running(cluster_of(settings), told) as cluster:
         for url in cluster.gateway_urls.values():  # what is done for the first time takes longer
-            await run_plan(plan[:WARM_UP], origin_of(url), manner, Limits(timeout_s=TIMEOUT_S), lambda _: None)
+            await run_plan(plan[:WARM_UP], origin_of(url), manner, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
         for policy, url in cluster.gateway_urls.items():
-            results = await run_plan(plan, origin_of(url), manner, Limits(timeout_s=TIMEOUT_S), partial(ended, policy))
+            results = await run_plan(
+                plan, origin_of(url), manner, LoadLimits(timeout_s=TIMEOUT_S), partial(ended, policy)
+            )
             totals[policy] = summary(results, Slo())
     return totals
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cluster.child import Child, StartError
-from services.cluster.places import places_for
+from services.cluster.device_assignment import places_for
 from services.cluster.programs import VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from predictor.suggestions import require_known
 from scheduler.policy import policy_from
-from services.cluster.span import MOST_INSTANCES, Span, room_of, span_from
-from services.codec import read_text
-from services.names import TABLES, require_known
+from services.cluster.instance_range import MOST_INSTANCES, InstanceRange, instance_range_from, room_of
+from services.settings_tables import TABLES
+from simulator.codec import read_text
 
 OURS = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
 
@@ -86,9 +87,9 @@ class ClusterSettings:
             policy_from(policy)
 
     @property
-    def span(self) -> Span | None:
+    def span(self) -> InstanceRange | None:
         """Between how many instances a provisioner may choose; None where there is none."""
-        return span_from(self.provision) if self.provision != "" else None
+        return instance_range_from(self.provision) if self.provision != "" else None
 
 
 KEYS = tuple(

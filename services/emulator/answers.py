@@ -31,7 +31,7 @@ IDS = tuple(token_ids(piece)[0] for piece in PIECES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class EmulatedAnswer:
     """One answer: a stretch of the endless text from `offset` on.
 
     Where a stop string cuts it short, only its first `num_whole` tokens show, and behind them `tail`.
@@ -64,7 +64,7 @@ def stretch(offset: int, num_tokens: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class AnswerLengths:
     """How long answers are that nobody asked to be of a certain length: log-normal, drawn by the prompt."""
 
     median_tokens: float = 200.0
@@ -101,7 +101,7 @@ class StopRule:
     shows: bool = False
 
 
-def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Answer:
+def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> EmulatedAnswer:
     """Make the answer that ends by itself after so many tokens, at `max_tokens`, or where a rule stops it."""
     num_tokens = min(max_tokens, max(num_tokens, stop.min_tokens))
     reason = LENGTH if num_tokens == max_tokens else STOP
@@ -117,7 +117,7 @@ def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Ans
             end, _, place, string = min(found)
             shown = end if stop.shows else place
             num_whole = tokens_within(offset, shown + 1) - 1
-            return Answer(
+            return EmulatedAnswer(
                 offset=offset,
                 num_tokens=tokens_within(offset, end),
                 finish_reason=STOP,
@@ -125,7 +125,7 @@ def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Ans
                 num_whole=num_whole,
                 tail=text[len(stretch(offset, num_whole)) : shown],
             )
-    return Answer(offset=offset, num_tokens=num_tokens, finish_reason=reason, num_whole=num_tokens)
+    return EmulatedAnswer(offset=offset, num_tokens=num_tokens, finish_reason=reason, num_whole=num_tokens)
 
 
 def tokens_within(offset: int, num_characters: int) -> int:

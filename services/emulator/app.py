@@ -21,10 +21,10 @@ from services.emulator.faults import Faults, faults_from
 from services.emulator.jobs import Job
 from services.emulator.metrics import Exposition
 from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, ask_from, parsed, prompt_of
-from services.emulator.refusals import RefusedError, bad_value, unavailable
-from services.emulator.replies import Reply, failed
+from services.emulator.refusals import VllmError, bad_value, unavailable
+from services.emulator.replies import CompletionReply, failed
 from services.emulator.tokens import VOCABULARY, text_of, token_text
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class App:
             return
         try:
             await methods[method](call)
-        except RefusedError as error:
+        except VllmError as error:
             # what is left of a body that is too large is not read
             more = ((b"connection", b"close"),) if error.status == 413 else ()
             await call.answer(error.body(), status=error.status, more=more)
@@ -160,7 +160,7 @@ class App:
             self.driver.abort(job)
 
     async def _stream(self, call: Call, job: Job) -> None:
-        reply, connection = Reply(job.ask, int(time.time())), connection_of(call.scope)
+        reply, connection = CompletionReply(job.ask, int(time.time())), connection_of(call.scope)
         num_tokens = job.ask.answer.num_tokens
 
         def push() -> bool:
@@ -181,14 +181,14 @@ class App:
                     body = reply.first() + body
                 job.num_sent = job.num_ready
                 await call.send({"type": "http.response.body", "body": body, "more_body": job.num_sent < num_tokens})
-        except RefusedError as error:
+        except VllmError as error:
             await call.send({"type": "http.response.body", "body": failed(error)})
 
     async def _answer_whole(self, call: Call, job: Job) -> None:
         num_tokens = job.ask.answer.num_tokens
         await job.more(lambda: job.num_ready < num_tokens)
         if job.num_ready == num_tokens:  # else the client left
-            await call.answer(Reply(job.ask, int(time.time())).whole(job.cached_tokens))
+            await call.answer(CompletionReply(job.ask, int(time.time())).whole(job.cached_tokens))
 
     async def _abort_when_gone(self, call: Call, job: Job) -> None:
         """Wait until the client leaves, or all has been said."""
@@ -237,11 +237,11 @@ class App:
         _refuse_strangers(call)
         try:
             self._faults = faults_from(await self._json(call))
-        except RefusedError:
+        except VllmError:
             raise
         except ValueError as error:
             raise bad_value(str(error)) from None
-        say(log, logging.WARNING, "faults ordered", **asdict(self._faults))
+        log_event(log, logging.WARNING, "faults ordered", **asdict(self._faults))
         self.driver.pace.slow = self._faults.slow
         self.driver.hang(hangs=self._faults.hang)
         await call.answer(_json(asdict(self._faults)))
@@ -252,7 +252,7 @@ class App:
         """Read and parse a body that says it is JSON."""
         kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise RefusedError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
+            raise VllmError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
         return parsed(await self._body(call))
 
     async def _body(self, call: Call) -> bytes:
@@ -271,8 +271,8 @@ class App:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _too_large(self) -> RefusedError:
-        return RefusedError(f"The body is larger than {self._most_body_bytes} bytes.", status=413)
+    def _too_large(self) -> VllmError:
+        return VllmError(f"The body is larger than {self._most_body_bytes} bytes.", status=413)
 
 
 def _refuse_strangers(call: Call) -> None:
@@ -283,7 +283,7 @@ def _refuse_strangers(call: Call) -> None:
     except ValueError:
         is_local = False
     if not is_local:
-        raise RefusedError("Faults can be ordered from the engine's own machine only.", status=403)
+        raise VllmError("Faults can be ordered from the engine's own machine only.", status=403)
 
 
 def _json(value: Any) -> bytes:

@@ -17,14 +17,14 @@ from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, STEP
 from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
-from services.emulator.exporter import Exporter
+from services.emulator.exporter import EngineStateExporter
 from services.emulator.jobs import Job
 from services.emulator.metrics import EngineMetrics, Gauges
-from services.emulator.openai import CHAT, Ask
+from services.emulator.openai import CHAT, ParsedRequest
 from services.emulator.pace import Pace
-from services.emulator.refusals import RefusedError, bad_value, busy
+from services.emulator.refusals import VllmError, bad_value, busy
 from services.emulator.tokens import content_hashes
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class Driver:
         metrics: EngineMetrics,
         *,
         max_num_queued_reqs: int,
-        exporter_with: Callable[[Names | None], Exporter] | None = None,
+        exporter_with: Callable[[Names | None], EngineStateExporter] | None = None,
     ) -> None:
         """Stand by; `run` starts it."""
         self.engine = engine
         self.clock = clock
         self.pace = pace
         self.metrics = metrics
-        self.failure: RefusedError | None = None
+        self.failure: VllmError | None = None
         self._names = Names(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._names) if exporter_with else None
         self._most_jobs = max_num_queued_reqs
@@ -95,7 +95,7 @@ class Driver:
             lag_s=late_s,
         )
 
-    def submit(self, ask: Ask) -> Job:
+    def submit(self, ask: ParsedRequest) -> Job:
         """Let a request arrive now; what the engine cannot take is refused."""
         if self.failure is not None:
             raise self.failure
@@ -155,7 +155,7 @@ class Driver:
             await self._run()
         except Exception:
             log.exception("engine failed")
-            self.failure = RefusedError("The engine has failed.", status=500)
+            self.failure = VllmError("The engine has failed.", status=500)
             for job in self._jobs.values():
                 job.failure = self.failure
                 job.news.set()
@@ -200,7 +200,7 @@ class Driver:
             due_s = self._end_of_oldest_s()
             late_s = time.monotonic() - self.clock.wall_s(due_s)
             if late_s > MOST_LATE_S:
-                say(log, logging.WARNING, "clock set back", late_s=late_s)
+                log_event(log, logging.WARNING, "clock set back", late_s=late_s)
                 self.clock.set_back(due_s)
 
     def _advance(self, now_s: float) -> None:

@@ -16,8 +16,8 @@ from services.emulator.clock import EngineClock
 from services.emulator.contents import Names
 from services.emulator.copying import Copies, copy
 from services.emulator.jobs import Job
-from services.export.writer import Writer
-from services.log_lines import say
+from services.engine_state.writer import Writer
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def settings_of(engine: Engine, about: dict[str, Any]) -> dict[str, Any]:
     return {"engine": asdict(engine.config), **about}
 
 
-class Exporter:
+class EngineStateExporter:
     """Copies the engine's state into its file; an error of the file's stops the copying, not the engine."""
 
     def __init__(
@@ -167,5 +167,5 @@ class Exporter:
         try:
             act()
         except OSError as error:
-            say(log, logging.ERROR, "state file given up", reason=error.strerror or str(error))
+            log_event(log, logging.ERROR, "state file given up", reason=error.strerror or str(error))
             self.close()

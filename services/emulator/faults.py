@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from services.names import require_known
+from predictor.suggestions import require_known
 
 LARGEST_FACTOR = 1e6
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.emulator.openai import Ask
-from services.emulator.refusals import RefusedError
+from services.emulator.openai import ParsedRequest
+from services.emulator.refusals import VllmError
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Job:
     the task is woken.
     """
 
-    ask: Ask
+    ask: ParsedRequest
     engine_id: str
     slot: int
     serial: int
@@ -26,7 +26,7 @@ class Job:
     num_sent: int = 0
     cached_tokens: int = 0
     is_over: bool = False
-    failure: RefusedError | None = None
+    failure: VllmError | None = None
     push: Callable[[], bool] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 

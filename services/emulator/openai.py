@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.emulator import answers
-from services.emulator.answers import Answer, Lengths, StopRule
-from services.emulator.refusals import RefusedError, bad_value, invalid, malformed, mistyped
+from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
+from services.emulator.refusals import VllmError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
 
 COMPLETION, CHAT = "completion", "chat"
@@ -71,11 +71,11 @@ class Served:
 
     model: str
     max_model_len: int
-    lengths: Lengths
+    lengths: AnswerLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """One request, checked: its prompt, the answer that it will get, and the manner in which it wants it."""
 
     kind: str
@@ -83,7 +83,7 @@ class Ask:
     model: str
     prompt: Sequence[int]
     max_tokens: int
-    answer: Answer
+    answer: EmulatedAnswer
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -102,11 +102,11 @@ def parsed(data: bytes) -> Any:
         raise malformed(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
 
 
-def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> Ask:
+def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
     """Check a request, and decide what it will be answered."""
     body = _body(kind, data)
     if body.model not in (None, served.model):
-        raise RefusedError(
+        raise VllmError(
             f"The model `{body.model}` does not exist. Valid aliases: {served.model}.",
             status=404,
             kind="NotFoundError",
@@ -122,7 +122,7 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
     num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(luck)
     options = body.stream_options or StreamOptions()
     tag_tokens, tag_spread = _tag(body.vllm_xargs or {})
-    return Ask(
+    return ParsedRequest(
         kind=kind,
         request_id=request_id,
         model=served.model,

@@ -12,7 +12,7 @@ MOST_REPORTED = 10
 LONGEST_INPUT = 200
 
 
-class RefusedError(ValueError):
+class VllmError(ValueError):
     """A request that is refused: with a status, and an error of OpenAI's shape."""
 
     def __init__(self, message: str, *, status: int = 400, kind: str | None = None, param: str | None = None) -> None:
@@ -28,20 +28,20 @@ class RefusedError(ValueError):
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
 
-def bad_value(message: str, param: str | None = None, value: Any = None) -> RefusedError:
+def bad_value(message: str, param: str | None = None, value: Any = None) -> VllmError:
     """Refuse a value that is of the right type and yet wrong."""
     told = [f"parameter={param}"] if param else []
     told += [f"value={value}"] if value is not None else []
     text = f"{message} ({', '.join(told)})" if told else message
-    return RefusedError(text, kind="BadRequestError", param=param)
+    return VllmError(text, kind="BadRequestError", param=param)
 
 
-def unavailable(message: str) -> RefusedError:
+def unavailable(message: str) -> VllmError:
     """Refuse what the engine cannot take now."""
-    return RefusedError(message, status=503)
+    return VllmError(message, status=503)
 
 
-def busy() -> RefusedError:
+def busy() -> VllmError:
     """Refuse what would make the queue too long."""
     return unavailable(
         "The engine is currently busy and cannot accept new requests. Please try again later or on a different "
@@ -49,7 +49,7 @@ def busy() -> RefusedError:
     )
 
 
-def malformed(error: ValueError) -> RefusedError:
+def malformed(error: ValueError) -> VllmError:
     """Refuse what is not JSON."""
     place = f"body.{error.pos}" if isinstance(error, json.JSONDecodeError) else "body"
     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
@@ -58,7 +58,7 @@ def malformed(error: ValueError) -> RefusedError:
     )
 
 
-def mistyped(error: ValidationError) -> RefusedError:
+def mistyped(error: ValidationError) -> VllmError:
     """Refuse a body whose fields are not of their types."""
     return invalid(
         [
@@ -73,14 +73,14 @@ def mistyped(error: ValidationError) -> RefusedError:
     )
 
 
-def invalid(errors: list[dict[str, Any]]) -> RefusedError:
+def invalid(errors: list[dict[str, Any]]) -> VllmError:
     """Refuse a body, telling of each error where it is and what was there."""
     label = "error" if len(errors) == 1 else "errors"
     lines = [f"{len(errors)} validation {label}:"]
     lines += [f"  { {**error, 'input': _shortened(error['input'])} }" for error in errors[:MOST_REPORTED]]
     if len(errors) > MOST_REPORTED:
         lines.append(f"  ...and {len(errors) - MOST_REPORTED} more {label}")
-    return RefusedError("\n".join(lines), param=errors[0]["loc"])
+    return VllmError("\n".join(lines), param=errors[0]["loc"])
 
 
 def _is_type(step: int | str) -> bool:

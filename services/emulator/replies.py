@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.emulator.openai import CHAT, Ask
-from services.emulator.refusals import RefusedError
+from services.emulator.openai import CHAT, ParsedRequest
+from services.emulator.refusals import VllmError
 
 FINGERPRINT = "block-emulator"
 DONE = b"data: [DONE]\n\n"
 TEXT = "\0"  # stands for an event's text while what is around it is spelled out
 
 
-class Reply:
+class CompletionReply:
     """Writes one answer; what does not change from token to token is spelled out once."""
 
-    def __init__(self, ask: Ask, created_s: int) -> None:
+    def __init__(self, ask: ParsedRequest, created_s: int) -> None:
         """Prepare to answer."""
         self._ask = ask
         self._answer = ask.answer
@@ -119,7 +119,7 @@ class Reply:
         return {**self._usage(num_tokens), **({"completion_tokens_details": None} if self._is_chat else {})}
 
 
-def failed(error: RefusedError) -> bytes:
+def failed(error: VllmError) -> bytes:
     """The events that end a stream whose engine has failed."""
     return b"data: " + error.body() + b"\n\n" + DONE
 

@@ -17,17 +17,17 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import Request
-from services.emulator.answers import Lengths
+from services.emulator.answers import AnswerLengths
 from services.emulator.app import VERSION, App
 from services.emulator.clock import EngineClock
 from services.emulator.connections import Protocol
 from services.emulator.contents import Names
 from services.emulator.driver import Driver
-from services.emulator.exporter import Exporter
+from services.emulator.exporter import EngineStateExporter
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.pace import Pace
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -87,24 +87,26 @@ def serve(settings: EmulatorSettings, config: EngineConfig, profile: Profile) ->
     for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn takes them, and when it passes them on at its end
         signal.signal(number, stop)
     listener.listen(BACKLOG)
-    say(log, logging.INFO, "serving", server="engine", host=settings.host, port=port, state_file=settings.state_file)
+    log_event(
+        log, logging.INFO, "serving", server="engine", host=settings.host, port=port, state_file=settings.state_file
+    )
     running.run(sockets=[listener])
-    say(log, logging.INFO, "stopped", server="engine")
+    log_event(log, logging.INFO, "stopped", server="engine")
 
 
 def application(settings: EmulatorSettings, config: EngineConfig, profile: Profile) -> App:
     """Put an engine and all that stands before it together."""
     engine = Engine(config, profile.step_time)
     clock = EngineClock(settings.speed)
-    lengths = Lengths(median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.seed)
+    lengths = AnswerLengths(median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.seed)
     served = Served(model=settings.model, max_model_len=config.max_model_len, lengths=lengths)
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
 
-    def exporter(names: Names | None) -> Exporter:
+    def exporter(names: Names | None) -> EngineStateExporter:
         told = names if settings.export_contents else None
         try:
-            return Exporter(settings.state_file, engine, clock, names=told, about=about)
+            return EngineStateExporter(settings.state_file, engine, clock, names=told, about=about)
         except OSError as error:
             raise ValueError(f"state_file: {settings.state_file}: {error.strerror or error}") from None
 

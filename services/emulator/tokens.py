@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from services.block_names import block_names
-from services.export.identity import short_hash
+from scheduler.prefix.kv_block_hash import kv_block_hashes
+from services.engine_state.identity import short_hash
 
 PIECE = re.compile(rb" ?[^\s]{1,4}|\s")
 VOCABULARY = 1 << 40  # five bytes
@@ -30,7 +30,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 def content_hashes(ids: Sequence[int], block_size: int) -> tuple[int, ...]:
     """Name what full blocks of these tokens hold, as a state file does."""
-    return tuple(map(short_hash, block_names(ids, block_size)))
+    return tuple(map(short_hash, kv_block_hashes(ids, block_size)))
 
 
 def chat_text(messages: Sequence[tuple[str, str]]) -> str:

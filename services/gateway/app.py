@@ -12,11 +12,7 @@ from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.front.asking import Ask, read_body
-from services.front.client import Client, Send
-from services.front.receiving import ClientLeftError, Receive, received, while_client_stays
-from services.front.refusals import RefusedError
-from services.gateway.exchange import Exchange
+from services.gateway.context import GatewayContext
 from services.gateway.incoming import (
     AUTHORIZATION,
     Incoming,
@@ -27,10 +23,14 @@ from services.gateway.incoming import (
 )
 from services.gateway.keys import ApiKeys
 from services.gateway.placing import Placing
-from services.gateway.shared import Shared
-from services.gateway.wishes import Wishes, read_headers, request_id_of
-from services.http_client import Headers
-from services.log_lines import say
+from services.gateway.proxy import ProxiedExchange
+from services.gateway.request_headers import RequestHeaders, read_headers, request_id_of
+from services.http.client import Headers
+from services.http.errors import ApiError
+from services.http.openai_body import OpenAIRequest, read_body
+from services.http.reply import Client, Send
+from services.http.request_body import ClientLeftError, Receive, received, while_client_stays
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ GOING_AWAY = "the gateway is going away"
 class Gateway:
     """Serves all requests; `cut_off` ends those that are still under way when there is no more time."""
 
-    def __init__(self, shared: Shared, keys: ApiKeys) -> None:
+    def __init__(self, shared: GatewayContext, keys: ApiKeys) -> None:
         """Serve with what the requests share."""
         self.draining = False
         self._shared = shared
@@ -86,29 +86,29 @@ class Gateway:
             endpoint = self._endpoint(scope)
             path = scope["path"]
             await endpoint(scope, receive, client)
-        except RefusedError as refused:
+        except ApiError as refused:
             await client.refuse(refused)
         except asyncio.CancelledError:
             if not self._cut_off:
                 raise
             cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-            await client.refuse(RefusedError(503, GOING_AWAY))
+            await client.refuse(ApiError(503, GOING_AWAY))
         except ClientLeftError:
             left = True
             self._shared.metrics.clients_left.inc()
-            say(log, logging.DEBUG, "client left", request_id=client.request_id)
+            log_event(log, logging.DEBUG, "client left", request_id=client.request_id)
         except Exception:
             log.exception("failed", extra={"fields": {"request_id": client.request_id}})
-            await client.refuse(RefusedError(500, "internal error; the gateway's log has more"))
+            await client.refuse(ApiError(500, "internal error; the gateway's log has more"))
         self._shared.metrics.answered(path, CLIENT_LEFT if left else client.status)
 
     def _endpoint(self, scope: Scope) -> Endpoint:
         path, method = scope["path"], scope["method"]
         methods = self._endpoints.get(path)
         if methods is None:
-            raise RefusedError(404, f"there is nothing at {path[:100]}")
+            raise ApiError(404, f"there is nothing at {path[:100]}")
         if method not in methods:
-            raise RefusedError(405, f"{path} takes {', '.join(methods)}, not {method[:20]}")
+            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method[:20]}")
         return methods[method]
 
     # Completions.
@@ -143,14 +143,14 @@ class Gateway:
                 explain=wishes.explain,
             )
             placing = Placing(shared=shared, incoming=incoming)
-            exchange = Exchange(shared=shared, incoming=incoming, client=client, placing=placing)
+            exchange = ProxiedExchange(shared=shared, incoming=incoming, client=client, placing=placing)
             await while_client_stays(exchange.run(), receive)
 
     @contextmanager
     def _counted(self, shown_id: str) -> Iterator[str]:
         """Hold the place of a request that is under way, and give it a name that no other has meanwhile."""
         if len(self._under_way) >= self._shared.settings.max_concurrency:
-            raise RefusedError(429, f"{len(self._under_way)} requests are under way, as many as may be")
+            raise ApiError(429, f"{len(self._under_way)} requests are under way, as many as may be")
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         name = shown_id if shown_id not in self._names else f"{shown_id}-{uuid4().hex[:8]}"
         self._under_way.add(task)
@@ -165,16 +165,16 @@ class Gateway:
         """Let somebody in; give the name of the key's holder."""
         holder = self._keys.holder(dict(headers).get(AUTHORIZATION)) if self._keys else ""
         if holder is None:
-            raise RefusedError(401, "this API key is not known here")
+            raise ApiError(401, "this API key is not known here")
         if self.draining:
-            raise RefusedError(503, GOING_AWAY)
+            raise ApiError(503, GOING_AWAY)
         return holder
 
-    def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[Ask, Wishes]:
+    def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
             ask, wishes = read_body(body, chat=chat), read_headers(headers)
         except ValueError as error:
-            raise RefusedError.of(error) from None
+            raise ApiError.of(error) from None
         if self._known_models and ask.model and ask.model not in self._known_models:
             raise no_such_model(ask.model)
         return ask, wishes
@@ -191,9 +191,9 @@ class Gateway:
 
     async def _ready(self, scope: Scope, receive: Receive, client: Client) -> None:  # noqa: ARG002
         if self.draining:
-            raise RefusedError(503, GOING_AWAY)
+            raise ApiError(503, GOING_AWAY)
         if not self._shared.last_resort and not self._shared.schedulers.reachable():
-            raise RefusedError(503, "no scheduler can be reached")
+            raise ApiError(503, "no scheduler can be reached")
         await client.answer(200, JSON, b'{"status": "ready"}')
 
     async def _metrics(self, scope: Scope, receive: Receive, client: Client) -> None:  # noqa: ARG002
@@ -204,9 +204,9 @@ def _request_id(headers: Headers) -> str:
     try:
         return request_id_of(headers)
     except ValueError as error:
-        raise RefusedError.of(error) from None
+        raise ApiError.of(error) from None
 
 
-def no_such_model(model: str) -> RefusedError:
+def no_such_model(model: str) -> ApiError:
     """Refuse a name that nobody serves."""
-    return RefusedError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+    return ApiError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.front.asking import Ask
-from services.front.headers import REQUEST_ID, without_hops
-from services.gateway.wishes import Wishes
-from services.http_client import Headers
+from services.gateway.request_headers import RequestHeaders
+from services.http.client import Headers
+from services.http.headers import REQUEST_ID, without_hops
+from services.http.openai_body import OpenAIRequest
 
 AUTHORIZATION = b"authorization"
 OURS = frozenset((b"accept-encoding", REQUEST_ID))  # answers are read, and named by us
@@ -21,7 +21,7 @@ class Incoming:
     """A request that has been read and let in."""
 
     arrived_s: float  # monotonic
-    ask: Ask
+    ask: OpenAIRequest
     request: common_pb2.Request  # under a name that no other has that is under way
     target: bytes  # path and query
     headers: Headers  # to pass on
@@ -30,7 +30,7 @@ class Incoming:
 
 
 def request_message(
-    ask: Ask, wishes: Wishes, *, request_id: str, client_id: str, prompt_tokens: int
+    ask: OpenAIRequest, wishes: RequestHeaders, *, request_id: str, client_id: str, prompt_tokens: int
 ) -> common_pb2.Request:
     """Write a request down for schedulers."""
     return common_pb2.Request(
@@ -49,13 +49,13 @@ def request_message(
     )
 
 
-def priority_of(ask: Ask, wishes: Wishes) -> int:
+def priority_of(ask: OpenAIRequest, wishes: RequestHeaders) -> int:
     """Choose among the body's priority, the header's and a hint's, in this order; lower runs first."""
     given = (ask.priority, wishes.priority, ask.hinted_priority)
     return next((priority for priority in given if priority is not None), 0)
 
 
-def body_to_pass(body: bytes, ask: Ask, priority: int) -> bytes:
+def body_to_pass(body: bytes, ask: OpenAIRequest, priority: int) -> bytes:
     """Give the engine the body as it came; a priority from elsewhere goes in front, for the engine to heed it."""
     if ask.priority is not None or priority == 0:
         return body

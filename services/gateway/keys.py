@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterable
 from hashlib import sha256
 
-from services.codec import read_text
+from simulator.codec import read_text
 
 BEARER = b"bearer "
 LONGEST_KEY = 512

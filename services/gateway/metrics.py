@@ -12,7 +12,7 @@ LATENCIES_S = (
 DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Metrics:
+class GatewayMetrics:
     """Counters and histograms under block_gateway_*; children are made once, for the hot path."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.front.refusals import RefusedError
-from services.gateway.places import LastResort
+from services.gateway.destinations import Fallback
 from services.gateway.schedulers import NobodyError, Schedulers
-from services.http_client import HttpClient, origin_of
-from services.log_lines import say
+from services.http.client import HttpClient, origin_of
+from services.http.errors import ApiError
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Models:
     """The list behind /v1/models, made when somebody asks for it."""
 
     def __init__(
-        self, names: Iterable[str], schedulers: Schedulers, last_resort: LastResort, engines: HttpClient
+        self, names: Iterable[str], schedulers: Schedulers, last_resort: Fallback, engines: HttpClient
     ) -> None:
         """Know whom to ask."""
         self._names = list(names)
@@ -66,7 +66,7 @@ class Models:
             return await self._schedulers.instances()
         except NobodyError as error:
             if not self._last_resort:
-                raise RefusedError(503, f"the models are not known now: {error}") from None
+                raise ApiError(503, f"the models are not known now: {error}") from None
             return self._last_resort.named()
 
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Models:
             data = json.loads(body)["data"] if status == 200 else []
             return [model for model in data if isinstance(model["id"], str)]
         except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
-            say(log, logging.INFO, "engine does not tell its models", engine=url, why=str(error))
+            log_event(log, logging.INFO, "engine does not tell its models", engine=url, why=str(error))
             return []
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.front.refusals import RefusedError
+from services.gateway.context import GatewayContext
+from services.gateway.destinations import NEXT_BEST, Destination, destination_of, unreserved_destinations
 from services.gateway.incoming import Incoming
-from services.gateway.places import NEXT_BEST, Place, place_of, places_without_promise
 from services.gateway.schedulers import NobodyError
-from services.gateway.shared import Shared
-from services.log_lines import say
+from services.http.errors import ApiError
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ BUSY, UNAVAILABLE = 429, 503
 class Placing:
     """Finds places for one request, none of them twice."""
 
-    shared: Shared
+    shared: GatewayContext
     incoming: Incoming
     took_s: float = 0.0  # all in all
     _tried: list[str] = field(default_factory=list)
     _next_best: Sequence[common_pb2.Instance] = ()
 
-    async def place(self) -> Place:
-        """Find the next one; RefusedError where there is none."""
+    async def place(self) -> Destination:
+        """Find the next one; ApiError where there is none."""
         asked_s = time.monotonic()
         place = await self._found()
         took_s = time.monotonic() - asked_s
@@ -40,19 +40,19 @@ class Placing:
         self._tried.append(place.instance_id)
         return place
 
-    async def _found(self) -> Place:
+    async def _found(self) -> Destination:
         shared = self.shared
         avoided = shared.failed_lately.avoided()
         try:
             return await self._decided_avoiding(avoided)
         except NobodyError:
-            refused = RefusedError(UNAVAILABLE, "nobody can say where this request could go: no scheduler answers")
-        except RefusedError as error:
+            refused = ApiError(UNAVAILABLE, "nobody can say where this request could go: no scheduler answers")
+        except ApiError as error:
             if error.status != UNAVAILABLE and not self._tried:
                 raise
             refused = error
         next_best = (
-            place for place in places_without_promise(self._next_best, NEXT_BEST) if not self._was_tried(place)
+            place for place in unreserved_destinations(self._next_best, NEXT_BEST) if not self._was_tried(place)
         )
         place = next(next_best, None) or shared.last_resort.next(self.incoming.ask.model, self._tried, avoided)
         if place is None:
@@ -60,21 +60,21 @@ class Placing:
         shared.metrics.last_resort.labels(place.policy).inc()
         return place
 
-    def _was_tried(self, place: Place) -> bool:
+    def _was_tried(self, place: Destination) -> bool:
         return place.instance_id in self._tried
 
-    async def _decided_avoiding(self, avoided: list[str]) -> Place:
+    async def _decided_avoiding(self, avoided: list[str]) -> Destination:
         """Ask without those that failed lately; where nothing is left then, with them."""
         more = [instance_id for instance_id in avoided if instance_id not in self._tried]
         if more:
             try:
                 return await self._decided([*self._tried, *more])
-            except RefusedError as error:
+            except ApiError as error:
                 if error.status == BUSY:
                     raise
         return await self._decided(self._tried)
 
-    async def _decided(self, excluded: list[str]) -> Place:
+    async def _decided(self, excluded: list[str]) -> Destination:
         request = self.incoming.request
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
         question = scheduler_pb2.ScheduleRequest(
@@ -87,10 +87,10 @@ class Placing:
         response = await self.shared.schedulers.schedule(question, abandoned=self._give_back, insist=not elsewhere)
         decision = response.decision
         try:
-            place = place_of(decision)
+            place = destination_of(decision)
         except ValueError as error:
             self._give_back(response)
-            say(log, logging.ERROR, "decision names no place", scheduler=decision.scheduler_id, why=str(error))
+            log_event(log, logging.ERROR, "decision names no place", scheduler=decision.scheduler_id, why=str(error))
             raise NobodyError("the decision names no place") from None
         self._next_best = decision.next_best
         self.shared.last_resort.saw(decision)

@@ -10,9 +10,9 @@ import grpc
 from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from scheduler.circuit import Circuit
-from services.front.refusals import RefusedError
-from services.log_lines import say
+from scheduler.circuit import CircuitState
+from services.http.errors import ApiError
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Scheduler:
         self.address = address
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
-        self.circuit = Circuit(longest_pause_s=LONGEST_PAUSE_S)
+        self.circuit = CircuitState(longest_pause_s=LONGEST_PAUSE_S)
 
     def says_itself(self, code: grpc.StatusCode) -> bool:
         """Tell a scheduler that has no instance from one that is not there: the connection stands."""
@@ -89,8 +89,8 @@ class Schedulers:
 
         A caller who is cancelled meanwhile does not cancel the call: what was decided in vain goes to `abandoned`.
         """
-        unwilling: RefusedError | None = None
-        for one in self._in_turn("schedule", Circuit.allows, insist=insist):
+        unwilling: ApiError | None = None
+        for one in self._in_turn("schedule", CircuitState.allows, insist=insist):
             try:
                 response = await self._call(one, request, abandoned)
             except grpc.aio.AioRpcError as error:
@@ -101,7 +101,7 @@ class Schedulers:
                 self._failures.labels(one.address, code.name).inc()
                 if code in UNWILLING or one.says_itself(code):
                     one.circuit.succeeded()
-                    unwilling = RefusedError(UNWILLING.get(code, 503), details or "no scheduler takes this now")
+                    unwilling = ApiError(UNWILLING.get(code, 503), details or "no scheduler takes this now")
                     continue
                 self._failed(one, code, details)
             else:
@@ -114,7 +114,7 @@ class Schedulers:
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Tell an end to any; False where none took it."""
         for one in self._in_turn(
-            "release", Circuit.may_try, insist=True
+            "release", CircuitState.may_try, insist=True
         ):  # no trial: who hears it may yet hang at decisions
             try:
                 await one.stub.Release(request, timeout=self._within_s)
@@ -122,7 +122,9 @@ class Schedulers:
                 code = error.code()
                 self._failures.labels(one.address, code.name).inc()
                 if code in REFUSALS:
-                    say(log, logging.WARNING, "release refused", request_id=request.request_id, why=error.details())
+                    log_event(
+                        log, logging.WARNING, "release refused", request_id=request.request_id, why=error.details()
+                    )
                     return False
                 if code not in UNWILLING and not one.says_itself(code):
                     self._failed(one, code, error.details() or "")
@@ -132,7 +134,7 @@ class Schedulers:
 
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Hear from any which instances there are."""
-        for one in self._in_turn("list", Circuit.may_try, insist=True):
+        for one in self._in_turn("list", CircuitState.may_try, insist=True):
             try:
                 response = await one.stub.ListInstances(scheduler_pb2.ListInstancesRequest(), timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -146,7 +148,7 @@ class Schedulers:
         for one in self._all:
             await one.channel.close()
 
-    def _in_turn(self, call: str, may: Callable[[Circuit, float], bool], *, insist: bool) -> Iterator[_Scheduler]:
+    def _in_turn(self, call: str, may: Callable[[CircuitState, float], bool], *, insist: bool) -> Iterator[_Scheduler]:
         """Give those that may be asked, beginning with another each time; else, if need be, the first that will."""
         turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
@@ -177,7 +179,9 @@ class Schedulers:
 
     def _failed(self, one: _Scheduler, code: grpc.StatusCode, details: str) -> None:
         if one.circuit.failed(self._loop.time()):
-            say(log, logging.WARNING, "scheduler does not answer", scheduler=one.address, code=code.name, why=details)
+            log_event(
+                log, logging.WARNING, "scheduler does not answer", scheduler=one.address, code=code.name, why=details
+            )
 
 
 def _set(done: asyncio.Future[None]) -> None:
@@ -194,11 +198,11 @@ async def _settle(
     try:
         abandoned(await call)
     except grpc.aio.AioRpcError as error:
-        say(log, logging.DEBUG, "nothing was decided for a client that left", code=error.code().name)
+        log_event(log, logging.DEBUG, "nothing was decided for a client that left", code=error.code().name)
 
 
-def _refused(code: grpc.StatusCode, details: str) -> RefusedError:
+def _refused(code: grpc.StatusCode, details: str) -> ApiError:
     message = (details or "the request was refused").removeprefix("request.")
     if code is grpc.StatusCode.NOT_FOUND:
-        return RefusedError(404, message, code="model_not_found", param="model")
-    return RefusedError(REFUSALS[code], message)
+        return ApiError(404, message, code="model_not_found", param="model")
+    return ApiError(REFUSALS[code], message)

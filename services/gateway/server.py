@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from services.front.prompt_sizes import PromptSizes
-from services.front.prompt_tokens import PromptTokens
-from services.front.serving import answering, listening
 from services.gateway.app import Gateway
+from services.gateway.context import GatewayContext
+from services.gateway.destinations import Fallback, OutlierDetection
 from services.gateway.keys import ApiKeys
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
-from services.gateway.places import FailedLately, LastResort
-from services.gateway.releases import Releases
-from services.gateway.retries import RetryBudget
+from services.gateway.release_queue import ReleaseQueue
+from services.gateway.retry_budget import RetryBudget
 from services.gateway.schedulers import Schedulers
 from services.gateway.settings import GatewaySettings
-from services.gateway.shared import Shared
-from services.grpc_server import ServerSettings, metrics_served, stop_signal
-from services.http_client import HttpClient
-from services.log_lines import say
+from services.http.client import HttpClient
+from services.http.prompt_sizes import PromptSizes
+from services.http.prompt_tokens import PromptTokens
+from services.http.server import answering, listening
+from services.logs import log_event
+from services.rpc.server import ServerSettings, metrics_served, stop_signal
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ FLUSH_S = 5.0  # for the last releases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class RunningGateway:
     """A gateway that can be reached."""
 
     port: int
@@ -54,17 +54,17 @@ async def serve_until_signalled(settings: GatewaySettings, server: ServerSetting
     async with serving(settings, server, keys) as here:
         gc.collect()
         gc.freeze()  # what is there now stays
-        say(log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port)
+        log_event(log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port)
         await stop.wait()
-        say(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
-    say(log, logging.INFO, "stopped", server=NAME)
+        log_event(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
+    log_event(log, logging.INFO, "stopped", server=NAME)
 
 
 @asynccontextmanager
-async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> AsyncIterator[Serving]:
+async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> AsyncIterator[RunningGateway]:
     """Serve while the block runs; then take nothing new, and let what is under way end, `drain_s` at most."""
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = GatewayMetrics(registry)
     sizes = PromptSizes(settings.bytes_per_token)
     prompts = PromptTokens(
         sizes,
@@ -75,11 +75,13 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
     )
     with listening(server.host, server.port) as own, metrics_served(server, registry):
         schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
-        releases = Releases(schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost)
+        releases = ReleaseQueue(
+            schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost
+        )
         engines = HttpClient(connect_s=settings.connect_s)
         loop = asyncio.get_running_loop()
-        last_resort = LastResort(settings.engine_urls, loop.time)
-        shared = Shared(
+        last_resort = Fallback(settings.engine_urls, loop.time)
+        shared = GatewayContext(
             settings=settings,
             metrics=metrics,
             schedulers=schedulers,
@@ -89,14 +91,14 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
             sizes=sizes,
             prompts=prompts,
             last_resort=last_resort,
-            failed_lately=FailedLately(loop.time),
+            failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
             loop=loop,
         )
         gateway = Gateway(shared, keys)
         try:
             async with answering(gateway, own, server.drain_s):
-                yield Serving(port=own.getsockname()[1], gateway=gateway)
+                yield RunningGateway(port=own.getsockname()[1], gateway=gateway)
         finally:
             engines.close()
             await releases.flush(FLUSH_S)

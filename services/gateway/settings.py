@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.block_names import SEED
-from services.http_client import origin_of
+from scheduler.prefix.kv_block_hash import SEED
+from services.http.client import origin_of
 
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s")
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from predictor.request import Slo
-from services.http_client import Headers
-from services.load.plan import Planned
+from services.http.client import Headers
+from simulator.load_plan import Planned
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PROMPTS = ("token-ids", "words")

@@ -13,7 +13,7 @@ import numpy as np
 
 from predictor.request import Slo
 from services.load.asking import target_of
-from services.load.running import Result
+from services.load.running import RequestResult
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 COLUMNS = (
@@ -22,7 +22,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def met(result: Result, slo: Slo) -> bool:
+def met(result: RequestResult, slo: Slo) -> bool:
     """Tell whether a request was served, and as fast as it should be."""
     for name in ("ttft_s", "tpot_s"):
         target_s = target_of(name, result.plan, slo)
@@ -31,7 +31,7 @@ def met(result: Result, slo: Slo) -> bool:
     return result.failure is None
 
 
-def summary(results: Sequence[Result], slo: Slo) -> dict[str, Any]:
+def summary(results: Sequence[RequestResult], slo: Slo) -> dict[str, Any]:
     """Sum a run up; times in seconds."""
     good = [result for result in results if result.failure is None]
     begin_s = min((result.plan.due_s for result in results), default=0.0)
@@ -71,7 +71,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"mean": fmean(known), "p50": p50, "p90": p90, "p99": p99}
 
 
-def forecast_error(results: Sequence[Result]) -> dict[str, Any] | None:
+def forecast_error(results: Sequence[RequestResult]) -> dict[str, Any] | None:
     """Compare what the replies' headers predicted with what was measured from the sending on; None without any."""
     errors: dict[str, Any] = {}
     for name in ("ttft_s", "e2e_s"):
@@ -124,7 +124,7 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
         yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
 
 
-def write_csv(results: Sequence[Result], slo: Slo, out: TextIO) -> None:
+def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
     """Write a line per request."""
     writer = csv.writer(out)
     writer.writerow(COLUMNS)

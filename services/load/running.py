@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from protos.block.v1 import common_pb2
-from services.answering import StreamReader
-from services.http_client import ConnectError, Connection, HttpClient, Origin, request_head
+from services.http.client import ConnectError, Connection, HttpClient, Origin, request_head
+from services.http.sse import StreamReader
 from services.load.asking import Manner, body_of, headers_of
-from services.load.plan import Planned
+from simulator.load_plan import Planned
 
 ERROR_EVENT = b'data: {"error"'
 UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -26,7 +26,7 @@ MOST_ERROR_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class LoadLimits:
     """How much is borne."""
 
     timeout_s: float = 600.0  # for one request, from its sending, by the clock on the wall
@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class RequestResult:
     """What became of a request. Times are seconds from when it was due; None where it never got there."""
 
     plan: Planned
@@ -59,16 +59,16 @@ class Result:
 
 
 async def run_plan(
-    plan: Sequence[Planned], origin: Origin, manner: Manner, limits: Limits, ended: Callable[[Result], None]
-) -> list[Result]:
+    plan: Sequence[Planned], origin: Origin, manner: Manner, limits: LoadLimits, ended: Callable[[RequestResult], None]
+) -> list[RequestResult]:
     """Send everything, each when it is due; return when the last has ended."""
-    sender = Sender(origin, manner, limits)
+    sender = LoadSender(origin, manner, limits)
     room = asyncio.Semaphore(limits.max_in_flight)
-    results: list[Result] = []
+    results: list[RequestResult] = []
     start_s = time.monotonic()
 
     async def one(planned: Planned, body: bytes, due_s: float) -> None:
-        result = Result(plan=planned)
+        result = RequestResult(plan=planned)
         results.append(result)
         async with room:
             await sender.send(planned, body, due_s, result)
@@ -85,10 +85,10 @@ async def run_plan(
     return results
 
 
-class Sender:
+class LoadSender:
     """Sends to one endpoint, in one manner, and writes down what comes back."""
 
-    def __init__(self, origin: Origin, manner: Manner, limits: Limits) -> None:
+    def __init__(self, origin: Origin, manner: Manner, limits: LoadLimits) -> None:
         """Open nothing yet."""
         self._origin = origin
         self._manner = manner
@@ -100,7 +100,7 @@ class Sender:
         """Close what is open."""
         self._client.close()
 
-    async def send(self, planned: Planned, body: bytes, due_s: float, result: Result) -> None:
+    async def send(self, planned: Planned, body: bytes, due_s: float, result: RequestResult) -> None:
         """Send a request that is, or was, due at that time on the wall; whatever goes wrong is a result."""
         result.sent_s = (time.monotonic() - due_s) * self._manner.time_scale
         headers = headers_of(planned, self._manner, f"{self._run_id}-{planned.request_id}")
@@ -119,7 +119,7 @@ class Sender:
         except TimeoutError:
             result.failure = "timeout"
 
-    async def _answered(self, connection: Connection, due_s: float, result: Result) -> None:
+    async def _answered(self, connection: Connection, due_s: float, result: RequestResult) -> None:
         scale = self._manner.time_scale
         headers = dict(connection.headers)
         result.instance = headers.get(b"x-block-instance", b"").decode("latin-1")

@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from predictor.profile import Profile
 from protos.block.v1 import common_pb2, predictor_pb2_grpc
-from services.grpc_server import ServerSettings, serve_until_signalled
-from services.lasting import lasting
+from services.predictor_server.engine_view import EngineSource
 from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.measures import InstanceMeasures, Measures
+from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.mirroring import mirroring
-from services.predictor_server.picture import EngineSource
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import MirrorSettings, SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
+from services.rpc.server import ServerSettings, serve_until_signalled
+from services.supervised_task import supervised
 
 __all__ = ["ENDLESS", "MirrorSettings", "PredictorService", "SidecarSettings", "serve", "standing_beside"]
 
@@ -48,12 +48,12 @@ async def standing_beside(
 ) -> AsyncIterator[list[Sidecar]]:
     """Follow the engines of a node while the block runs."""
     require_distinct(engines)
-    measures = Measures(registry)
+    measures = SidecarMetrics(registry)
     async with AsyncExitStack() as stack:
         sidecars = []
         for place, settings in enumerate(engines):
             source = await stack.enter_async_context(following(settings, profile, registry))
-            counted = InstanceMeasures(measures, settings.instance_id)
+            counted = InstanceMetrics(measures, settings.instance_id)
             keeping = keeping_up(settings, source, counted, phase=place / len(engines))
             sidecars.append(await stack.enter_async_context(keeping))
         yield sidecars
@@ -79,14 +79,14 @@ async def following(
 
 @asynccontextmanager
 async def keeping_up(
-    settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures, *, phase: float = 0.0
+    settings: SidecarSettings, source: EngineSource, measures: InstanceMetrics, *, phase: float = 0.0
 ) -> AsyncIterator[Sidecar]:
     """Let a sidecar stand over what is known of the engine while the block runs; those of one node look in turn."""
     measures.comes_from(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
     sidecar = Sidecar(settings, source, measures)
     tasks = [
-        asyncio.create_task(lasting("asking for health", sidecar.health.watch)),
-        asyncio.create_task(lasting("following the engine", partial(_keep_up, sidecar, phase))),
+        asyncio.create_task(supervised("asking for health", sidecar.health.watch)),
+        asyncio.create_task(supervised("following the engine", partial(_keep_up, sidecar, phase))),
     ]
     try:
         yield sidecar

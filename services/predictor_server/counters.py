@@ -24,7 +24,7 @@ class Counters:
         self._arrivals.extend([now_s] * num_requests)
 
     def take(self, state: Mapping[str, float] | np.void, now_s: float) -> None:
-        """Note what the engine's counters show (`services.export.layout.STATE`)."""
+        """Note what the engine's counters show (`services.engine_state.layout.STATE`)."""
         self._state = state
         queries, hits = int(state["prefix_queries"]), int(state["prefix_hits"])
         if not self._looked_up or self._looked_up[-1][1] != queries:

@@ -15,20 +15,20 @@ from predictor.correction import Correction
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
+from predictor.profile_check import StepCheck, require_possible
 from predictor.request import Request
+from predictor.reserved_requests import LengthLimits, ReservedRequest
 from predictor.snapshot import Snapshot
 from predictor.twin import Twin
 from protos.block.v1 import common_pb2
-from services.export.identity import client_id
-from services.export.layout import REASONS
-from services.export.reader import Reader
-from services.export.snapshot import config_of, shown_from_view, snapshot_from_view
-from services.export.view import BUSY, CORRUPT, MISSING, UnreadableError, View
-from services.log_lines import say
+from services.engine_state.identity import client_id
+from services.engine_state.layout import REASONS
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of, shown_from_view, snapshot_from_view
+from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
+from services.logs import log_event
 from services.predictor_server.counters import Counters
-from services.predictor_server.picture import DownError, Ended, Picture
-from services.predictor_server.plausible import StepCheck, require_possible
-from services.predictor_server.promised import Lengths, Promised
+from services.predictor_server.engine_view import DownError, Ended, EngineView
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +83,13 @@ class ExportedEngine:
 
     def __init__(self, path: str, profile: Profile | None, residual: str, forget_s: float) -> None:
         """Follow the engine at a path; without a profile, forecast with the one that the engine names."""
-        self.lengths = Lengths()
+        self.lengths = LengthLimits()
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
         self._forget_s = forget_s
         self._met: Met | None = None
-        self._picture: Picture | None = None
+        self._picture: EngineView | None = None
         self._life = 0
         self._serial = 0
         self._transit = NO_TRANSIT
@@ -99,10 +99,10 @@ class ExportedEngine:
         self._counters = Counters()
         self._num_steps = self._num_outcomes = 0  # that have been looked at
         self._looked_closely_s = 0.0
-        self._promised = Promised()
+        self._promised = ReservedRequest()
         self._shown: list[str] = []
 
-    def look(self) -> Picture:
+    def look(self) -> EngineView:
         """Bring the picture up to date."""
         monotonic_s = time.monotonic()
         try:
@@ -176,7 +176,7 @@ class ExportedEngine:
         if view.contents is not None:
             with suppress(ValueError):
                 met = self._follow(None, replace(view, contents=None))
-                say(log, logging.WARNING, "prefix hits are not foreseen", reason=complaint)
+                log_event(log, logging.WARNING, "prefix hits are not foreseen", reason=complaint)
                 return met
         raise UnreadableError(CORRUPT, complaint)
 
@@ -193,7 +193,7 @@ class ExportedEngine:
             shown_from_view(view, known_tokens=met.known_tokens, tag_median=met.tag_median, tag_spread=met.tag_spread)
         )
         self._counters.take(view.state, time.monotonic())
-        self._picture = Picture(
+        self._picture = EngineView(
             engine=met.twin.engine,
             forecaster=met.forecaster,
             now_s=view.now_s,
@@ -214,7 +214,7 @@ class ExportedEngine:
             _require(require_possible, profile, config)
         self._transit = profile.transit
         if view.life != self._life:
-            say(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
+            log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = Correction()
@@ -230,7 +230,7 @@ class ExportedEngine:
         self._promised.move_to(twin.engine)
         return Met.with_twin(view, twin)
 
-    def _waited(self, met: Met, monotonic_s: float) -> Picture:
+    def _waited(self, met: Met, monotonic_s: float) -> EngineView:
         """Let the time that has passed since the last publication show in the picture."""
         picture, view = self._picture, met.view
         if picture is None:
@@ -286,7 +286,7 @@ class ExportedEngine:
             _require(self._check.require_close)
         met.twin.engine.set_pace(self._correction.factor)
 
-    def _forget_pace(self, met: Met, picture: Picture) -> None:
+    def _forget_pace(self, met: Met, picture: EngineView) -> None:
         """Trust the profile again: an engine that was slow gets nothing to do, and could not show that it is well."""
         self._correction = Correction()
         met.twin.engine.set_pace(self._correction.factor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.http_client import HttpClient, Origin, origin_of
-from services.log_lines import say
+from services.http.client import HttpClient, Origin, origin_of
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,6 @@ class EngineHealth:
         was_well = self.is_well
         self._num_failures = self._num_failures + 1 if self.complaint else 0
         if was_well and not self.is_well:
-            say(log, logging.WARNING, "engine is not well", reason=self.complaint)
+            log_event(log, logging.WARNING, "engine is not well", reason=self.complaint)
         elif self.is_well and not was_well:
-            say(log, logging.INFO, "engine is well again")
+            log_event(log, logging.INFO, "engine is well again")

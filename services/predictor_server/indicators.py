@@ -10,7 +10,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.profile import constant_profile
 from predictor.state import State
-from services.predictor_server.picture import Picture
+from services.predictor_server.engine_view import EngineView
 
 SUMS = (
     "num_reserved_blocks",
@@ -21,7 +21,7 @@ SUMS = (
 )
 
 
-def indicators_of(picture: Picture, num_reserved: int) -> dict[str, float]:
+def indicators_of(picture: EngineView, num_reserved: int) -> dict[str, float]:
     """Sum up a picture."""
     engine = picture.engine
     state = engine.state
@@ -42,7 +42,7 @@ def indicators_of(picture: Picture, num_reserved: int) -> dict[str, float]:
 def warm_indicators() -> None:
     """Compile the sums, or load them from the cache, before anybody waits for them."""
     engine = Engine(EngineConfig(num_gpu_blocks=32, max_model_len=64), constant_profile().step_time)
-    picture = Picture(
+    picture = EngineView(
         engine=engine, forecaster=Forecaster(engine), now_s=0.0, clock_rate=1.0, age_s=0.0, late_s=0.0, serial=0
     )
     indicators_of(picture, 0)

@@ -12,11 +12,11 @@ from predictor.forecast import Forecast
 from predictor.request import Request
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.reservations import Promise
-from services.codec import snapshot_json
-from services.failures import BusyError
-from services.predictor_server.picture import DownError, Picture
+from services.predictor_server.engine_view import DownError, EngineView
 from services.predictor_server.sidecar import Refused, Sidecar
-from services.wire import forecast_from, forecast_message, indicators_message, request_from, require_name
+from services.rpc.errors import BusyError
+from services.rpc.messages import forecast_from, forecast_message, indicators_message, request_from, require_name
+from simulator.codec import snapshot_json
 
 LEAST_INTERVAL_S = 0.02
 USUAL_INTERVAL_S = 0.1
@@ -28,7 +28,7 @@ CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
 REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
 
 
-class Instance:
+class InstanceEndpoint:
     """Translates between messages and one engine's sidecar."""
 
     def __init__(self, sidecar: Sidecar) -> None:
@@ -112,7 +112,7 @@ class Instance:
             await asyncio.sleep(interval_s)
 
     async def _predictions(
-        self, picture: Picture, messages: Any, *, delays: bool, simulate: bool
+        self, picture: EngineView, messages: Any, *, delays: bool, simulate: bool
     ) -> list[predictor_pb2.Prediction]:
         """Forecast what makes sense, refuse what does not, in the order of the questions."""
         sidecar = self._sidecar
@@ -161,7 +161,7 @@ class Instance:
     def _promise(
         self,
         request: predictor_pb2.ReserveRequest,
-        picture: Picture,
+        picture: EngineView,
         response: predictor_pb2.ReserveResponse,
     ) -> None:
         promised = _request_or_refusal(request.request, picture.now_s, picture.engine.config.block_size)
@@ -201,7 +201,7 @@ class Instance:
             response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
         return response, sidecar.indicators(picture)
 
-    def _indicators(self, picture: Picture) -> common_pb2.Indicators:
+    def _indicators(self, picture: EngineView) -> common_pb2.Indicators:
         """Sum a picture up, unless that has been done already."""
         key = (picture.serial, len(self._sidecar.reservations))
         if self._summed_up is None or self._summed_up[:2] != key:
@@ -230,7 +230,7 @@ def _request_or_refusal(
 
 
 def _prediction(
-    message: common_pb2.Request, answer: Forecast | Refused | None, picture: Picture
+    message: common_pb2.Request, answer: Forecast | Refused | None, picture: EngineView
 ) -> predictor_pb2.Prediction:
     prediction = predictor_pb2.Prediction(request_id=message.request_id)
     if isinstance(answer, Refused):

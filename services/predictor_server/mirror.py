@@ -12,23 +12,23 @@ from functools import partial
 
 from predictor.config import EngineConfig
 from predictor.forecast import Forecaster
+from predictor.mirror.engine_totals import EngineTotals
+from predictor.mirror.in_flight_request import Arrival, InFlightRequest
+from predictor.mirror.token_reconciliation import TokenReconciliation
+from predictor.mirror.tracker import Tracker
+from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
+from predictor.profile_check import require_possible
 from predictor.request import Request
+from predictor.reserved_requests import Length, LengthLimits, ReservedRequest
 from predictor.snapshot import Snapshot
 from predictor.twin import Twin
 from protos.block.v1 import common_pb2
-from services.log_lines import say
-from services.predictor_server.arrivals import Arrival, Guest
+from services.logs import log_event
 from services.predictor_server.counters import Counters
-from services.predictor_server.picture import DownError, Ended, Picture
-from services.predictor_server.plausible import require_possible
-from services.predictor_server.promised import Length, Lengths, Promised
-from services.predictor_server.reckoning import Reckoning
+from services.predictor_server.engine_view import DownError, Ended, EngineView
 from services.predictor_server.settings import MirrorSettings
-from services.predictor_server.strangers import Strangers
-from services.predictor_server.totals import Totals
 from services.predictor_server.tracked import shown_from, snapshot_from
-from services.predictor_server.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Life:
     tracker: Tracker
     twin: Twin
     forecaster: Forecaster
-    strangers: Strangers
-    reckoning: Reckoning
+    strangers: UnknownRequests
+    reckoning: TokenReconciliation
 
 
 class MirroredEngine:
@@ -61,7 +61,7 @@ class MirroredEngine:
 
     def __init__(self, settings: MirrorSettings, profile: Profile, residual: str, forget_s: float) -> None:
         """Know what is given of the engine's settings; others are its own to tell, or the profile's to suggest."""
-        self.lengths = Lengths()
+        self.lengths = LengthLimits()
         self._profile = profile
         self._residual = residual
         self._given = dict(settings.engine)
@@ -74,11 +74,11 @@ class MirroredEngine:
         self._notes: deque[tuple[float, Callable[[float], None]]] = deque(maxlen=MOST_NOTES)
         self._life: Life | None = None
         self._told: dict[str, int | bool] = {}  # by the engine, of its settings
-        self._picture: Picture | None = None
-        self._totals: Totals | None = None
+        self._picture: EngineView | None = None
+        self._totals: EngineTotals | None = None
         self._num_lost = 0
-        self._guests: dict[str, Guest] = {}
-        self._promised = Promised()
+        self._guests: dict[str, InFlightRequest] = {}
+        self._promised = ReservedRequest()
         self._shown: list[str] = []
         self._ended: list[Ended] = []
         self._num_ended = 0
@@ -107,7 +107,7 @@ class MirroredEngine:
         """Note its end, and how many tokens it had; one that did not complete may have ended anywhere."""
         self._note(partial(self._take_end, name, num_tokens, completed, exact))
 
-    def read(self, totals: Totals) -> None:
+    def read(self, totals: EngineTotals) -> None:
         """Note what the engine's metrics tell."""
         self._note(partial(self._take_totals, totals))
 
@@ -120,7 +120,7 @@ class MirroredEngine:
 
     # What a sidecar asks.
 
-    def look(self) -> Picture:
+    def look(self) -> EngineView:
         """Bring the picture up to date."""
         monotonic_s = time.monotonic()
         try:
@@ -133,10 +133,10 @@ class MirroredEngine:
             life.twin.follow(shown_from(life.tracker, self._all_lengths(life), now_s, life.twin.num_slots))
         except ValueError as error:
             self._life = self._picture = None
-            say(log, logging.WARNING, "the mirror begins anew, as it contradicts itself", reason=str(error))
+            log_event(log, logging.WARNING, "the mirror begins anew, as it contradicts itself", reason=str(error))
             raise DownError(f"the mirror contradicts itself: {error}", STARTING) from None
         self._serial += 1
-        self._picture = Picture(
+        self._picture = EngineView(
             engine=life.twin.engine,
             forecaster=life.forecaster,
             now_s=now_s,
@@ -213,7 +213,7 @@ class MirroredEngine:
         self._heard_s = at_s
         if room < 1 or len(self._life.tracker.requests) >= self._most_requests:
             return  # the engine will refuse it, or it counts among those that nobody knows
-        self._guests[name] = Guest(arrival=arrival, arrived_s=at_s)
+        self._guests[name] = InFlightRequest(arrival=arrival, arrived_s=at_s)
         request = Request(
             request_id=name,
             prompt_tokens=arrival.prompt_tokens,
@@ -261,12 +261,12 @@ class MirroredEngine:
             self._told[name] = value
             self._settle()
 
-    def _take_totals(self, totals: Totals, at_s: float) -> None:
+    def _take_totals(self, totals: EngineTotals, at_s: float) -> None:
         self._heard_s = at_s
         before, self._totals = self._totals, totals
         self._told.update(totals.settings)
         if before is not None and totals.began_anew(before):
-            say(log, logging.WARNING, "engine has started anew", requests=len(self._guests))
+            log_event(log, logging.WARNING, "engine has started anew", requests=len(self._guests))
             self._life = None
         self._settle()
         life = self._life or self._begin()
@@ -287,7 +287,7 @@ class MirroredEngine:
             at_s,
         )
 
-    def _balance(self, life: Life, totals: Totals, now_s: float) -> None:
+    def _balance(self, life: Life, totals: EngineTotals, now_s: float) -> None:
         """Put the model right where the engine's totals say otherwise."""
         tracker = life.tracker
         tracker.send_back(tracker.unconfirmed(now_s, SILENT_S * self._speed))
@@ -305,7 +305,7 @@ class MirroredEngine:
         if len(life.strangers) != self.num_unknown:
             if bool(life.strangers) != bool(self.num_unknown):
                 event = "requests reach the engine by another way" if life.strangers else "all requests are known"
-                say(log, logging.WARNING if life.strangers else logging.INFO, event, requests=len(life.strangers))
+                log_event(log, logging.WARNING if life.strangers else logging.INFO, event, requests=len(life.strangers))
             self.num_unknown = len(life.strangers)
 
     def _drop_silent(self, tracker: Tracker, most: int, now_s: float) -> None:
@@ -350,7 +350,7 @@ class MirroredEngine:
         twin = Twin(
             config, self._profile.step_time, self._residual, num_slots=2 * self._most_requests, track_blocks=False
         )
-        say(
+        log_event(
             log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile.name,
             num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
@@ -360,8 +360,8 @@ class MirroredEngine:
             tracker=tracker,
             twin=twin,
             forecaster=Forecaster(twin.engine),
-            strangers=Strangers(tracker),
-            reckoning=Reckoning(tracker, SKEW_S * self._speed),
+            strangers=UnknownRequests(tracker),
+            reckoning=TokenReconciliation(tracker, SKEW_S * self._speed),
         )
         self._picture = None
         self._guests.clear()

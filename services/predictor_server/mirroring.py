@@ -11,16 +11,16 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from predictor.mirror.engine_totals import model_length_from, totals_from
 from predictor.profile import Profile
-from services.front.serving import answering, listening
-from services.http_client import HttpClient, Origin, origin_of
-from services.lasting import lasting
-from services.log_lines import say
-from services.predictor_server.measures import MirrorMeasures
+from services.http.client import HttpClient, Origin, origin_of
+from services.http.server import answering, listening
+from services.logs import log_event
+from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.mirror import MirroredEngine
 from services.predictor_server.proxy import Proxy
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
-from services.predictor_server.totals import model_length_from, totals_from
+from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ async def mirroring(
         raise ValueError("mirror: is missing")
     origin = origin_of(settings.engine_url)
     source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
-    measures = MirrorMeasures(registry, sidecar.instance_id, source)
+    measures = MirrorMetrics(registry, sidecar.instance_id, source)
     proxy = Proxy(settings, origin, source, measures.answered)
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]
-        reading = asyncio.create_task(lasting("reading metrics", partial(_keep_reading, settings, origin, source)))
+        reading = asyncio.create_task(supervised("reading metrics", partial(_keep_reading, settings, origin, source)))
         try:
             async with answering(proxy, own, settings.drain_s):
-                say(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)
+                log_event(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)
                 yield Mirroring(source=source, proxy=proxy, port=port)
         finally:
             reading.cancel()
@@ -83,7 +83,7 @@ async def _keep_reading(settings: MirrorSettings, origin: Origin, source: Mirror
             if bool(complaint) == was_read:
                 was_read = not complaint
                 level = logging.WARNING if complaint else logging.INFO
-                say(log, level, "engine's metrics cannot be read" if complaint else "engine's metrics are read",
+                log_event(log, level, "engine's metrics cannot be read" if complaint else "engine's metrics are read",
                     reason=complaint or "well again")  # fmt: skip
             await asyncio.sleep(settings.metrics_s)
     finally:

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 from uuid import uuid4
 
-from services.answering import StreamReader, ending_of
-from services.front.asking import LONGEST_NAME
-from services.front.client import Send
-from services.front.headers import REQUEST_ID, without_hops
-from services.front.prompt_sizes import PromptSizes
-from services.front.receiving import ClientLeftError, Receive, received, while_client_stays
-from services.front.refusals import RefusedError
-from services.http_client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
-from services.log_lines import say
-from services.predictor_server.arrivals import Arrival
-from services.predictor_server.asked import Asked, asked_by
+from predictor.mirror.in_flight_request import Arrival
+from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
+from services.http.errors import ApiError
+from services.http.headers import REQUEST_ID, without_hops
+from services.http.openai_body import LONGEST_NAME
+from services.http.prompt_sizes import PromptSizes
+from services.http.reply import Send
+from services.http.request_body import ClientLeftError, Receive, received, while_client_stays
+from services.http.sse import StreamReader, ending_of
+from services.logs import log_event
 from services.predictor_server.mirror import MirroredEngine
-from services.predictor_server.notes import Notes
+from services.predictor_server.proxied_request import ProxiedRequest, proxied_request_from
 from services.predictor_server.settings import MirrorSettings
+from services.predictor_server.stream_observer import StreamObserver
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ JSON: Headers = [(b"content-type", b"application/json")]
 
 
 @dataclass(slots=True)
-class Reply:
+class ProxiedReply:
     """What has been told to the client so far."""
 
     send: Send
@@ -58,7 +58,7 @@ class Reply:
         self.ended = last
         await self.send({"type": "http.response.body", "body": piece, "more_body": not last})
 
-    async def refuse(self, refused: RefusedError, *, as_event: bool) -> None:
+    async def refuse(self, refused: ApiError, *, as_event: bool) -> None:
         """Say what went wrong: as the answer, or as the last event of a stream; any other answer just ends."""
         if self.status == 0:
             body = refused.body()
@@ -108,43 +108,47 @@ class Proxy:
         """Pass one request on; what goes wrong is an answer too."""
         if scope["type"] != "http":
             return
-        reply = Reply(send)
+        reply = ProxiedReply(send)
         path = scope["path"]
         mirrored = path in MIRRORED and scope["method"] == "POST"
         status = 0
         try:
             await (self._complete if mirrored else self._pass)(scope, receive, reply)
-        except RefusedError as refused:
+        except ApiError as refused:
             await reply.refuse(refused, as_event=mirrored)
         except asyncio.CancelledError:
             if not self._cut_off:
                 raise
             cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-            await reply.refuse(RefusedError(503, "the sidecar is going away"), as_event=mirrored)
+            await reply.refuse(ApiError(503, "the sidecar is going away"), as_event=mirrored)
         except ClientLeftError:
             status = CLIENT_LEFT
         self._counted(path if mirrored else "other", status or reply.status)
 
     # What is mirrored.
 
-    async def _complete(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _complete(self, scope: Scope, receive: Receive, reply: ProxiedReply) -> None:
         if self.draining:
-            raise RefusedError(503, "the sidecar is going away")
+            raise ApiError(503, "the sidecar is going away")
         if len(self._under_way) >= self._settings.max_concurrency:
-            raise RefusedError(429, f"{len(self._under_way)} requests are under way, as many as may be")
+            raise ApiError(429, f"{len(self._under_way)} requests are under way, as many as may be")
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._under_way.add(task)
         try:
             body = await received(scope["headers"], receive, self._settings.max_body_bytes)
-            asked = asked_by(body, chat=MIRRORED[scope["path"]])
+            asked = proxied_request_from(body, chat=MIRRORED[scope["path"]])
             await while_client_stays(self._see_through(scope, body, asked, reply), receive)
         finally:
             self._under_way.discard(task)
 
-    async def _see_through(self, scope: Scope, body: bytes, asked: Asked | None, reply: Reply) -> None:
+    async def _see_through(self, scope: Scope, body: bytes, asked: ProxiedRequest | None, reply: ProxiedReply) -> None:
         """Note the arrival, pass the request on, and note the end, whichever it is."""
         headers = without_hops(scope["headers"], NO_ENCODING)
-        notes = self._announced(asked, scope["headers"]) if asked is not None else Notes(mirror=self._mirror, names=())
+        notes = (
+            self._announced(asked, scope["headers"])
+            if asked is not None
+            else StreamObserver(mirror=self._mirror, names=())
+        )
         try:
             connection = await self._sent(b"POST", scope, headers, body)
             try:
@@ -159,7 +163,7 @@ class Proxy:
         if asked is not None and notes.prompt_tokens:
             self._sizes.learn(asked.ask, notes.prompt_tokens)
 
-    def _announced(self, asked: Asked, headers: Headers) -> Notes:
+    def _announced(self, asked: ProxiedRequest, headers: Headers) -> StreamObserver:
         """Tell the mirror of a request; have its prompt counted, unless that is known."""
         ask = asked.ask
         told = next((value for name, value in headers if name == REQUEST_ID), b"").decode("latin-1")[:LONGEST_NAME]
@@ -172,7 +176,7 @@ class Proxy:
             priority=ask.priority or 0,
             streamed=ask.stream and asked.num_requests == 1,
         )
-        notes = Notes(
+        notes = StreamObserver(
             mirror=self._mirror, names=tuple(self._mirror.arrived(arrival) for _ in range(asked.num_requests))
         )
         if self._counts_prompts and asked.to_tokenize is not None and len(self._counting) < MOST_COUNTED:
@@ -181,7 +185,7 @@ class Proxy:
             counting.add_done_callback(self._counting.discard)
         return notes
 
-    async def _count(self, question: Any, headers: Headers, notes: Notes) -> None:
+    async def _count(self, question: Any, headers: Headers, notes: StreamObserver) -> None:
         """Have the engine count a prompt; an estimate will do where it does not."""
         body = json.dumps(question).encode()
         passed = [pair for pair in headers if pair[0] == b"authorization"]
@@ -195,14 +199,14 @@ class Proxy:
                     connection.release()
             if connection.status in (404, 405):
                 self._counts_prompts = False
-                say(log, logging.INFO, "prompts are estimated, as the engine does not count them")
+                log_event(log, logging.INFO, "prompts are estimated, as the engine does not count them")
             count = json.loads(answer)["count"] if connection.status == 200 else None
         except (ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
             return
         if type(count) is int and count > 0:
             notes.count(count)
 
-    async def _stream(self, connection: Connection, reply: Reply, notes: Notes) -> None:
+    async def _stream(self, connection: Connection, reply: ProxiedReply, notes: StreamObserver) -> None:
         """Pass a stream on as it comes, and note its tokens."""
         reader = StreamReader()
         await reply.begin(connection.status, _headers_back(connection))
@@ -219,7 +223,7 @@ class Proxy:
         notes.told(max(ending.output_tokens, notes.count_so_far), ending.prompt_tokens)
         await reply.go_on(rest, last=True)
 
-    async def _whole(self, connection: Connection, reply: Reply, notes: Notes) -> None:
+    async def _whole(self, connection: Connection, reply: ProxiedReply, notes: StreamObserver) -> None:
         """Pass an answer on that is in one piece."""
         try:
             body = await connection.read_all(self._settings.idle_s, self._settings.max_answer_bytes)
@@ -234,9 +238,9 @@ class Proxy:
 
     # What is only passed on.
 
-    async def _pass(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, reply: ProxiedReply) -> None:
         if self._num_others >= MOST_OTHERS:
-            raise RefusedError(429, f"{self._num_others} requests are under way, as many as may be")
+            raise ApiError(429, f"{self._num_others} requests are under way, as many as may be")
         self._num_others += 1
         try:
             body = await received(scope["headers"], receive, self._settings.max_body_bytes)
@@ -244,7 +248,7 @@ class Proxy:
         finally:
             self._num_others -= 1
 
-    async def _passed(self, scope: Scope, body: bytes, reply: Reply) -> None:
+    async def _passed(self, scope: Scope, body: bytes, reply: ProxiedReply) -> None:
         method = scope["method"]
         # the answer to a HEAD has a length and no body, which no parser knows; the server leaves the body out
         asked_as = b"GET" if method == "HEAD" else method.encode()
@@ -271,12 +275,12 @@ class Proxy:
             raise _unanswered(error) from None
 
 
-def _unanswered(error: Exception) -> RefusedError:
+def _unanswered(error: Exception) -> ApiError:
     """Put into words that the engine did not answer."""
     if isinstance(error, TimeoutError):
-        return RefusedError(504, f"the engine is too late: {error}")
+        return ApiError(504, f"the engine is too late: {error}")
     status = 503 if isinstance(error, ConnectError) else 502
-    return RefusedError(
+    return ApiError(
         status, f"the engine cannot be reached: {error}" if status == 503 else f"the engine failed: {error}"
     )
 

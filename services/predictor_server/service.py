@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.failures import MisdirectedError
-from services.predictor_server.instance import Instance
+from services.predictor_server.instance import InstanceEndpoint
 from services.predictor_server.sidecar import Sidecar
+from services.rpc.errors import MisdirectedError
 
 Context = Any
 
@@ -20,7 +20,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
 
     def __init__(self, sidecars: Iterable[Sidecar], *, most_at_once: int = 256) -> None:
         """Answer for some sidecars; a question may be about so many requests."""
-        self._instances = {instance.name: instance for instance in map(Instance, sidecars)}
+        self._instances = {instance.name: instance for instance in map(InstanceEndpoint, sidecars)}
         self._most_at_once = most_at_once
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Context) -> predictor_pb2.PredictResponse:
@@ -68,7 +68,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         answers = await _answers(named, request)
         return predictor_pb2.PredictResponse(answers=answers, predict_s=time.perf_counter() - start_s)
 
-    def _named(self, instance_id: str) -> Instance:
+    def _named(self, instance_id: str) -> InstanceEndpoint:
         """Find who is meant."""
         if instance_id in self._instances:
             return self._instances[instance_id]
@@ -81,7 +81,7 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
 
 
 async def _answers(
-    instances: Sequence[Instance], request: predictor_pb2.PredictRequest
+    instances: Sequence[InstanceEndpoint], request: predictor_pb2.PredictRequest
 ) -> Iterable[predictor_pb2.PredictResponse]:
     """Have those answer side by side that need a thread; for the others a task would cost more than it saves."""
     num_requests = len(request.requests)

@@ -9,8 +9,8 @@ from typing import Any
 
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
-from services.http_client import origin_of
-from services.names import require_known
+from predictor.suggestions import require_known
+from services.http.client import origin_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,15 @@ from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
-from scheduler.circuit import Circuit
+from scheduler.circuit import CircuitState
 from scheduler.reservations import Promise, Reservations
-from services.export.identity import short_hash
-from services.log_lines import say
-from services.predictor_server.errors import ForecastErrors
+from services.engine_state.identity import short_hash
+from services.logs import log_event
+from services.predictor_server.engine_view import DownError, Ended, EngineSource, EngineView
+from services.predictor_server.forecast_errors import ForecastErrors
 from services.predictor_server.health import EngineHealth
 from services.predictor_server.indicators import indicators_of
-from services.predictor_server.measures import InstanceMeasures
-from services.predictor_server.picture import DownError, Ended, EngineSource, Picture
+from services.predictor_server.metrics import InstanceMetrics
 from services.predictor_server.settings import SidecarSettings
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Refused:
 class Sidecar:
     """Answers for one engine; whoever uses it holds `lock` meanwhile, as simulations may run in a thread."""
 
-    def __init__(self, settings: SidecarSettings, source: EngineSource, measures: InstanceMeasures) -> None:
+    def __init__(self, settings: SidecarSettings, source: EngineSource, measures: InstanceMetrics) -> None:
         """Stand beside an engine."""
         self.settings = settings
         self.source = source
@@ -59,16 +59,18 @@ class Sidecar:
         self.reservations = Reservations(most=settings.most_reservations)
         self.errors = ForecastErrors(measures)
         self.is_draining = False
-        self._shows = Circuit(failures_to_open=UNSHOWN, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
+        self._shows = CircuitState(
+            failures_to_open=UNSHOWN, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S
+        )
         self._forecast_s = 0.0  # what the last one took
         self._was_asked = False  # since the last look
         self._silent_since: tuple[int, float] | None = None
         self._was_down = ""
-        self._seen: Picture | None = None
+        self._seen: EngineView | None = None
         self._seen_s = self._seen_engine_s = self._seen_age_s = 0.0  # when, and what the picture said then
         measures.reservations.set_function(lambda: len(self.reservations))
 
-    def picture(self) -> Picture:
+    def picture(self) -> EngineView:
         """Give a picture that is fresh enough: the engine model runs from it to now; DownError as in `look`."""
         picture, since_s = self._seen, time.monotonic() - self._seen_s
         if picture is None or since_s > self.settings.fresh_s:
@@ -77,7 +79,7 @@ class Sidecar:
         picture.age_s = self._seen_age_s + since_s
         return picture
 
-    def look(self) -> Picture:
+    def look(self) -> EngineView:
         """Bring everything up to date; DownError where the engine is not seen to run."""
         now_s = time.monotonic()
         self._seen = None
@@ -136,14 +138,14 @@ class Sidecar:
             return error.state
         return DRAINING if self.is_draining else READY
 
-    def indicators(self, picture: Picture) -> dict[str, float]:
+    def indicators(self, picture: EngineView) -> dict[str, float]:
         """Sum the picture up."""
         return indicators_of(picture, len(self.reservations))
 
     # Forecasts.
 
     async def forecast(
-        self, picture: Picture, requests: Sequence[Request], *, delays: bool
+        self, picture: EngineView, requests: Sequence[Request], *, delays: bool
     ) -> list[Forecast | Refused]:
         """Forecast each request as if it alone came now; those that could never be served are told why.
 
@@ -157,7 +159,7 @@ class Sidecar:
         rate, transit = picture.clock_rate, picture.transit
         return [one if isinstance(one, Refused) else on_the_wall(one, rate, transit) for one in forecasts]
 
-    async def _forecast_or_refusal(self, picture: Picture, request: Request, *, delays: bool) -> Forecast | Refused:
+    async def _forecast_or_refusal(self, picture: EngineView, request: Request, *, delays: bool) -> Forecast | Refused:
         try:
             (forecast,) = await self._simulated(picture, [request], delays=delays)
         except ValueError as error:
@@ -169,7 +171,7 @@ class Sidecar:
         """Tell whether forecasts are so quick, by the last one, that they need no thread."""
         return self._forecast_s * num_requests < self.settings.thread_from_s
 
-    async def _simulated(self, picture: Picture, requests: Sequence[Request], *, delays: bool) -> list[Forecast]:
+    async def _simulated(self, picture: EngineView, requests: Sequence[Request], *, delays: bool) -> list[Forecast]:
         """Simulate here and now if that is quick, else in a thread: it needs no interpreter lock."""
         if not requests:
             return []
@@ -208,11 +210,13 @@ class Sidecar:
             self.source.withdraw(promise.request.request_id)
             self.measures.ended("expired")
             self._shows.failed(now_s)
-            say(log, logging.DEBUG, "reservation expired", request_id=promise.request.request_id, holder=promise.holder)
+            log_event(
+                log, logging.DEBUG, "reservation expired", request_id=promise.request.request_id, holder=promise.holder
+            )
 
     # Signs of life.
 
-    def _require_alive(self, picture: Picture, now_s: float) -> None:
+    def _require_alive(self, picture: EngineView, now_s: float) -> None:
         if not self.health.is_well:
             raise DownError(self.health.complaint, DOWN)
         if picture.late_s > self.settings.stall_s:
@@ -226,12 +230,12 @@ class Sidecar:
         self._was_down = complaint
         self.measures.up.set(not complaint)
         if complaint:
-            say(log, logging.WARNING, "engine is down", reason=complaint)
+            log_event(log, logging.WARNING, "engine is down", reason=complaint)
         else:
-            say(log, logging.INFO, "engine is up")
+            log_event(log, logging.INFO, "engine is up")
 
 
-def _timed(picture: Picture, requests: Sequence[Request], *, delays: bool) -> tuple[list[Forecast], float]:
+def _timed(picture: EngineView, requests: Sequence[Request], *, delays: bool) -> tuple[list[Forecast], float]:
     """Forecast, and tell what processor time that took: a busy machine does not make it a long simulation."""
     start_s = time.thread_time()
     forecasts = picture.forecaster.forecast(requests, picture.comes_s, delays=delays, serial=picture.serial)

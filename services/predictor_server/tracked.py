@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from predictor.mirror.tracker import Tracker
 from predictor.request import Request
+from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
 from predictor.state import RUNNING, WAITING
 from predictor.transfer import snapshot_of
 from predictor.twin import Shown, ShownStep
-from services.export import layout
-from services.predictor_server.promised import Length
-from services.predictor_server.tracker import Tracker
+from services.engine_state import layout
 
 LIVE = [name for name in layout.LIVE.names or () if name not in ("serial", "num_hashes", "reserved")]
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")

@@ -11,17 +11,17 @@ from uuid import uuid4
 import numpy as np
 
 from predictor.config import EngineConfig
-from services.export.view import UnreadableError
-from services.http_client import Origin
-from services.profiling.batches import Batch, Piece, Room, mixed, structured
-from services.profiling.rough import Rough
-from services.profiling.sending import Sender, Sent
-from services.profiling.watching import Seen, Watch, joined_outcomes, joined_steps
+from predictor.fitting.batch_time_estimate import Rough
+from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, structured
+from services.engine_state.view import UnreadableError
+from services.http.client import Origin
+from services.profiling.sending import PromptSender, Sent
+from services.profiling.watching import ObservedBatch, Watch, joined_outcomes, joined_steps
 
 POLL_S = 0.02
 STRUCTURED_SHARE = 0.5  # of the budget, at most; the rest goes to mixes, which are what real traffic is like
 MIX_SHARE = 0.15  # of the budget that one mix may take
-WARM_UP = Batch(kind="warm-up", streams=((Piece(prompt_tokens=8, output_tokens=4),),) * 2)
+WARM_UP = Batch(kind="warm-up", streams=((BatchItem(prompt_tokens=8, output_tokens=4),),) * 2)
 SHOWN_S = 5.0  # after its answer, a request's outcome is shown by then
 PATIENCE = 0.2  # of the budget, for requests of others to end
 FEWEST_BUDGET_S = 5.0
@@ -30,7 +30,7 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class MeasurementPlan:
     """What to measure, and for how long at most."""
 
     origin: Origin
@@ -71,11 +71,11 @@ class _Notes:
     num_disturbed: int = 0
 
 
-async def measure(wish: Wish, progress: Progress) -> Measured:
+async def measure(wish: MeasurementPlan, progress: Progress) -> Measured:
     """Measure; ValueError where the engine cannot be seen, refuses requests, or has other traffic all the time."""
     mine = f"profile-{uuid4().hex[:12]}-"
     watch = _watching(wish.state_file, mine)
-    sender = Sender(wish.origin, mine, wish.api_key)
+    sender = PromptSender(wish.origin, mine, wish.api_key)
     try:
         return await _Measuring(wish, watch, sender, progress).run()
     except UnreadableError as error:
@@ -88,12 +88,12 @@ async def measure(wish: Wish, progress: Progress) -> Measured:
 class _Measuring:
     """One measurement, from the first batch to the end of the budget."""
 
-    def __init__(self, wish: Wish, watch: Watch, sender: Sender, progress: Progress) -> None:
+    def __init__(self, wish: MeasurementPlan, watch: Watch, sender: PromptSender, progress: Progress) -> None:
         self._wish = wish
         self._watch = watch
         self._sender = sender
         self._progress = progress
-        self._room = Room.of(watch.config)
+        self._room = BatchLimits.of(watch.config)
         self._rough = Rough()
         self._notes = _Notes()
         self._start_s = time.monotonic()
@@ -167,7 +167,7 @@ class _Measuring:
         self._notes.transits += self._transits(sent, seen)
         self._rough.learn(np.concatenate(self._notes.steps))
 
-    async def _outcomes_of(self, sent: Sequence[Sent]) -> Seen:
+    async def _outcomes_of(self, sent: Sequence[Sent]) -> ObservedBatch:
         """Wait until what was answered is shown to have ended."""
         seen = self._watch.take()
         deadline_s = time.monotonic() + SHOWN_S
@@ -180,7 +180,7 @@ class _Measuring:
             seen.strangers |= more.strangers
         return seen
 
-    def _transits(self, sent: Sequence[Sent], seen: Seen) -> list[tuple[float, float]]:
+    def _transits(self, sent: Sequence[Sent], seen: ObservedBatch) -> list[tuple[float, float]]:
         """What requests took to the loop, if it did nothing else then, and their first tokens to us."""
         rows = {Watch.name_of(row): row for row in joined_outcomes(seen)}
         found = []
@@ -192,7 +192,7 @@ class _Measuring:
             found.append((inward_s if self._went_straight_in(one, row, seen) else np.nan, outward_s))
         return found
 
-    def _went_straight_in(self, one: Sent, row: np.void, seen: Seen) -> bool:
+    def _went_straight_in(self, one: Sent, row: np.void, seen: ObservedBatch) -> bool:
         """Tell whether no step was under way when a request was sent, and the first one then began with it."""
         steps = joined_steps(seen)
         sent_s = (one.sent_s - self._watch.wall_s(0.0)) * self._watch.clock_rate

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.http_client import Connection, HttpClient, Origin, request_head
-from services.profiling.batches import Piece
+from predictor.fitting.measurement_batches import BatchItem
+from services.http.client import Connection, HttpClient, Origin, request_head
 
 ASK_S = 30.0
 ENDLESS_S = 1e6  # who sends has a deadline of its own
@@ -25,17 +25,17 @@ class Sent:
     """A request and when it was sent, and its first and last tokens came; on the monotonic clock."""
 
     name: str
-    piece: Piece
+    piece: BatchItem
     sent_s: float
     first_s: float
     last_s: float
 
 
-class RefusedError(ValueError):
+class PromptRefusedError(ValueError):
     """The engine does not take what it is sent."""
 
 
-class Sender:
+class PromptSender:
     """Sends requests to one engine under names that hold `mine`."""
 
     def __init__(self, origin: Origin, mine: str, api_key: str | None = None) -> None:
@@ -57,16 +57,16 @@ class Sender:
         try:
             self._model = str(json.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise RefusedError(f"engine_url: /v1/models answers with status {status} and no model") from None
+            raise PromptRefusedError(f"engine_url: /v1/models answers with status {status} and no model") from None
         reply = await self._ask(b"/tokenize", {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False})
         words = sorted(set(reply.get("tokens", ())))
         if len(words) < FEWEST_WORDS:
-            raise RefusedError("engine_url: /tokenize gives no tokens to make prompts of")
+            raise PromptRefusedError("engine_url: /tokenize gives no tokens to make prompts of")
         self._words = words
         return self._model
 
-    async def send(self, piece: Piece) -> Sent:
-        """Send a request, and wait for all of its answer; RefusedError where there is none."""
+    async def send(self, piece: BatchItem) -> Sent:
+        """Send a request, and wait for all of its answer; PromptRefusedError where there is none."""
         self._num_sent += 1
         name = f"{self._mine}{self._num_sent}"
         body = {
@@ -79,7 +79,9 @@ class Sender:
         try:
             if connection.status != 200:
                 said = await connection.read_all(ASK_S, MOST_BYTES)
-                raise RefusedError(f"engine_url: it refuses a request with status {connection.status}: {_short(said)}")
+                raise PromptRefusedError(
+                    f"engine_url: it refuses a request with status {connection.status}: {_short(said)}"
+                )
             first_s = 0.0
 
             def take(_: bytes) -> None:
@@ -91,11 +93,11 @@ class Sender:
         finally:
             connection.release()
 
-    async def send_all(self, streams: Sequence[Sequence[Piece]]) -> list[Sent]:
+    async def send_all(self, streams: Sequence[Sequence[BatchItem]]) -> list[Sent]:
         """Send streams side by side, the requests of each one after the other."""
         sent: list[Sent] = []
 
-        async def one(stream: Sequence[Piece]) -> None:
+        async def one(stream: Sequence[BatchItem]) -> None:
             for piece in stream:
                 sent.append(await self.send(piece))  # noqa: PERF401 - what was answered counts, if the rest is not
 
@@ -123,7 +125,9 @@ class Sender:
         except ValueError:
             reply = None
         if connection.status != 200 or not isinstance(reply, dict):
-            raise RefusedError(f"engine_url: {target.decode()} answers with status {connection.status}: {_short(said)}")
+            raise PromptRefusedError(
+                f"engine_url: {target.decode()} answers with status {connection.status}: {_short(said)}"
+            )
         return reply
 
     async def _post(self, target: bytes, body: bytes, headers: list[tuple[bytes, bytes]]) -> Connection:

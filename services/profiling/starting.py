@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.http_client import HttpClient, origin_of
+from services.http.client import HttpClient, origin_of
 
 POLL_S = 0.25
 ASK_S = 5.0

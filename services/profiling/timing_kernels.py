@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from services.profiling.kernel_plan import (
+from predictor.fitting.kernel_plan import (
     NUM_MIXES,
     AttentionBatch,
     Reach,
@@ -21,8 +21,8 @@ from services.profiling.kernel_plan import (
     sequence_counts,
     token_counts,
 )
-from services.profiling.kernel_profile import Timings, times_a_step
-from services.profiling.shares import Share
+from predictor.fitting.kernel_profile import Timings, times_a_step
+from predictor.fitting.model_shard import Share
 from services.profiling.stopwatch import Stopwatch, stopwatch_for
 from services.profiling.torch_attention import attention_for
 from services.profiling.torch_layer import TorchLayer

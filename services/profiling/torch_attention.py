@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from services.profiling.kernel_plan import AttentionBatch
-from services.profiling.paged_layout import Counts, num_pages, paged_layout
-from services.profiling.shares import Share
+from predictor.fitting.kernel_plan import AttentionBatch
+from predictor.fitting.model_shard import Share
+from predictor.fitting.paged_layout import Counts, num_pages, paged_layout
 from services.profiling.stopwatch import Run
 from services.profiling.torch_layer import CACHE_BYTES, drawn
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from services.profiling.shares import Share
+from predictor.fitting.model_shard import Share
 from services.profiling.stopwatch import Run
 
 CACHE_BYTES = 2**28  # no cache of a device is larger: weights are read from memory, as they are where layers take turns

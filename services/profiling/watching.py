@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from predictor.config import EngineConfig
-from services.export import layout
-from services.export.identity import client_id
-from services.export.reader import Reader
-from services.export.snapshot import config_of
-from services.export.view import BUSY, UnreadableError
+from services.engine_state import layout
+from services.engine_state.identity import client_id
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of
+from services.engine_state.view import BUSY, UnreadableError
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class ObservedBatch:
     """What was seen since the last time: steps in `layout.STEP`, outcomes in `layout.OUTCOME`, strangers by name."""
 
     steps: list[np.ndarray] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Watch:
         self.num_preemptions = int(view.state["num_preemptions"])
         self._reader.new_steps()
         self._reader.new_outcomes()
-        self._seen = Seen()
+        self._seen = ObservedBatch()
         self.is_idle = False
         self.look()
 
@@ -64,9 +64,9 @@ class Watch:
         names = [self.name_of(row) for row in (*outcomes, *view.requests[view.slots])]
         self._seen.strangers.update(name for name in names if self._mine not in name)
 
-    def take(self) -> Seen:
+    def take(self) -> ObservedBatch:
         """Give what was seen since the last time."""
-        seen, self._seen = self._seen, Seen()
+        seen, self._seen = self._seen, ObservedBatch()
         return seen
 
     def wall_s(self, engine_s: float) -> float:
@@ -83,11 +83,11 @@ class Watch:
         self._reader.close()
 
 
-def joined_steps(seen: Seen) -> np.ndarray:
+def joined_steps(seen: ObservedBatch) -> np.ndarray:
     """All steps seen."""
     return np.concatenate([np.empty(0, layout.STEP), *seen.steps])
 
 
-def joined_outcomes(seen: Seen) -> np.ndarray:
+def joined_outcomes(seen: ObservedBatch) -> np.ndarray:
     """All outcomes seen."""
     return np.concatenate([np.empty(0, layout.OUTCOME), *seen.outcomes])

@@ -14,16 +14,16 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import provisioner_pb2_grpc
-from services.grpc_server import ServerSettings, serve_until_signalled
-from services.lasting import lasting
 from services.provisioner_server.hooks import Hook
 from services.provisioner_server.hooks.dry import DryRun
 from services.provisioner_server.leader import LEASE, Leader
 from services.provisioner_server.lease import FileLease, Lease
-from services.provisioner_server.measures import Measures
+from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.pool import Pool
 from services.provisioner_server.service import ProvisionerService
 from services.provisioner_server.settings import ProvisionerSettings
+from services.rpc.server import ServerSettings, serve_until_signalled
+from services.supervised_task import supervised
 
 __all__ = ["Leader", "Pool", "ProvisionerService", "ProvisionerSettings", "provisioning", "serve"]
 
@@ -59,11 +59,11 @@ async def provisioning(
     settings: ProvisionerSettings, hook: Hook, registry: CollectorRegistry, lease: Lease | None = None
 ) -> AsyncIterator[ProvisionerService]:
     """Look after a pool while the block runs."""
-    measures = Measures(registry)
+    measures = ProvisionerMetrics(registry)
     pool = Pool(settings, measures)
     own = lease or FileLease(Path(settings.folder) / LEASE, settings.provisioner_id)
     leader = Leader(pool, DryRun() if settings.dry_run else hook, own, measures)
-    leading = asyncio.create_task(lasting("leading", leader.run))
+    leading = asyncio.create_task(supervised("leading", leader.run))
     try:
         yield ProvisionerService(pool, leader)
     finally:

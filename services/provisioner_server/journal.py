@@ -19,7 +19,7 @@ OPEN = (pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_CALLED)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """An action as it stood from a moment on."""
 
     at_unix_s: float
@@ -68,7 +68,7 @@ class Journal:
         return self._latest.get(action_id)
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path) -> list[JournalEntry]:
     """Read a journal, whoever writes it."""
     return [entry for entry, _ in _read(path)]
 
@@ -78,7 +78,7 @@ def as_plain(action: pb.Action) -> dict[str, object]:
     return MessageToDict(action, preserving_proto_field_name=True)
 
 
-def _read(path: Path) -> Iterator[tuple[Entry, int]]:
+def _read(path: Path) -> Iterator[tuple[JournalEntry, int]]:
     """Read lines up to the first that is not whole, each with where it ends."""
     if not path.exists():
         return
@@ -89,7 +89,7 @@ def _read(path: Path) -> Iterator[tuple[Entry, int]]:
                 return
             try:
                 data = json.loads(line)
-                entry = Entry(
+                entry = JournalEntry(
                     float(data["at_unix_s"]), ParseDict(data["action"], pb.Action(), ignore_unknown_fields=True)
                 )
             except (ValueError, KeyError, TypeError, ParseError):

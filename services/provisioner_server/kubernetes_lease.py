@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ class KubernetesLease:
             if error.status == CONFLICT:  # somebody else was faster
                 self._renewed_s = -1e9
                 return False
-            say(log, logging.WARNING, "lease cannot be had", status=error.status, reason=error.reason)
+            log_event(log, logging.WARNING, "lease cannot be had", status=error.status, reason=error.reason)
             return start_s - self._renewed_s < 2 / 3 * self._lasts_s
         except HTTPError as error:
-            say(log, logging.WARNING, "lease cannot be had", reason=str(error))
+            log_event(log, logging.WARNING, "lease cannot be had", reason=str(error))
             return start_s - self._renewed_s < 2 / 3 * self._lasts_s
         self._renewed_s = start_s if done else -1e9
         return done
@@ -116,5 +116,5 @@ class KubernetesLease:
                 lease.spec.holder_identity = ""
                 self._api.replace_namespaced_lease(self._name, self._namespace, lease)
         except (ApiException, HTTPError) as error:
-            say(log, logging.WARNING, "lease was not given up", reason=str(error))
+            log_event(log, logging.WARNING, "lease was not given up", reason=str(error))
         self._holder, self._renewed_s = "", -1e9

@@ -14,11 +14,11 @@ from pathlib import Path
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, Decision
-from services.log_lines import say
+from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
 from services.provisioner_server.lease import Lease
-from services.provisioner_server.measures import STATES, Measures
+from services.provisioner_server.metrics import STATES, ProvisionerMetrics
 from services.provisioner_server.pool import Pool
 from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster
 from services.provisioner_server.sidecars import Condition, Sidecars
@@ -33,7 +33,7 @@ KINDS = {START: pb.ACTION_KIND_START, DRAIN: pb.ACTION_KIND_DRAIN}
 class Leader:
     """Leads as long as it holds the lease; until then, and after, it only listens."""
 
-    def __init__(self, pool: Pool, hook: Hook, lease: Lease, measures: Measures) -> None:
+    def __init__(self, pool: Pool, hook: Hook, lease: Lease, measures: ProvisionerMetrics) -> None:
         """Lead nothing yet."""
         self._pool, self._hook, self._lease, self._measures = pool, hook, lease, measures
         self._settings = pool.settings
@@ -50,7 +50,7 @@ class Leader:
             try:
                 await self.tick()
             except (OSError, ValueError) as error:  # a full disk, a folder that went away
-                say(log, logging.ERROR, "cannot lead", reason=str(error))
+                log_event(log, logging.ERROR, "cannot lead", reason=str(error))
                 self._resign()
             await asyncio.sleep(self._settings.tick_s)
 
@@ -103,12 +103,12 @@ class Leader:
         self._roster.put()  # so that schedulers find the file
         self._again_s.clear()
         self._measures.leads.set(1)
-        say(log, logging.INFO, "leads", pool=self._settings.pool, id=self._settings.provisioner_id,
+        log_event(log, logging.INFO, "leads", pool=self._settings.pool, id=self._settings.provisioner_id,
             under_way=len(self._journal.under_way()))  # fmt: skip
 
     def _resign(self) -> None:
         if self._journal is not None:
-            say(log, logging.WARNING, "leads no more", pool=self._settings.pool)
+            log_event(log, logging.WARNING, "leads no more", pool=self._settings.pool)
         self._journal = None
         self._measures.leads.set(0)
 
@@ -136,7 +136,7 @@ class Leader:
                 if member.state == STARTING and not self._is_stopped(journal, member.instance_id):
                     self._give_up(journal, member, "ended before it was ready")
                 elif member.state == READY:
-                    say(log, logging.WARNING, "instance is gone", instance=member.instance_id)
+                    log_event(log, logging.WARNING, "instance is gone", instance=member.instance_id)
                     self._roster.drop(member.instance_id)
         if any(action.kind == pb.ACTION_KIND_START and action.state == pb.ACTION_STATE_WRITTEN
                for action in journal.under_way()):  # fmt: skip
@@ -154,7 +154,7 @@ class Leader:
                     asked_unix_s=stands_for.asked_unix_s if stands_for else now_s,
                     since_unix_s=now_s,
                 )
-                say(log, logging.INFO, "instance seen", instance=name, action=known.action_id)
+                log_event(log, logging.INFO, "instance seen", instance=name, action=known.action_id)
                 self._roster.put(known)
             if not known.has_address and instance.engine_url:
                 self._roster.change(
@@ -165,12 +165,12 @@ class Leader:
         took_s = now_s - member.asked_unix_s
         self._pool.observed.cold_starts.measured(took_s)
         self._roster.change(member.instance_id, now_s, state=READY)
-        say(log, logging.INFO, "instance ready", instance=member.instance_id, cold_start_s=round(took_s, 3))
+        log_event(log, logging.INFO, "instance ready", instance=member.instance_id, cold_start_s=round(took_s, 3))
 
     def _give_up(self, journal: Journal, member: Member, why: str) -> None:
         """Have one stopped that never came up; another will be planned, if it is still wanted."""
         self._measures.given_up.inc()
-        say(log, logging.ERROR, "instance given up", instance=member.instance_id, reason=why)
+        log_event(log, logging.ERROR, "instance given up", instance=member.instance_id, reason=why)
         action = pb.Action(
             action_id=journal.next_id(self._settings.pool), kind=pb.ACTION_KIND_STOP, pool=self._settings.pool,
             model=self._settings.model, instance_ids=[member.instance_id], rule="-", why=why,
@@ -261,7 +261,7 @@ class Leader:
         try:
             return await self._hook.act(action)
         except HookError as error:
-            say(log, logging.WARNING, "action failed", action=action.action_id, attempt=action.attempt,
+            log_event(log, logging.WARNING, "action failed", action=action.action_id, attempt=action.attempt,
                 reason=str(error))  # fmt: skip
             if error.useless or action.attempt >= self._settings.attempts:
                 self._failed(journal, action, str(error))
@@ -274,7 +274,7 @@ class Leader:
     def _failed(self, journal: Journal, action: pb.Action, reason: str) -> None:
         action.why = f"{action.why}; failed: {reason}"
         self._write(journal, action, pb.ACTION_STATE_FAILED)
-        say(log, logging.ERROR, "action given up", action=action.action_id, reason=reason)
+        log_event(log, logging.ERROR, "action given up", action=action.action_id, reason=reason)
         if action.kind == pb.ACTION_KIND_STOP:
             self._roster.drop(*action.instance_ids)
         for name in action.instance_ids:
@@ -350,8 +350,10 @@ class Leader:
             return
         self._write(journal, action)
         self._pool.begun(decision)
-        say(log, logging.INFO, "acts", action=action.action_id, kind=decision.kind, num_desired=decision.num_desired,
-            ids=",".join(decision.instance_ids), why=decision.why)  # fmt: skip
+        log_event(
+            log, logging.INFO, "acts", action=action.action_id, kind=decision.kind, num_desired=decision.num_desired,
+            ids=",".join(decision.instance_ids), why=decision.why,
+        )  # fmt: skip
 
     def _measure(self) -> None:
         pool = self._settings.pool

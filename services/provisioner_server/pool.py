@@ -10,10 +10,10 @@ from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning import rule_from
 from scheduler.provisioning.observed import Observed, Placed
 from scheduler.provisioning.planner import Decision, Planner
-from scheduler.provisioning.situation import Rule, Situation
-from services.provisioner_server.measures import Measures
+from scheduler.provisioning.pool_state import PoolState, Rule
+from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.settings import ProvisionerSettings
-from services.wire import require_name
+from services.rpc.messages import require_name
 
 MOST_SCHEDULERS = 4096
 ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
@@ -22,7 +22,7 @@ ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 class Pool:
     """One pool's requests. Time is this machine's own: when something was heard, not when it is said to have been."""
 
-    def __init__(self, settings: ProvisionerSettings, measures: Measures) -> None:
+    def __init__(self, settings: ProvisionerSettings, measures: ProvisionerMetrics) -> None:
         """Have heard nothing yet."""
         self.settings = settings
         self.observed = Observed(settings.aims, settings.limits)
@@ -83,7 +83,7 @@ class Pool:
         )
         return True
 
-    def situation(self, num_ready: int, num_starting: int) -> Situation:
+    def situation(self, num_ready: int, num_starting: int) -> PoolState:
         """Sum up what there is now."""
         return self.observed.situation(
             time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time()

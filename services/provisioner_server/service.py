@@ -11,11 +11,11 @@ import grpc
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning.planner import NOTHING
-from services.failures import UnknownNameError
-from services.provisioner_server.journal import OPEN, Entry, entries
+from services.provisioner_server.journal import OPEN, JournalEntry, entries
 from services.provisioner_server.leader import Leader
 from services.provisioner_server.pool import Pool
 from services.provisioner_server.roster import DRAINING, READY, STARTING, Member
+from services.rpc.errors import UnknownNameError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -104,6 +104,6 @@ def instance_message(member: Member) -> common_pb2.Instance:
     )
 
 
-def history_message(entry: Entry) -> pb.HistoryResponse:
+def history_message(entry: JournalEntry) -> pb.HistoryResponse:
     """Write an entry of the journal down."""
     return pb.HistoryResponse(action=entry.action, at_unix_s=entry.at_unix_s)

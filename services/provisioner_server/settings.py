@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from scheduler.provisioning import rule_from
-from scheduler.provisioning.limits import Aims, Limits
-from services.wire import require_name
+from scheduler.provisioning.limits import Aims, ScalingLimits
+from services.rpc.messages import require_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ProvisionerSettings:
     rule: str = "headroom"
     schedule: str = ""
     aims: Aims = field(default_factory=Aims)
-    limits: Limits = field(default_factory=Limits)
+    limits: ScalingLimits = field(default_factory=ScalingLimits)
     provisioner_id: str = ""
     tick_s: float = 1.0
     drain_s: float = 300.0  # longest wait for a leaving instance's requests

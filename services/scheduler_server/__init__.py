@@ -14,17 +14,17 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.grpc_server import ServerSettings, serve_until_signalled
-from services.http_client import HttpClient
-from services.instances import FromName, Source, watch
-from services.lasting import lasting
-from services.scheduler_server.fleet import Fleet
-from services.scheduler_server.lengths import Lengths
-from services.scheduler_server.measures import Measures
-from services.scheduler_server.recording import Recorder
-from services.scheduler_server.reporting import Reports
+from services.http.client import HttpClient
+from services.instances import FromName, InstanceSource, watch
+from services.rpc.server import ServerSettings, serve_until_signalled
+from services.scheduler_server.decision_recorder import DecisionRecorder
+from services.scheduler_server.instance_registry import InstanceRegistry
+from services.scheduler_server.length_resolution import LengthResolver
+from services.scheduler_server.metrics import SchedulerMetrics
+from services.scheduler_server.provisioner_reports import ProvisionerReports
 from services.scheduler_server.service import SchedulerService
 from services.scheduler_server.settings import SchedulerSettings
+from services.supervised_task import supervised
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
 
@@ -32,12 +32,12 @@ NAME = "scheduler"
 MEBIBYTE = 2**20
 
 
-def serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
+def serve(settings: SchedulerSettings, server: ServerSettings, source: InstanceSource, poll_s: float) -> None:
     """Run the service until it is told to stop."""
     uvloop.run(_serve(settings, server, source, poll_s))
 
 
-async def _serve(settings: SchedulerSettings, server: ServerSettings, source: Source, poll_s: float) -> None:
+async def _serve(settings: SchedulerSettings, server: ServerSettings, source: InstanceSource, poll_s: float) -> None:
     if not settings.scheduler_id:
         settings = replace(settings, scheduler_id=f"{socket.gethostname()}/{os.getpid()}")
     registry = CollectorRegistry()
@@ -49,12 +49,12 @@ async def _serve(settings: SchedulerSettings, server: ServerSettings, source: So
 
 @asynccontextmanager
 async def scheduling(
-    settings: SchedulerSettings, source: Source, registry: CollectorRegistry, poll_s: float = 1.0
+    settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
 ) -> AsyncIterator[SchedulerService]:
     """Follow the instances while the block runs; a list that is bad at the start is refused, a DNS name may wait."""
-    measures = Measures(registry)
-    fleet, lengths, client = Fleet(settings, measures), Lengths(settings, measures), HttpClient()
-    reports = Reports(settings.provisioners, settings.scheduler_id)
+    measures = SchedulerMetrics(registry)
+    fleet, lengths, client = InstanceRegistry(settings, measures), LengthResolver(settings, measures), HttpClient()
+    reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
     watching = recorder = None
     try:
         recorder = recorder_of(settings, measures)
@@ -63,7 +63,7 @@ async def scheduling(
         except ValueError:
             if not isinstance(source, FromName):
                 raise
-        watching = asyncio.create_task(lasting("watching the list", partial(watch, source, poll_s, fleet.update)))
+        watching = asyncio.create_task(supervised("watching the list", partial(watch, source, poll_s, fleet.update)))
         yield SchedulerService(settings, fleet, lengths, measures, client, recorder, reports)
     finally:
         if watching is not None:
@@ -78,9 +78,9 @@ async def scheduling(
             await asyncio.to_thread(recorder.close)
 
 
-def recorder_of(settings: SchedulerSettings, measures: Measures) -> Recorder | None:
+def recorder_of(settings: SchedulerSettings, measures: SchedulerMetrics) -> DecisionRecorder | None:
     """Begin to record, where that is wanted."""
     if not settings.record:
         return None
     most_bytes = round(settings.record_mib * MEBIBYTE)
-    return Recorder(settings.record, share=settings.record_share, most_bytes=most_bytes, measures=measures)
+    return DecisionRecorder(settings.record, share=settings.record_share, most_bytes=most_bytes, measures=measures)

@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.front.asking import Ask, read_body
-from services.http_client import Connection, Headers, HttpClient, origin_of, request_head
+from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
+from services.http.openai_body import OpenAIRequest, read_body
 from services.instances import Instance
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -37,7 +37,7 @@ class EngineError(ConnectionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StreamChunk:
     """What one event of an engine's stream says."""
 
     text: str = ""
@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EngineRequest:
     """A request as an engine is asked it, whichever engine that will be."""
 
     path: bytes
@@ -60,7 +60,7 @@ class Question:
     prompt: bytes  # as text, for the tagger
     output_tokens: int | None = None  # of an emulated answer
 
-    def read(self) -> Ask:
+    def read(self) -> OpenAIRequest:
         """Tell what placing it needs to know."""
         return read_body(self.body_for(()), chat=self.path == CHAT)
 
@@ -70,7 +70,7 @@ class Question:
         return json.dumps(named).encode()
 
 
-def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
+def question_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest:
     """Read what is to be asked; what is wrong is named as it is on the wire."""
     request = message.request
     parameters = _plain(MessageToDict(message.parameters)) if message.HasField("parameters") else {}
@@ -80,7 +80,7 @@ def question_from(message: scheduler_pb2.GenerateRequest) -> Question:
         if name in OURS:
             raise ValueError(f"parameters.{name}: cannot be chosen here")
     path, asked, prompt = _input(message)
-    return Question(
+    return EngineRequest(
         path=path,
         body={
             **parameters,
@@ -148,8 +148,8 @@ def _texts(messages: list[Any]) -> list[str]:
 
 
 async def answer(
-    client: HttpClient, instance: Instance, question: Question, waits_s: tuple[float, float]
-) -> AsyncGenerator[Piece]:
+    client: HttpClient, instance: Instance, question: EngineRequest, waits_s: tuple[float, float]
+) -> AsyncGenerator[StreamChunk]:
     """Ask an engine, and give its answer as it comes; leaving closes the connection, which makes the engine stop.
 
     It is waited for so long until the first piece, and then for every other. EngineError and TimeoutError where the
@@ -210,7 +210,7 @@ async def _events(connection: Connection, first_s: float, idle_s: float) -> Asyn
     raise EngineError("the stream ended too early")
 
 
-def _piece(event: bytes) -> Piece | None:
+def _piece(event: bytes) -> StreamChunk | None:
     """Read one event; None where it says nothing of the answer."""
     try:
         said = json.loads(event)
@@ -221,10 +221,10 @@ def _piece(event: bytes) -> Piece | None:
             )
         choices, usage = said.get("choices") or [], said.get("usage")
         if not choices:
-            return Piece(usage=usage) if usage else None
+            return StreamChunk(usage=usage) if usage else None
         choice = choices[0]
         text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-        return Piece(
+        return StreamChunk(
             text=text or "",
             token_ids=tuple(choice.get("token_ids") or ()),
             finish_reason=choice.get("finish_reason") or "",

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from scheduler.candidate_ranking import Candidate, CandidateStatus, Ranking, as_ranked, by_forecasts
 from scheduler.candidates import Candidates, Facts
-from scheduler.dispatch import Candidate, Fate, Ranking, as_ranked, by_forecasts
 from scheduler.policy import Policy, policy_from
-from scheduler.rest import Rest, rest_of
-from services.scheduler_server.asking import Asker, unwell_in
-from services.scheduler_server.choosing import Choice
-from services.scheduler_server.fleet import Fleet, Group
-from services.scheduler_server.holding import Holding
-from services.scheduler_server.lengths import Lengths
-from services.scheduler_server.measures import Measures
-from services.scheduler_server.prefixes import Prefixes, Prompt
+from scheduler.unranked import Unranked, unranked_of
+from services.rpc.messages import request_from
+from services.scheduler_server.admission_queue import AdmissionQueue
+from services.scheduler_server.forecast_fan_out import ForecastFanOut, unwell_in
+from services.scheduler_server.instance_registry import InstanceRegistry, ModelInstances
+from services.scheduler_server.length_resolution import LengthResolver
+from services.scheduler_server.metrics import SchedulerMetrics
+from services.scheduler_server.placement_request import BASES, Placement, PlacementRequest
+from services.scheduler_server.prefix_cache_index import Prompt, PromptPrefixes
+from services.scheduler_server.reservation import ReservationAttempt
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.wish import BASES, Placement, Wish
-from services.wire import request_from
 
 MOST_POLICIES = 64  # that requests ask for by themselves
 MOST_RANKED = 8  # of those that are compared without being asked; more are looked at when all of these fail
@@ -27,15 +27,17 @@ MOST_RANKED = 8  # of those that are compared without being asked; more are look
 class Placer:
     """Decides for one request after the other, any number at once. It remembers nothing that a restart must keep."""
 
-    def __init__(self, settings: SchedulerSettings, fleet: Fleet, lengths: Lengths, measures: Measures) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, fleet: InstanceRegistry, lengths: LengthResolver, measures: SchedulerMetrics
+    ) -> None:
         """Decide over a fleet."""
         self._settings = settings
         self._fleet = fleet
         self._lengths = lengths
         self._measures = measures
-        self._asker = Asker(settings, measures)
-        self._holding = Holding(fleet.table, measures, settings.most_held)
-        self._prefixes = Prefixes(fleet.table)
+        self._asker = ForecastFanOut(settings, measures)
+        self._holding = AdmissionQueue(fleet.table, measures, settings.most_held)
+        self._prefixes = PromptPrefixes(fleet.table)
         self._policies: dict[str, Policy] = {}
         self.policy = settings.policy
         self.use(settings.policy)
@@ -59,7 +61,7 @@ class Placer:
             self._policies[text] = policy
         return policy
 
-    async def place(self, wish: Wish) -> Placement:
+    async def place(self, wish: PlacementRequest) -> Placement:
         """Decide where a request goes, and reserve there.
 
         ConnectionError where there is no instance that could take it, ValueError where none ever will.
@@ -83,7 +85,7 @@ class Placer:
         self._measures.decisions.labels(policy.name, BASES[placement.basis]).inc()
         return placement
 
-    async def _complete(self, wish: Wish, *, for_forecasts: bool) -> None:
+    async def _complete(self, wish: PlacementRequest, *, for_forecasts: bool) -> None:
         """Find out what forecasts need to know of the request, and refuse one that makes no sense."""
         await self._lengths.settle(wish.request, wish.prompt, ask=for_forecasts)
         try:
@@ -91,7 +93,7 @@ class Placer:
         except ValueError as error:
             raise ValueError(f"request.{error}") from None
 
-    async def _placed(self, wish: Wish, policy: Policy, may_hold: bool) -> Placement | None:
+    async def _placed(self, wish: PlacementRequest, policy: Policy, may_hold: bool) -> Placement | None:
         """Find a place as things are now; None where the request may be held, and nobody admits it."""
         group = self._fleet.serving(wish.request.model)
         table = self._fleet.table
@@ -110,11 +112,11 @@ class Placer:
             compared = [group.sidecars[name].as_known() for name in looked.instance_ids]
             await self._asker.ask(wish, group.sidecars, [*compared, *unwell], delays=policy.needs_delays)
             ranking: Ranking = by_forecasts(policy, looked)
-            rest = rest_of(looked)
+            rest = unranked_of(looked)
         else:
             compared, rest = _scored(policy, looked, group)
             ranking = as_ranked(compared)
-        choice = Choice(
+        choice = ReservationAttempt(
             wish=wish,
             policy=policy.text,
             ranking=ranking,
@@ -134,16 +136,16 @@ class Placer:
         return placement
 
 
-def _facts(wish: Wish) -> Facts:
+def _facts(wish: PlacementRequest) -> Facts:
     request = wish.request
     tokens = request.tag.median_tokens if request.HasField("tag") else float(request.output_tokens or "nan")
     return Facts(prompt_tokens=request.prompt_tokens, tag_tokens=tokens)
 
 
-def _scored(policy: Policy, looked: Candidates, group: Group) -> tuple[list[Candidate], Rest]:
+def _scored(policy: Policy, looked: Candidates, group: ModelInstances) -> tuple[list[Candidate], Unranked]:
     """Rank by what is at hand; the best of them, best first, and the rest."""
     if not len(looked):
-        return [], rest_of(looked)
+        return [], unranked_of(looked)
     scores = policy.scores(looked)
     columns = {name: looked[name] for name in policy.needs}
     ranked = []
@@ -153,9 +155,9 @@ def _scored(policy: Policy, looked: Candidates, group: Group) -> tuple[list[Cand
         order = order[(~admits[order]).argsort(kind="stable")]  # those first that admit it
     for place in order[:MOST_RANKED].tolist():
         candidate = group.sidecars[looked.instance_id(place)].as_known(
-            Fate.UNASKED if policy.is_blind else Fate.INDICATORS
+            CandidateStatus.UNASKED if policy.is_blind else CandidateStatus.INDICATORS
         )
         candidate.score, candidate.admits = float(scores[place]), bool(admits[place])
         candidate.read = {name: float(column[place]) for name, column in columns.items()}
         ranked.append(candidate)
-    return ranked, rest_of(looked, scores, columns) if len(looked) > len(ranked) else rest_of(looked)
+    return ranked, unranked_of(looked, scores, columns) if len(looked) > len(ranked) else unranked_of(looked)

@@ -9,20 +9,20 @@ from google.protobuf.message import DecodeError
 
 from predictor.forecast import Forecast
 from protos.block.v1 import common_pb2, predictor_pb2
-from scheduler.dispatch import Fate
-from services.wire import forecast_from
+from scheduler.candidate_ranking import CandidateStatus
+from services.rpc.messages import forecast_from
 
 STATES = {
-    common_pb2.INSTANCE_STATE_STARTING: (Fate.DRAINING, "is starting"),
-    common_pb2.INSTANCE_STATE_DRAINING: (Fate.DRAINING, "is draining"),
-    common_pb2.INSTANCE_STATE_DOWN: (Fate.STOPPED, "its engine is down"),
+    common_pb2.INSTANCE_STATE_STARTING: (CandidateStatus.DRAINING, "is starting"),
+    common_pb2.INSTANCE_STATE_DRAINING: (CandidateStatus.DRAINING, "is draining"),
+    common_pb2.INSTANCE_STATE_DOWN: (CandidateStatus.STOPPED, "its engine is down"),
 }
 
 # What an error status says of who sent it; what is not here is a failure of its own.
 CODES = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: Fate.LATE,
-    grpc.StatusCode.FAILED_PRECONDITION: Fate.INVALID,  # somebody else answers there
-    grpc.StatusCode.INVALID_ARGUMENT: Fate.REFUSED,  # the request's fault
+    grpc.StatusCode.DEADLINE_EXCEEDED: CandidateStatus.LATE,
+    grpc.StatusCode.FAILED_PRECONDITION: CandidateStatus.INVALID,  # somebody else answers there
+    grpc.StatusCode.INVALID_ARGUMENT: CandidateStatus.REFUSED,  # the request's fault
 }
 
 FAILURES = (grpc.aio.AioRpcError, ConnectionError, TimeoutError, ValueError)  # of asking and of reading
@@ -31,7 +31,7 @@ FAILURES = (grpc.aio.AioRpcError, ConnectionError, TimeoutError, ValueError)  # 
 class SidecarError(Exception):
     """No promise, and why."""
 
-    def __init__(self, fate: Fate, note: str) -> None:
+    def __init__(self, fate: CandidateStatus, note: str) -> None:
         """Say what it means for the instance."""
         super().__init__(note)
         self.fate = fate
@@ -88,13 +88,13 @@ def require_sensible(
         raise ValueError(f"expires_in_s: must be a time from 0 on, not {response.expires_in_s}")
 
 
-def fate_of(error: BaseException) -> Fate:
+def fate_of(error: BaseException) -> CandidateStatus:
     """Tell what an error means for who sent it."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return CODES.get(error.code(), Fate.DOWN)
+        return CODES.get(error.code(), CandidateStatus.DOWN)
     if isinstance(error, TimeoutError):
-        return Fate.LATE
-    return Fate.INVALID if isinstance(error, ValueError) else Fate.DOWN
+        return CandidateStatus.LATE
+    return CandidateStatus.INVALID if isinstance(error, ValueError) else CandidateStatus.DOWN
 
 
 def note_of(error: BaseException) -> str:

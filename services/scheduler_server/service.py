@@ -13,27 +13,27 @@ from urllib.parse import unquote
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.failures import NotAllowedError
-from services.front.asking import Ask
-from services.front.prompt_sizes import PromptSizes
-from services.front.prompt_tokens import PromptTokens
-from services.http_client import HttpClient
-from services.log_lines import say
-from services.scheduler_server.engines import EngineError, Question, answer, question_from
-from services.scheduler_server.expectations import Expectations
-from services.scheduler_server.explaining import decision_message
-from services.scheduler_server.fleet import Fleet
-from services.scheduler_server.lengths import BYTES_PER_TOKEN, Lengths
-from services.scheduler_server.measures import Measures
+from services.http.client import HttpClient
+from services.http.openai_body import OpenAIRequest
+from services.http.prompt_sizes import PromptSizes
+from services.http.prompt_tokens import PromptTokens
+from services.logs import log_event
+from services.rpc.errors import NotAllowedError
+from services.rpc.messages import require_name
+from services.scheduler_server.decision_log import DecisionLog
+from services.scheduler_server.decision_recorder import DecisionRecorder
+from services.scheduler_server.engines import EngineError, EngineRequest, answer, question_from
+from services.scheduler_server.explanation import decision_message
+from services.scheduler_server.forecast_calibration import ForecastCalibration
+from services.scheduler_server.generation_tracker import GenerationTracker
+from services.scheduler_server.instance_handle import InstanceHandle
+from services.scheduler_server.instance_registry import InstanceRegistry
+from services.scheduler_server.length_resolution import BYTES_PER_TOKEN, LengthResolver
+from services.scheduler_server.metrics import SchedulerMetrics
+from services.scheduler_server.placement_request import BASES, Placement, PlacementRequest
 from services.scheduler_server.placing import Placer
-from services.scheduler_server.progress import Progress
-from services.scheduler_server.recent import RecentDecisions
-from services.scheduler_server.recording import Recorder
-from services.scheduler_server.reporting import Reports
+from services.scheduler_server.provisioner_reports import ProvisionerReports
 from services.scheduler_server.settings import SchedulerSettings
-from services.scheduler_server.sidecar import Sidecar
-from services.scheduler_server.wish import BASES, Placement, Wish
-from services.wire import require_name
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(  # noqa: PLR0913, PLR0917 - all the parts of a scheduler
         self,
         settings: SchedulerSettings,
-        fleet: Fleet,
-        lengths: Lengths,
-        measures: Measures,
+        fleet: InstanceRegistry,
+        lengths: LengthResolver,
+        measures: SchedulerMetrics,
         client: HttpClient,
-        recorder: Recorder | None = None,
-        reports: Reports | None = None,
+        recorder: DecisionRecorder | None = None,
+        reports: ProvisionerReports | None = None,
     ) -> None:
         """Serve a fleet."""
         self._settings = settings
@@ -63,10 +63,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._lengths = lengths
         self._measures = measures
         self._client = client
-        self._reports = reports or Reports((), settings.scheduler_id)
+        self._reports = reports or ProvisionerReports((), settings.scheduler_id)
         self._placer = Placer(settings, fleet, lengths, measures)
-        self._expectations = Expectations(measures)
-        self._recent = RecentDecisions()
+        self._expectations = ForecastCalibration(measures)
+        self._recent = DecisionLog()
         self._recorder = recorder
         self._prompts = PromptTokens(
             PromptSizes(BYTES_PER_TOKEN),
@@ -82,7 +82,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         context: Context,
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
-        wish = Wish(
+        wish = PlacementRequest(
             request=request.request,
             taken_s=time.monotonic(),
             patience_s=patience(context, self._settings),
@@ -105,12 +105,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         taken_s = time.monotonic()
         ask = question.read()
         await self._measure(request.request, ask)
-        wish = Wish(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
+        wish = PlacementRequest(request=request.request, taken_s=taken_s, prompt=question.prompt, policy=request.policy)
         require(wish)
         for attempt in range(1, self._settings.attempts + 1):
             placement = await self._placer.place(wish)
             decision = self._decision(placement, wish, explain=request.explain)
-            progress = Progress(decision=decision, wish=wish)
+            progress = GenerationTracker(decision=decision, wish=wish)
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
                 async with aclosing(self._streamed(placement.chosen, question, progress)) as chunks:
@@ -122,7 +122,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 others = any(sidecar is not placement.chosen for sidecar in placement.ranking)
                 if progress.num_chunks or attempt == self._settings.attempts or not others:
                     raise EngineError(f"{placement.chosen.name}: {error}") from None
-                say(
+                log_event(
                     log, logging.INFO, "engine failed, trying another", request_id=wish.request.request_id,
                     instance=placement.chosen.name, reason=str(error),
                 )  # fmt: skip
@@ -135,7 +135,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             finally:
                 self._end(placement.chosen, progress)
 
-    async def _measure(self, request: common_pb2.Request, ask: Ask) -> None:
+    async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
         """Find out how long a prompt is and what its blocks are called, as far as the client has not said so."""
         if request.prompt_tokens and request.prefix_hashes:
             return
@@ -146,7 +146,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             request.prefix_block_tokens = self._settings.block_tokens
 
     async def _streamed(
-        self, sidecar: Sidecar, question: Question, progress: Progress
+        self, sidecar: InstanceHandle, question: EngineRequest, progress: GenerationTracker
     ) -> AsyncGenerator[scheduler_pb2.Chunk]:
         waits = (self._settings.first_token_s, self._settings.idle_s)
         pieces = answer(self._client, sidecar.instance, question, waits)
@@ -162,7 +162,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     )
         progress.require_end()
 
-    def _end(self, sidecar: Sidecar, progress: Progress) -> None:
+    def _end(self, sidecar: InstanceHandle, progress: GenerationTracker) -> None:
         """Release in the background what a stream had reserved, however it ended."""
         outcome = progress.outcome()
         self._learn(sidecar, outcome)
@@ -222,15 +222,17 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             raise NotAllowedError("policies are switched from the scheduler's own machine only")
         before = self._placer.policy
         self._placer.use(request.policy)
-        say(log, logging.WARNING, "policy switched", policy=request.policy, before=before)
+        log_event(log, logging.WARNING, "policy switched", policy=request.policy, before=before)
         return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
 
-    async def _released(self, sidecar: Sidecar, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+    async def _released(
+        self, sidecar: InstanceHandle, request: common_pb2.ReleaseRequest
+    ) -> common_pb2.ReleaseResponse:
         response = await sidecar.release(request)
         self._measures.releases.labels("yes" if response.released else "no").inc()
         return response
 
-    def _learn(self, sidecar: Sidecar, outcome: common_pb2.Outcome) -> None:
+    def _learn(self, sidecar: InstanceHandle, outcome: common_pb2.Outcome) -> None:
         self._reports.ended(outcome)
         self._expectations.ended(sidecar.name, outcome, sidecar.pace, completed=outcome.finish_reason in ENDED)
         if self._recorder is not None:
@@ -241,7 +243,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             sidecar.engine.succeeded()
             self._lengths.observe(outcome)
 
-    def _decision(self, placement: Placement, wish: Wish, *, explain: bool) -> common_pb2.Decision:
+    def _decision(self, placement: Placement, wish: PlacementRequest, *, explain: bool) -> common_pb2.Decision:
         in_full = explain or (self._recorder is not None and self._settings.record_candidates)
         decision = decision_message(placement, wish, self._settings.scheduler_id, explain=in_full)
         self._reports.placed(wish, placement)
@@ -253,7 +255,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             if self._recorder is not None:
                 self._recorder.decided(wish.request, decision)
         if log.isEnabledFor(logging.DEBUG):
-            say(
+            log_event(
                 log, logging.DEBUG, "decided", request_id=decision.request_id, instance=decision.instance.instance_id,
                 policy=decision.policy, basis=BASES[decision.basis], decision_ms=round(decision.decision_s * 1e3, 3),
                 candidates=decision.num_candidates, skipped=decision.num_skipped, conflicts=placement.num_conflicts,
@@ -276,7 +278,7 @@ def is_local(peer: str) -> bool:
     return kind == "unix" or address.startswith(("127.", "[::1]"))
 
 
-def require(wish: Wish) -> None:
+def require(wish: PlacementRequest) -> None:
     """Refuse a request that cannot be told from others."""
     require_name("request.request_id", wish.request.request_id)
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from length_tagger.settings import TaggerSettings
-from scheduler.circuit import Circuit
+from scheduler.circuit import CircuitState
 from scheduler.policy import policy_from
-from services.block_names import SEED
+from scheduler.prefix.kv_block_hash import SEED
 from services.instances import require_address
 
 LONGEST_RESERVATION_S = 600.0
@@ -87,9 +87,9 @@ class SchedulerSettings:
         for address in self.provisioners:
             require_address("provisioner", address)
 
-    def circuit(self) -> Circuit:
+    def circuit(self) -> CircuitState:
         """Make a circuit for a part that may fail."""
-        return Circuit(
+        return CircuitState(
             failures_to_open=self.failures_to_open,
             first_pause_s=self.first_pause_s,
             longest_pause_s=self.longest_pause_s,

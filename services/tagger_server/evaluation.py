@@ -14,7 +14,7 @@ import numpy as np
 
 from length_tagger import chained
 from length_tagger.cached import CachedTagger
-from length_tagger.estimate import Estimate, Outcome, Query, Tagger
+from length_tagger.estimate import Estimate, LengthOutcome, Query, Tagger
 from length_tagger.keys import prompt_keys
 from length_tagger.linear import SHIPPED, LinearTagger, load
 from length_tagger.samples import Sample, part_of
@@ -137,7 +137,7 @@ def _history(tests: Sequence[Sample], others: Sequence[Sample], seed: int) -> To
     Random(seed).shuffle(shuffled)  # noqa: S311 - an order, not a secret
     for sample in shuffled:
         keys = prompt_keys(sample.model, sample.prompt)
-        tagger.observe(Outcome(output_tokens=sample.output_tokens[0], model=sample.model, keys=keys))
+        tagger.observe(LengthOutcome(output_tokens=sample.output_tokens[0], model=sample.model, keys=keys))
     return _laid_out(tests, [_said(tagger, sample) for sample in tests])
 
 
@@ -147,7 +147,7 @@ def _cached(tests: Sequence[Sample]) -> Told:
     tagger = CachedTagger(most_prompts=len(repeated) + 1)
     for sample in repeated:
         keys = prompt_keys(sample.model, sample.prompt)
-        tagger.observe(Outcome(output_tokens=sample.output_tokens[0], model=sample.model, keys=keys))
+        tagger.observe(LengthOutcome(output_tokens=sample.output_tokens[0], model=sample.model, keys=keys))
     said = [_said(tagger, sample) for sample in repeated]
     return _laid_out([replace(sample, output_tokens=sample.output_tokens[1:]) for sample in repeated], said)
 
@@ -195,7 +195,7 @@ def outcomes_from(path: str) -> list[dict[str, Any]] | None:
 def _outcome(row: dict[str, Any], where: str) -> dict[str, Any]:
     """Check what is needed of a recorded outcome."""
     try:
-        Outcome(output_tokens=row["output_tokens"])
+        LengthOutcome(output_tokens=row["output_tokens"])
         tag = row["tag"]
         made = Estimate(
             median_tokens=float(tag["median_tokens"]), spread=float(tag["spread"]), confidence=0.0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from protos.block.v1 import common_pb2
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,6 @@ def _recorder(file: TextIO, left: int) -> Callable[[common_pb2.Outcome], None]:
             file.write(line + "\n")
         except OSError as error:
             left = 0
-            say(log, logging.WARNING, "outcomes no longer recorded", reason=error.strerror)
+            log_event(log, logging.WARNING, "outcomes no longer recorded", reason=error.strerror)
 
     return record

@@ -14,8 +14,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from length_tagger.estimate import Tagger
-from services.lasting import lasting
-from services.log_lines import say
+from services.logs import log_event
+from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ async def reloading(
     """Look for changed files while the block runs."""
     reloads = Counter("block_tagger_reloads", "Checkpoints that changed.", ("taken",), registry=registry)
     look = partial(_look, watched, reloads, look_s)
-    task = asyncio.create_task(lasting("looking for checkpoints", look)) if watched else None
+    task = asyncio.create_task(supervised("looking for checkpoints", look)) if watched else None
     try:
         yield
     finally:
@@ -68,10 +68,10 @@ async def _look(watched: Sequence[Watched], reloads: Counter, look_s: float) -> 
                 one.take(await asyncio.to_thread(one.load, one.path))
             except ValueError as error:  # a bad file: what there is goes on
                 reloads.labels("no").inc()
-                say(log, logging.WARNING, "checkpoint refused", reason=str(error))
+                log_event(log, logging.WARNING, "checkpoint refused", reason=str(error))
             else:
                 reloads.labels("yes").inc()
-                say(log, logging.INFO, "checkpoint taken", path=one.path)
+                log_event(log, logging.INFO, "checkpoint taken", path=one.path)
 
 
 def _version(path: str) -> tuple[int, int, int] | None:

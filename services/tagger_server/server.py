@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 from length_tagger.chain import Chain
 from length_tagger.estimate import Query
 from protos.block.v1 import common_pb2, tagger_pb2_grpc
-from services.grpc_server import ServerSettings, serve_until_signalled
+from services.rpc.server import ServerSettings, serve_until_signalled
 from services.tagger_server.batches import Batches, Encoder
 from services.tagger_server.outcomes import recording
 from services.tagger_server.reloading import Watched, linear_from, reloading

@@ -10,10 +10,10 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from length_tagger.chain import Chain
-from length_tagger.estimate import Outcome, Query
+from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
-from services.log_lines import say
+from services.logs import log_event
 from services.tagger_server.batches import ENCODER, Batches
 from services.tagger_server.drift import Drift
 
@@ -59,7 +59,7 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         if estimate is None:
             return tagger_pb2.TagResponse()
         if log.isEnabledFor(logging.DEBUG):
-            say(
+            log_event(
                 log, logging.DEBUG, "tagged", request_id=request.request.request_id, model=query.model,
                 median_tokens=estimate.median_tokens, spread=estimate.spread, confidence=estimate.confidence,
                 estimator=estimate.estimator,
@@ -127,12 +127,12 @@ def tells_a_length(outcome: common_pb2.Outcome) -> bool:
     return outcome.finish_reason in TELLING and outcome.output_tokens > 0 and not fixed
 
 
-def outcome_from(message: common_pb2.Outcome, place: int) -> Outcome:
+def outcome_from(message: common_pb2.Outcome, place: int) -> LengthOutcome:
     """Read an outcome; a bad one is named by its place."""
     if len(message.tag.keys) > MOST_KEYS:
         raise ValueError(f"outcomes[{place}].tag.keys: {len(message.tag.keys)} are more than {MOST_KEYS}")
     try:
-        return Outcome(
+        return LengthOutcome(
             output_tokens=message.output_tokens,
             model=message.model,
             session_id=message.session_id,

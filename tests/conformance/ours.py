@@ -9,7 +9,7 @@ from typing import Any
 from predictor.config import EngineConfig
 from predictor.request import Request
 from predictor.step_time import StepTime
-from services.simulator.replay import replay_steps
+from simulator.replay import replay_steps
 
 ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
 

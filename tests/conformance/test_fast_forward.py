@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from services.simulator.replay import loaded_engine, replay
+from simulator.replay import loaded_engine, replay
 from tests.conformance.ours import ONE_SECOND, our_config, our_requests
 from tests.conformance.workloads import workload
 

@@ -16,7 +16,7 @@ import openai
 from predictor.profile import profile_to_json
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
-from services.export.reader import Reader
+from services.engine_state.reader import Reader
 from tests.deploy.asking import Placed, stream
 from tests.deploy.engines import BLOCK_SIZE, PROFILE, START_S, Engine, tiny_model
 from tests.services.cluster.living import PATIENCE_S, until

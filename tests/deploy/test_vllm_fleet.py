@@ -13,11 +13,11 @@ import pytest
 
 from predictor.request import Request
 from protos.block.v1 import common_pb2
-from services.block_names import block_names
-from services.export.snapshot import config_of
-from services.export.view import ENDED, UnreadableError
+from scheduler.prefix.kv_block_hash import kv_block_hashes
+from services.engine_state.snapshot import config_of
+from services.engine_state.view import ENDED, UnreadableError
+from services.predictor_server.engine_view import EngineView
 from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.picture import Picture
 from tests.deploy.engines import BLOCK_SIZE, LONGEST, MODEL, NUM_BLOCKS, NUM_SEATS, PROFILE, need_vllm
 from tests.deploy.fleet import POLICIES, READY, Fleet, fleet
 from tests.services.cluster.living import PATIENCE_S, until
@@ -130,7 +130,9 @@ def test_prefix_hits_are_foreseen(two: Fleet, name: str) -> None:
     """The sidecar foretells as many tokens from the cache as the engine then reports that it took from there."""
     prompt = f"{name}: {STORY * 3}"
     ids = [3 + ord(character) - 32 for character in prompt]
-    asking = request("asked", len(ids), 4, prefix_hashes=block_names(ids, BLOCK_SIZE), prefix_block_tokens=BLOCK_SIZE)
+    asking = request(
+        "asked", len(ids), 4, prefix_hashes=kv_block_hashes(ids, BLOCK_SIZE), prefix_block_tokens=BLOCK_SIZE
+    )
 
     async def test() -> None:
         engine, whole_blocks = two.engines[name], (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -277,7 +279,7 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
     two.run(test())
 
 
-def num_there(picture: Picture) -> int:
+def num_there(picture: EngineView) -> int:
     """How many run and wait by a picture."""
     head = picture.engine.state.engine[0]
     return int(head.num_running + head.num_waiting)

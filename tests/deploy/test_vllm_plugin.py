@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-import services.export
+import services.engine_state
 from deploy.vllm_plugin import block_vllm_export as plugin
 from deploy.vllm_plugin.block_vllm_export import wrapping
 from deploy.vllm_plugin.block_vllm_export.settings import state_file
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
-from services.export.identity import short_hash
-from services.export.reader import Reader
-from services.export.snapshot import config_of, snapshot_from_view
-from services.export.view import ENDED, UnreadableError
+from services.engine_state.identity import short_hash
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of, snapshot_from_view
+from services.engine_state.view import ENDED, UnreadableError
 from services.predictor_server.exported import ExportedEngine
 
-PLUGIN, EXPORT = Path(plugin.__file__).parent, Path(services.export.__file__).parent
+PLUGIN, EXPORT = Path(plugin.__file__).parent, Path(services.engine_state.__file__).parent
 NUM_BLOCKS, BLOCK_SIZE = 17, 4
 
 
@@ -190,7 +190,7 @@ def complaints(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 @pytest.mark.parametrize("name", ["layout.py", "process.py", "writer.py"])
 def test_its_writer_is_ours(name: str) -> None:
     """The plug-in's copies are the same to the byte: what one writes the other's reader understands."""
-    assert (PLUGIN / name).read_bytes() == (EXPORT / name).read_bytes(), f"cp services/export/{name} {PLUGIN}"
+    assert (PLUGIN / name).read_bytes() == (EXPORT / name).read_bytes(), f"cp services/engine_state/{name} {PLUGIN}"
 
 
 def test_it_depends_on_nothing_of_ours() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from predictor.fitting.regression import predict
 from predictor.profile import profile_from_json, profile_to_json
-from services.export.reader import Reader
-from services.profiling.fitted import steps_of
-from services.profiling.running import Orders, measured_profile
+from services.engine_state.reader import Reader
+from services.profiling.measure_command import MeasureOptions, measured_profile
+from services.profiling.profile_fit import steps_of
 from tests.deploy.engines import BLOCK_SIZE, MODEL, NUM_BLOCKS, NUM_SEATS, START_S, Engine, need_vllm, tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,7 @@ def test_a_running_engine_gets_a_profile(tmp_path: Path) -> None:
     try:
         engine.start()
         engine.until(engine.is_healthy, START_S)
-        orders = Orders(engine_url=engine.url, state_file=str(state), budget_s=15.0)
+        orders = MeasureOptions(engine_url=engine.url, state_file=str(state), budget_s=15.0)
         profile, measured = asyncio.run(measured_profile(orders, lambda _: None))
         assert int(reader.read().state["prefix_hits"]) == 0
     finally:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from predictor import profile_check
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.snapshot import LiveRequest
-from services.export.reader import Reader
-from services.export.snapshot import config_of, snapshot_from_view
-from services.predictor_server import plausible
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of, snapshot_from_view
 from services.predictor_server.exported import ExportedEngine
 from tests.conformance.ours import our_config
 from tests.conformance.vllm_side import interpreter
@@ -53,7 +53,7 @@ def test_the_file_shows_what_the_scheduler_holds(
     scheduler: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests, queues, steps under way, and which blocks hold what, sync and async, fcfs and priority."""
-    monkeypatch.setattr(plausible, "FAR_OFF", math.inf)  # steps without a model take no profile's time
+    monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model take no profile's time
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
         load = workload(seed)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from length_tagger import DEFAULT_ORDER, TAGGERS, chained
 from length_tagger.client import ClientTagger
-from length_tagger.estimate import MOST_TOKENS, Estimate, Outcome, Query, chance_within_factor_two
+from length_tagger.estimate import MOST_TOKENS, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.history import HistoryTagger, Window
 from length_tagger.keys import TEMPLATE_CHARACTERS, prompt_keys
 from length_tagger.settings import TaggerSettings
@@ -58,7 +58,7 @@ def test_any_query_gets_a_tag_that_forecasts_can_use(
     chain = chained(DEFAULT_ORDER)
     keys = prompt_keys(model, prompt)
     for length in lengths:
-        chain.observe(Outcome(output_tokens=length, model=model, session_id=session_id, keys=keys))
+        chain.observe(LengthOutcome(output_tokens=length, model=model, session_id=session_id, keys=keys))
     estimate = known(
         chain.estimate(
             Query(
@@ -102,7 +102,7 @@ def test_the_first_of_the_chain_that_knows_answers() -> None:
     chain = chained(["client", "history", "constant"])
     assert known(chain.estimate(Query(model="m"))).estimator == "constant"
     for _ in range(8):
-        chain.observe(Outcome(output_tokens=40, model="m"))
+        chain.observe(LengthOutcome(output_tokens=40, model="m"))
     assert known(chain.estimate(Query(model="m"))).estimator == "history"
     assert known(chain.estimate(Query(model="m", max_tokens=10))).median_tokens == 10
     assert known(chain.estimate(Query(model="m", min_tokens=60))).median_tokens == 60
@@ -116,7 +116,7 @@ def test_history_recovers_a_log_normal() -> None:
     tagger = history(window=4000)
     for n in range(4000):
         length = 1 if n % 100 == 0 else round(math.exp(draw.gauss(math.log(300), 0.7)))
-        tagger.observe(Outcome(output_tokens=max(1, length), model="m"))
+        tagger.observe(LengthOutcome(output_tokens=max(1, length), model="m"))
     estimate = known(tagger.estimate(Query(model="m")))
     assert estimate.median_tokens == pytest.approx(300, rel=0.05)
     assert estimate.spread == pytest.approx(0.7, rel=0.07)
@@ -131,7 +131,7 @@ def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
 
     def learn(length: int, keys: tuple[int, ...] = (), **of: str) -> None:
         for _ in range(4):
-            tagger.observe(Outcome(output_tokens=length, keys=keys, **of))
+            tagger.observe(LengthOutcome(output_tokens=length, keys=keys, **of))
 
     learn(10, model="another")
     assert known(tagger.estimate(Query(model="m"))).median_tokens == 10
@@ -152,10 +152,10 @@ def test_history_forgets() -> None:
     tagger = history(window=16, most_windows=10)
     for length in (1000, 50):
         for _ in range(16):
-            tagger.observe(Outcome(output_tokens=length, model="m"))
+            tagger.observe(LengthOutcome(output_tokens=length, model="m"))
     assert known(tagger.estimate(Query(model="m"))).median_tokens == 50
     for n in range(5000):
-        tagger.observe(Outcome(output_tokens=5, model="m", session_id=str(n)))
+        tagger.observe(LengthOutcome(output_tokens=5, model="m", session_id=str(n)))
     assert len(tagger) == 10
     assert known(tagger.estimate(Query(model="m"))).median_tokens == 5
 
@@ -238,6 +238,6 @@ def test_the_table_has_the_default_order() -> None:
     keys = prompt_keys("", "hello")
     for name, make in TAGGERS.items():
         tagger = make(TaggerSettings(history_enough=1))
-        tagger.observe(Outcome(output_tokens=3, keys=keys))
+        tagger.observe(LengthOutcome(output_tokens=3, keys=keys))
         query = Query(max_tokens=3, ignore_eos=True, prompt="hello", keys=keys, foretold=(said,))
         assert known(tagger.estimate(query)).estimator == name

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from length_tagger.cached import CachedTagger
 from length_tagger.contest import Contest
-from length_tagger.estimate import Estimate, Outcome, Query
+from length_tagger.estimate import Estimate, LengthOutcome, Query
 from length_tagger.features import NUM_BUCKETS, features
 from length_tagger.keys import prompt_keys
 from length_tagger.linear import LinearModel, LinearTagger, load, save
@@ -236,12 +236,12 @@ def test_cached_knows_a_prompt_seen_before() -> None:
     """One answer is a guess, more are better; another prompt, another model and cut answers are not it."""
     tagger = CachedTagger(most_prompts=2)
     keys = prompt_keys("m", "How are you?")
-    tagger.observe(Outcome(output_tokens=900, model="m", keys=keys, cut=True))
+    tagger.observe(LengthOutcome(output_tokens=900, model="m", keys=keys, cut=True))
     assert tagger.estimate(Query(keys=keys)) is None
-    tagger.observe(Outcome(output_tokens=40, model="m", keys=keys))
+    tagger.observe(LengthOutcome(output_tokens=40, model="m", keys=keys))
     first = tagger.estimate(Query(keys=keys))
     for _ in range(9):
-        tagger.observe(Outcome(output_tokens=40, model="m", keys=keys))
+        tagger.observe(LengthOutcome(output_tokens=40, model="m", keys=keys))
     later = tagger.estimate(Query(keys=keys))
     assert first is not None
     assert later is not None
@@ -250,7 +250,7 @@ def test_cached_knows_a_prompt_seen_before() -> None:
     assert later.confidence > first.confidence
     assert tagger.estimate(Query(keys=prompt_keys("n", "How are you?"))) is None
     for prompt in "abc":
-        tagger.observe(Outcome(output_tokens=1, keys=prompt_keys("m", prompt)))
+        tagger.observe(LengthOutcome(output_tokens=1, keys=prompt_keys("m", prompt)))
     assert len(tagger) == 2
     assert tagger.estimate(Query(keys=keys)) is None
 
@@ -265,7 +265,7 @@ class Says:
         """Say it."""
         return self.said
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: LengthOutcome) -> None:
         """Learn nothing."""
 
 
@@ -283,7 +283,7 @@ def test_bias_is_corrected_for_each_model() -> None:
     for number in range(1500):
         asked(contest, str(number))
         length = max(1, round(300 * math.exp(draw.gauss(0, 0.3))))
-        contest.observe(Outcome(output_tokens=length, model="m", keys=prompt_keys("m", str(number))))
+        contest.observe(LengthOutcome(output_tokens=length, model="m", keys=prompt_keys("m", str(number))))
     assert asked(contest, "x").median_tokens == pytest.approx(300, rel=0.1)
     assert asked(contest, "x", "another").median_tokens == 100
     ((name, model_name, record),) = contest.records()
@@ -296,11 +296,11 @@ def test_answers_that_were_cut_do_not_pull_estimates_down() -> None:
     contest = Contest({"linear": Says(100, "linear")}, ("linear",))
     for number in range(200):
         asked(contest, str(number))
-        contest.observe(Outcome(output_tokens=16, model="m", cut=True, keys=prompt_keys("m", str(number))))
+        contest.observe(LengthOutcome(output_tokens=16, model="m", cut=True, keys=prompt_keys("m", str(number))))
     assert asked(contest, "x").median_tokens == 100
     for number in range(200):
         asked(contest, str(number))
-        contest.observe(Outcome(output_tokens=400, model="m", cut=True, keys=prompt_keys("m", str(number))))
+        contest.observe(LengthOutcome(output_tokens=400, model="m", cut=True, keys=prompt_keys("m", str(number))))
     assert asked(contest, "x").median_tokens > 200
 
 
@@ -310,7 +310,7 @@ def test_who_was_closer_is_believed() -> None:
     assert asked(contest, "x").estimator == "linear"
     for number in range(30):
         asked(contest, str(number))
-        contest.observe(Outcome(output_tokens=50, model="m", keys=prompt_keys("m", str(number))))
+        contest.observe(LengthOutcome(output_tokens=50, model="m", keys=prompt_keys("m", str(number))))
     assert asked(contest, "x").estimator == "history"
     assert asked(contest, "x", "another").estimator == "linear"
 

@@ -18,7 +18,7 @@ from predictor.request import Request
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from, snapshot_of
 from predictor.twin import Shown, ShownContents, ShownStep, Twin
-from services.export.layout import LIVE, REQUEST
+from services.engine_state.layout import LIVE, REQUEST
 from tests.strategies import AFFINE, Load, examples, loads
 
 CLOSE = 1e-9

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from scheduler.circuit import Circuit
+from scheduler.circuit import CircuitState
 
 
 def test_a_circuit_opens_tries_again_and_closes() -> None:
     """Two failures open it, one trial per pause, pauses double, a success closes it."""
-    circuit = Circuit(first_pause_s=1.0, longest_pause_s=3.0)
+    circuit = CircuitState(first_pause_s=1.0, longest_pause_s=3.0)
     assert not circuit.failed(0.0)
     assert circuit.allows(0.0)
     assert circuit.failed(0.0)
@@ -27,7 +27,7 @@ def test_a_circuit_opens_tries_again_and_closes() -> None:
 
 def test_calls_that_fail_with_the_one_that_opened_a_circuit_do_not_count() -> None:
     """A hundred streams of one engine die together: that is one death, and the pause is the first one."""
-    circuit = Circuit(first_pause_s=1.0)
+    circuit = CircuitState(first_pause_s=1.0)
     assert [circuit.failed(0.0) for _ in range(100)] == [False, True, *[False] * 98]
     assert circuit.pause_s() == 1.0
     assert circuit.allows(1.0)

@@ -14,10 +14,10 @@ import pytest
 from scheduler.candidates import Facts
 from scheduler.hotspots import Hotspots
 from scheduler.indicators import ROW_OF
+from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 from scheduler.prefix import PrefixIndex
-from scheduler.table import Table
-from services.data import data_folder
+from simulator.reference_data import data_folder
 
 TRACES = ("mooncake_conversation_0-30min.jsonl", "mooncake_synthetic_0-10min.jsonl")
 
@@ -164,7 +164,7 @@ def batches_under(text: str) -> np.ndarray:
     """Mean batch sizes of sixteen servers over the last ten of thirty seconds, the two holders first."""
     rng = np.random.default_rng(4)
     ids = tuple(f"i{number:02}" for number in range(16))
-    table, index, policy = Table(ids), PrefixIndex(dict.fromkeys(ids, 4000)), policy_from(text)
+    table, index, policy = InstanceTable(ids), PrefixIndex(dict.fromkeys(ids, 4000)), policy_from(text)
     servers = [Server() for _ in ids]
     hot = [("hot", number) for number in range(200)]  # of 100 tokens each
     for name in ids[:2]:
@@ -236,7 +236,7 @@ def skewed() -> Iterator[tuple[float, int, int, list[int]]]:
 def fires_over(requests: Iterator[tuple[float, int, int, list[int]]]) -> tuple[int, int]:
     """Route requests over sixteen instances; check each verdict; count verdicts, and requests."""
     ids = tuple(f"i{number:02}" for number in range(16))
-    table, index, hotspots = Table(ids), PrefixIndex(dict.fromkeys(ids, 3000)), Hotspots()
+    table, index, hotspots = InstanceTable(ids), PrefixIndex(dict.fromkeys(ids, 3000)), Hotspots()
     window: deque[tuple[float, object]] = deque()
     leaving: list[deque[float]] = [deque() for _ in ids]
     num_fired = num_requests = 0

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import scheduler.policies
+from scheduler.candidate_ranking import Candidate, CandidateStatus, by_forecasts, order
 from scheduler.candidates import Facts
-from scheduler.dispatch import Candidate, Fate, by_forecasts, order
-from scheduler.indicators import Source, require_indicator, roots_of
+from scheduler.indicators import IndicatorSource, require_indicator, roots_of
+from scheduler.instance_table import InstanceTable
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
-from scheduler.table import Table
 from tests.fleets import LETTERS, fleet, random_fleet
 
 Columns = Mapping[str, Sequence[float | None]]
@@ -282,13 +282,13 @@ BEST: dict[str, Columns] = {  # what makes an instance better than one of which 
 
 def test_stale_cases_cover_all_that_read_what_instances_tell() -> None:
     """A policy that joins them needs one."""
-    assert set(BEST) == {name for name in POLICIES if any(root.source is Source.TOLD for root in _roots(name))}
+    assert set(BEST) == {name for name in POLICIES if any(root.source is IndicatorSource.TOLD for root in _roots(name))}
 
 
 @pytest.mark.parametrize("name", BEST)
 def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
     """The best one told of itself long ago; a filter by age leaves it out, unless all are as old."""
-    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is Source.TOLD} | dict(BEST[name])
+    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is IndicatorSource.TOLD} | dict(BEST[name])
 
     def first(text: str, ages_s: list[float]) -> str:
         policy, candidates = policy_from(text, seed=1), fleet(facts=HUNDRED, **columns)
@@ -308,12 +308,18 @@ def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_none_is_healthy_the_last_resort_needs_no_policy(name: str) -> None:
     """All are late, down or draining: those that may work come first, the less busy ones of them; none is scored."""
-    fates = {"a": Fate.DRAINING, "b": Fate.DOWN, "c": Fate.LATE, "d": Fate.LATE, "e": Fate.STOPPED}
+    fates = {
+        "a": CandidateStatus.DRAINING,
+        "b": CandidateStatus.DOWN,
+        "c": CandidateStatus.LATE,
+        "d": CandidateStatus.LATE,
+        "e": CandidateStatus.STOPPED,
+    }
     loads = dict(zip("abcde", (0.0, 0.0, 9.0, 4.0, 0.0), strict=True))
     candidates = [
         Candidate(instance_id=one, fate=fate, indicators={"num_running": loads[one]}) for one, fate in fates.items()
     ]
-    ranking = by_forecasts(policy_from(name, seed=1), Table("abcde").candidates(HUNDRED))
+    ranking = by_forecasts(policy_from(name, seed=1), InstanceTable("abcde").candidates(HUNDRED))
     assert "".join(one.instance_id for one in order(candidates, ranking)) == "dcba"
     assert all(one.score is None for one in candidates)
     assert order([], ranking) == []
@@ -375,7 +381,7 @@ class Watched(dict):
 
 def test_round_robin_takes_turns_also_as_instances_come_and_go() -> None:
     """Whoever has waited longest is next; a newcomer is first; one that was away is not forgotten."""
-    table, policy = Table("abc"), policy_from("round_robin")
+    table, policy = InstanceTable("abc"), policy_from("round_robin")
 
     def turn(ids: str) -> str:
         table.follow(ids)
@@ -391,7 +397,7 @@ def test_round_robin_takes_turns_also_as_instances_come_and_go() -> None:
 
 def test_round_robin_takes_turns_among_some() -> None:
     """Whoever may not be chosen misses no turn."""
-    table, policy = Table("abc"), policy_from("round_robin")
+    table, policy = InstanceTable("abc"), policy_from("round_robin")
     turns = []
     for places in ([0, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]):
         candidates = table.candidates(places=np.array(places))
@@ -401,7 +407,7 @@ def test_round_robin_takes_turns_among_some() -> None:
 
 def test_random_is_seeded_and_even() -> None:
     """The same seed chooses the same; all get their share."""
-    candidates = Table("abcd").candidates()
+    candidates = InstanceTable("abcd").candidates()
 
     def draws(seed: int) -> list[int]:
         policy = policy_from("random", seed)
@@ -433,7 +439,7 @@ def test_power_of_two_takes_the_less_loaded_of_two_that_are_drawn() -> None:
 
 def test_min_qpm_really_counts_minutes() -> None:
     """What was sent a minute ago or earlier is gone, and what is sent now counts at once."""
-    table, policy = Table("ab"), policy_from("min_qpm")
+    table, policy = InstanceTable("ab"), policy_from("min_qpm")
 
     def turn(now_s: float) -> str:
         candidates = table.candidates(now_s=now_s)
@@ -451,7 +457,7 @@ def test_min_qpm_really_counts_minutes() -> None:
 
 def test_what_a_sidecar_counted_passes_with_its_minute() -> None:
     """An instance of which nothing is heard is not shunned for ever for what it once got."""
-    table, policy = Table("ab"), policy_from("min_qpm")
+    table, policy = InstanceTable("ab"), policy_from("min_qpm")
     table.tell("a", {"requests_per_minute": 60.0}, now_s=0.0)
     table.tell("b", {"requests_per_minute": 20.0}, now_s=30.0, age_s=0.0)
     assert policy.choose(table.candidates(now_s=30.0)) == 1  # 30 against 20

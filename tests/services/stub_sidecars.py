@@ -12,7 +12,7 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances import Instance
-from services.wire import indicators_message
+from services.rpc.messages import indicators_message
 
 SERVICE = "block.v1.Predictor"
 

@@ -6,7 +6,7 @@ import logging
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from services.log_lines import say
+from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ class DryRun:
 
     async def act(self, action: pb.Action) -> pb.HookReply:
         """Say it."""
-        say(log, logging.INFO, "would act", action=action.action_id, kind=pb.ActionKind.Name(action.kind),
+        log_event(log, logging.INFO, "would act", action=action.action_id, kind=pb.ActionKind.Name(action.kind),
             num=action.num_instances, ids=",".join(action.instance_ids), why=action.why)  # fmt: skip
         return pb.HookReply(action_id=action.action_id, message="dry run")
 

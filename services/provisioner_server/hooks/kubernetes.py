@@ -10,7 +10,7 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from services.log_lines import say
+from services.logs import log_event
 from services.provisioner_server.hooks import HookError
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Scale:
             except ApiException as error:
                 if error.status != CONFLICT:
                     raise
-                say(log, logging.INFO, "scale was changed by another, trying again", name=self._name)
+                log_event(log, logging.INFO, "scale was changed by another, trying again", name=self._name)
                 time.sleep(PAUSE_S / 10)
             else:
                 return
@@ -165,11 +165,11 @@ class Scale:
             except ApiException as error:
                 version = ""
                 if error.status != GONE:
-                    say(log, logging.WARNING, "pods cannot be watched", status=error.status, reason=error.reason)
+                    log_event(log, logging.WARNING, "pods cannot be watched", status=error.status, reason=error.reason)
                     self._stopping.wait(PAUSE_S)
             except (HTTPError, OSError) as error:
                 version = ""
-                say(log, logging.WARNING, "pods cannot be watched", reason=str(error))
+                log_event(log, logging.WARNING, "pods cannot be watched", reason=str(error))
                 self._stopping.wait(PAUSE_S)
 
     def _selector(self) -> str:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from services.http_client import HttpClient, origin_of, request_head
-from services.log_lines import say
+from services.http.client import HttpClient, origin_of, request_head
+from services.logs import log_event
 from services.provisioner_server.hooks import HookError, require_done
 from services.provisioner_server.hooks.command import MOST_BYTES, reply_from
 from services.provisioner_server.journal import as_plain
@@ -58,7 +58,9 @@ class Webhook:
                 if error.useless:
                     raise
                 failure = error
-            say(log, logging.WARNING, "webhook failed", action=action.action_id, attempt=attempt, reason=str(failure))
+            log_event(
+                log, logging.WARNING, "webhook failed", action=action.action_id, attempt=attempt, reason=str(failure)
+            )
             if attempt == self._attempts:
                 raise failure
             await asyncio.sleep(pause_s)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from predictor.fitting.calibration import Latencies, calibrate
+from predictor.fitting.calibration import MeasuredLatencies, calibrate
 from predictor.step_time import StepTime
 
 KERNELS = StepTime(constant_s=1e-3, prefill_s=5e-4)
@@ -15,11 +15,11 @@ OUTPUT = np.linspace(50.0, 400.0, 40)
 PROMPT = np.linspace(200.0, 3000.0, 40)[::-1]
 
 
-def toy_replay(step_time: StepTime) -> Latencies:
+def toy_replay(step_time: StepTime) -> MeasuredLatencies:
     """A replay without queueing: prefill, then as many decode steps as tokens."""
     first = 0.02 + step_time.constant_s + step_time.prefill_s + step_time.token_s * PROMPT
     step = 0.01 + step_time.constant_s + step_time.token_s * 8
-    return Latencies(first_token_s=first, last_token_s=first + step * (OUTPUT - 1), output_tokens=OUTPUT)
+    return MeasuredLatencies(first_token_s=first, last_token_s=first + step * (OUTPUT - 1), output_tokens=OUTPUT)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from predictor.fitting.regression import (
-    Shape,
     Steps,
+    StepShape,
     error_of,
     extend_curve,
     fit,
@@ -29,7 +29,9 @@ TRUTH = StepTime(
     decode_slope=Curve(x=(1.0, 64.0), y=(2e-7, 1e-7)),
     mixed_slope=Curve(x=(1.0, 64.0), y=(2e-7, 1e-7)),
 )
-SHAPE = Shape(numbers=("prefill_s", "prefill_qq_s", "prefill_qkv_s"), by_tokens=(1, 256, 2048), decode_slope=(1, 64))
+SHAPE = StepShape(
+    numbers=("prefill_s", "prefill_qq_s", "prefill_qkv_s"), by_tokens=(1, 256, 2048), decode_slope=(1, 64)
+)
 
 
 def random_steps(count: int, seed: int = 0) -> Steps:

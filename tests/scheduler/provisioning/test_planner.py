@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.provisioning import rule_from
-from scheduler.provisioning.limits import Aims, Limits
+from scheduler.provisioning.limits import Aims, ScalingLimits
 from scheduler.provisioning.observed import Observed, Placed
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, Decision, Planner
-from scheduler.provisioning.situation import Situation, Wish
+from scheduler.provisioning.pool_state import PoolState, ScalingTarget
 from tests.scheduler.provisioning.worlds import SEATS, World, bears, needed
 
 AIMS = Aims(threshold_s=20.0, seats=SEATS, cold_start_s=60.0, target_share=0.8)
@@ -21,12 +21,12 @@ AIMS = Aims(threshold_s=20.0, seats=SEATS, cold_start_s=60.0, target_share=0.8)
 
 def fixed(wanted: int, enough: int | None = None) -> object:
     """A rule that always wants the same."""
-    return lambda _: Wish(num_wanted=wanted, num_enough=wanted if enough is None else enough, why="so it is")
+    return lambda _: ScalingTarget(num_wanted=wanted, num_enough=wanted if enough is None else enough, why="so it is")
 
 
 def planner(rule: object, **limits: object) -> Planner:
     """Plan for a pool of which nothing was heard."""
-    bounds = Limits(**limits)
+    bounds = ScalingLimits(**limits)
     return Planner(rule, bounds, Observed(Aims(cold_start_s=0.0), bounds))
 
 
@@ -56,7 +56,7 @@ def test_below_the_least_nothing_is_waited_for() -> None:
 def test_fewer_must_have_been_enough_all_the_time() -> None:
     """One moment in which all were needed, and calm begins anew."""
     wishes = {"enough": 2}
-    one = planner(lambda _: Wish(num_wanted=2, num_enough=wishes["enough"], why=""), calm_s=100.0)
+    one = planner(lambda _: ScalingTarget(num_wanted=2, num_enough=wishes["enough"], why=""), calm_s=100.0)
     for second in range(100):
         assert one.plan(float(second), names(4), 0).kind == NOTHING
     decision = one.plan(100.0, names(4), 0)
@@ -92,7 +92,7 @@ def test_the_budget_of_any_hour_is_kept() -> None:
 
 def test_the_instance_that_nobody_misses_is_drained() -> None:
     """Requests on the others would have ended later elsewhere."""
-    bounds = Limits(calm_s=10.0)
+    bounds = ScalingLimits(calm_s=10.0)
     observed = Observed(Aims(cold_start_s=0.0), bounds)
     one = Planner(fixed(2), bounds, observed)
     one.plan(0.0, names(3), 0)
@@ -116,12 +116,12 @@ def test_whatever_a_rule_wants_limits_hold(
     wishes: list[tuple[int, int]], least: int, more: int, step: int, present: int
 ) -> None:
     """Never outside min and max once there, never more than a step, never two changes within the cooldown."""
-    limits = Limits(
+    limits = ScalingLimits(
         min_instances=least, max_instances=least + more, step=step, cooldown_s=20.0, calm_s=30.0, starts_per_h=9999
     )
     turn = iter(wishes)
     one = Planner(
-        lambda now: Wish(num_wanted=now.num_present + (w := next(turn))[0], num_enough=w[1], why=""),
+        lambda now: ScalingTarget(num_wanted=now.num_present + (w := next(turn))[0], num_enough=w[1], why=""),
         limits, Observed(Aims(cold_start_s=0.0), limits),
     )  # fmt: skip
     last_s = -1e9
@@ -143,7 +143,7 @@ def test_whatever_a_rule_wants_limits_hold(
 @pytest.mark.parametrize("rate", [3.0, 9.0, 24.0])
 def test_headroom_never_oscillates_under_constant_load(rate: float) -> None:
     """After it has settled, Poisson arrivals of a constant rate change nothing for an hour."""
-    limits = Limits(max_instances=12)
+    limits = ScalingLimits(max_instances=12)
     world = World(rule=rule_from("headroom", AIMS), aims=AIMS, limits=limits, rate=lambda _: rate, first=2, seed=3)
     world.run(5400)
     assert [change for change in world.changes if change[0] > 1800] == []
@@ -153,7 +153,7 @@ def test_headroom_never_oscillates_under_constant_load(rate: float) -> None:
 @pytest.mark.parametrize("name", ["preempt", "relief"])
 def test_the_papers_rules_as_they_are_in_the_paper_only_grow(name: str) -> None:
     """Where nothing shrinks nothing oscillates, and there is more than needed in the end."""
-    limits = Limits(max_instances=12, shrink=False)
+    limits = ScalingLimits(max_instances=12, shrink=False)
     world = World(rule=rule_from(name, AIMS), aims=AIMS, limits=limits, rate=lambda _: 24.0, first=2, seed=3)
     world.run(1200)
     sizes = [num for _, num in world.changes]
@@ -163,7 +163,7 @@ def test_the_papers_rules_as_they_are_in_the_paper_only_grow(name: str) -> None:
 
 def test_headroom_settles_on_what_is_needed() -> None:
     """Not fewer than the rate takes at full seats, and at most one more than it takes at the share aimed at."""
-    world = World(rule=rule_from("headroom", AIMS), aims=AIMS, limits=Limits(), rate=lambda _: 9.0, first=1)
+    world = World(rule=rule_from("headroom", AIMS), aims=AIMS, limits=ScalingLimits(), rate=lambda _: 9.0, first=1)
     world.run(1200)
     assert needed(9.0, 1.0) <= world.counts[-1] <= needed(9.0, AIMS.target_share) + 1
 
@@ -175,7 +175,7 @@ def test_headroom_is_there_before_a_ramp_hurts(cold_start_s: float) -> None:
     p99 = {}
     for name in ("headroom", "preempt"):
         world = World(
-            rule=rule_from(name, aims), aims=aims, limits=Limits(max_instances=12), first=2, cold_start_s=cold_start_s,
+            rule=rule_from(name, aims), aims=aims, limits=ScalingLimits(max_instances=12), first=2, cold_start_s=cold_start_s,
             rate=lambda now_s: 4.0 + 10.0 * min(1.0, max(0.0, now_s - 300.0) / 900.0), seed=5,
         )  # fmt: skip
         world.run(2400)
@@ -189,7 +189,7 @@ def test_headroom_lets_go_after_a_burst_and_only_then(cold_start_s: float) -> No
     """Up for the burst, down to where it was within a while, and that is all."""
     aims = replace(AIMS, cold_start_s=cold_start_s)
     world = World(
-        rule=rule_from("headroom", aims), aims=aims, limits=Limits(max_instances=12), first=2, seed=7,
+        rule=rule_from("headroom", aims), aims=aims, limits=ScalingLimits(max_instances=12), first=2, seed=7,
         cold_start_s=cold_start_s, rate=lambda now_s: 16.0 if 600.0 <= now_s < 1200.0 else 4.0,
     )  # fmt: skip
     world.run(3000)
@@ -203,7 +203,7 @@ def test_headroom_lets_go_after_a_burst_and_only_then(cold_start_s: float) -> No
 
 def test_lost_outcomes_do_not_pile_up_for_ever() -> None:
     """A request whose end nobody told is forgotten."""
-    bounds = Limits()
+    bounds = ScalingLimits()
     observed = Observed(AIMS, bounds)
     observed.placed(0.0, Placed(request_id="a", instance_id="i0", prompt_tokens=1, output_tokens=1, e2e_s=5.0))
     assert observed.situation(500.0, num_ready=1, num_starting=0).in_flight == 1
@@ -212,11 +212,11 @@ def test_lost_outcomes_do_not_pile_up_for_ever() -> None:
 
 def test_situations_are_summed_up_whatever_the_pause() -> None:
     """A day without a request is no trouble, and no forecast is nonsense."""
-    bounds = Limits()
+    bounds = ScalingLimits()
     observed = Observed(AIMS, bounds)
     observed.placed(0.0, Placed(request_id="a", instance_id="i", prompt_tokens=1, output_tokens=1, e2e_s=float("inf")))
     observed.placed(1.0, Placed(request_id="b", instance_id="i", prompt_tokens=1, output_tokens=1, e2e_s=1.0))
-    now: Situation = observed.situation(86400.0, num_ready=0, num_starting=0)
+    now: PoolState = observed.situation(86400.0, num_ready=0, num_starting=0)
     assert now.trend.level_per_s == 0.0
     assert now.in_flight == 0
     assert bears(0.5) > 0

@@ -10,11 +10,11 @@ import pytest
 from scheduler.provisioning import rule_from
 from scheduler.provisioning.cold_starts import ColdStarts
 from scheduler.provisioning.leaving import leavers
-from scheduler.provisioning.limits import Aims, Limits
-from scheduler.provisioning.load import Load, Room, load_of
+from scheduler.provisioning.limits import Aims, ScalingLimits
+from scheduler.provisioning.load import InstanceCapacity, Load, load_of
 from scheduler.provisioning.observed import Observed, Placed
+from scheduler.provisioning.pool_state import PoolState
 from scheduler.provisioning.schedule import peaks_from
-from scheduler.provisioning.situation import Situation
 from scheduler.provisioning.trend import Trend, trend_of
 
 AIMS = Aims(threshold_s=70.0, cold_start_s=60.0, seats=50, target_share=0.8)
@@ -23,9 +23,9 @@ LOAD = Load(tokens=100.0, tail_tokens=200.0, held_tokens=300.0, pace_s=0.075, dr
 DAY_S = 86400.0
 
 
-def situation(**changes: object) -> Situation:
+def situation(**changes: object) -> PoolState:
     """Four instances that are well."""
-    return Situation(**{"now_s": 1000.0, "num_ready": 4, "cold_start_s": 60.0, "load": LOAD, **changes})
+    return PoolState(**{"now_s": 1000.0, "num_ready": 4, "cold_start_s": 60.0, "load": LOAD, **changes})
 
 
 def test_preempt_asks_for_one_more_when_a_forecast_reaches_the_threshold() -> None:
@@ -173,13 +173,13 @@ def test_of_several_rules_the_largest_wish_wins() -> None:
         (lambda: Aims(quantile=1.0), "quantile"),
         (lambda: Aims(low_share=0.0), "low_share"),
         (lambda: Aims(seats=-1), "seats"),
-        (lambda: Limits(min_instances=5, max_instances=4), "min_instances"),
-        (lambda: Limits(max_instances=0), "max_instances"),
-        (lambda: Limits(step=0), "step"),
-        (lambda: Limits(cooldown_s=math.inf), "cooldown_s"),
-        (lambda: Limits(calm_s=-1.0), "calm_s"),
-        (lambda: Limits(min_instances=3, starts_per_h=2), "starts_per_h"),
-        (lambda: Limits(starts_per_h=0), "starts_per_h"),
+        (lambda: ScalingLimits(min_instances=5, max_instances=4), "min_instances"),
+        (lambda: ScalingLimits(max_instances=0), "max_instances"),
+        (lambda: ScalingLimits(step=0), "step"),
+        (lambda: ScalingLimits(cooldown_s=math.inf), "cooldown_s"),
+        (lambda: ScalingLimits(calm_s=-1.0), "calm_s"),
+        (lambda: ScalingLimits(min_instances=3, starts_per_h=2), "starts_per_h"),
+        (lambda: ScalingLimits(starts_per_h=0), "starts_per_h"),
         (lambda: rule_from("clairvoyance", AIMS), "rule"),
         (lambda: rule_from("schedule", AIMS), "schedule"),
         (lambda: rule_from("preempt", AIMS, "07:00-08:00=1"), "schedule"),
@@ -214,17 +214,17 @@ def test_the_one_goes_whose_loss_matters_least() -> None:
 def test_load_is_learnt_from_what_was_placed() -> None:
     """The line that made the spans comes out again, a guess aside."""
     spans = [(float(company), 0.03 + 0.0005 * company) for company in range(10, 50)]
-    load = load_of(np.full(100, 50.0), np.full(100, 200.0), 0.99, spans, Room())
+    load = load_of(np.full(100, 50.0), np.full(100, 200.0), 0.99, spans, InstanceCapacity())
     assert load.tokens == 200.0
     assert load.held_tokens == 150.0  # the prompt, and half of the answer
     assert load.pace_s + load.drag_s * 40 == pytest.approx(0.05, rel=0.05)
-    assert load.company(Room(kv_tokens=15_000), threshold_s=70.0, share=0.9) == pytest.approx(90.0)
+    assert load.company(InstanceCapacity(kv_tokens=15_000), threshold_s=70.0, share=0.9) == pytest.approx(90.0)
 
 
 @pytest.mark.parametrize(("took_s", "late"), [(4.0, 1.0), (6.0, 1.5)])
 def test_load_is_as_slow_as_outcomes_say(took_s: float, late: float) -> None:
     """Forecasts know nothing of those who come later; how much longer requests take is learnt from those that ended."""
-    observed = Observed(AIMS, Limits())
+    observed = Observed(AIMS, ScalingLimits())
     for number in range(400):
         now_s = number * 0.1
         observed.placed(now_s, Placed(

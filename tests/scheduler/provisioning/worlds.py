@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.provisioning.limits import Aims, Limits
+from scheduler.provisioning.limits import Aims, ScalingLimits
 from scheduler.provisioning.observed import Observed, Placed
 from scheduler.provisioning.planner import DRAIN, START, Planner
-from scheduler.provisioning.situation import Rule
+from scheduler.provisioning.pool_state import Rule
 
 TOKENS = 200
 PACE_S, DRAG_S = 0.02, 0.0005
@@ -24,7 +24,7 @@ class World:
 
     rule: Rule
     aims: Aims
-    limits: Limits
+    limits: ScalingLimits
     rate: Callable[[float], float]
     cold_start_s: float = 60.0
     first: int = 1

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.http_client import origin_of
+from services.http.client import origin_of
 from services.load.asking import Manner, body_of
-from services.load.plan import Planned
-from services.load.running import Limits, Result, Sender
+from services.load.running import LoadLimits, LoadSender, RequestResult
+from simulator.load_plan import Planned
 from tests.services.cluster.living import MODEL
 from tests.services.waiting import PATIENCE_S
 
@@ -24,7 +24,7 @@ MANNER = Manner(model=MODEL, output="header")  # how long answers become only en
 class Load:
     """What has ended so far, in that order."""
 
-    results: list[Result] = field(default_factory=list)
+    results: list[RequestResult] = field(default_factory=list)
     num_sent: int = 0
     stopping: bool = False
 
@@ -32,7 +32,7 @@ class Load:
         """How many have been served since there were so many results, by any instance or by one."""
         return sum(result.failure is None and instance in (None, result.instance) for result in self.results[start:])
 
-    def failures(self) -> list[Result]:
+    def failures(self) -> list[RequestResult]:
         """Those that did not complete."""
         return [result for result in self.results if result.failure is not None]
 
@@ -43,7 +43,7 @@ async def loaded(
 ) -> AsyncIterator[Load]:
     """Keep a gateway busy while the block runs; at its end all that was sent has ended."""
     load = Load()
-    sender = Sender(origin_of(url), MANNER, Limits(timeout_s=2 * PATIENCE_S))
+    sender = LoadSender(origin_of(url), MANNER, LoadLimits(timeout_s=2 * PATIENCE_S))
 
     async def one_after_the_other() -> None:
         while not load.stopping and load.num_sent < most:
@@ -51,7 +51,7 @@ async def loaded(
             planned = Planned(
                 request_id=str(load.num_sent), due_s=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens
             )
-            result = Result(plan=planned)
+            result = RequestResult(plan=planned)
             await sender.send(planned, body_of(planned, MANNER), time.monotonic(), result)
             load.results.append(result)
 
@@ -67,7 +67,7 @@ async def loaded(
         sender.close()
 
 
-def was_flowing_and_ended_clean(result: Result) -> bool:
+def was_flowing_and_ended_clean(result: RequestResult) -> bool:
     """Tell whether a client had the beginning of its answer, and then an error of OpenAI's shape."""
     if result.failure != "error event" or result.ttft_s is None:
         return False

@@ -11,7 +11,7 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from services.cluster import Cluster, ClusterSettings, running
-from services.recordings import decisions_in, requests_in
+from services.decision_recordings import decisions_in, requests_in
 from tests.services.cli.running import answer, block
 from tests.services.cluster.living import MODEL
 from tests.services.cluster.loading import loaded

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from services.cluster.device_assignment import bound_to_cores, bound_to_devices, devices_each, devices_here, places_for
 from services.cluster.engines import engines_of
-from services.cluster.places import bound_to_cores, bound_to_devices, devices_each, devices_here, places_for
 from services.cluster.programs import OurServer, VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings, vllm_from_file
 from tests.services.cli.running import refusal

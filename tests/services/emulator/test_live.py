@@ -21,12 +21,12 @@ from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from, snapshot_of
 from services.emulator.answers import fate
 from services.emulator.tokens import token_ids
-from services.export.identity import client_id
-from services.export.reader import Reader
-from services.export.snapshot import snapshot_from_view
-from services.export.view import UnreadableError
-from services.export.writer import Writer
-from services.simulator.replay import replay
+from services.engine_state.identity import client_id
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import snapshot_from_view
+from services.engine_state.view import UnreadableError
+from services.engine_state.writer import Writer
+from simulator.replay import replay
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated
 
 LONG = {"prompt": "tell me a long story", "max_tokens": 900, "ignore_eos": True, "stream": True}

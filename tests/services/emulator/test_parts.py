@@ -88,11 +88,11 @@ def test_an_answer_stops_where_a_plain_search_finds_it(
 
 def test_lengths_are_drawn_from_their_distribution() -> None:
     """The median is the median, and the spread that of the logarithm."""
-    lengths = answers.Lengths(median_tokens=300, spread=0.5)
+    lengths = answers.AnswerLengths(median_tokens=300, spread=0.5)
     draws = [lengths.draw(answers.fate([number], 7)[0]) for number in range(4000)]
     assert 285 < np.median(draws) < 315
     assert 0.47 < np.std(np.log(draws)) < 0.53
-    assert answers.Lengths(median_tokens=30, spread=0).draw(0.999) == 30
+    assert answers.AnswerLengths(median_tokens=30, spread=0).draw(0.999) == 30
 
 
 def test_a_clock_that_is_held_goes_on_where_it_stood() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.export.reader import Reader
-from services.export.view import ENDED, UnreadableError
+from services.engine_state.reader import Reader
+from services.engine_state.view import ENDED, UnreadableError
 from tests.services.cli import running as cli
 from tests.services.emulator.running import PATIENCE_S, process
 

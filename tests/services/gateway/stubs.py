@@ -16,7 +16,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
-from services.grpc_server import ServerSettings
+from services.rpc.server import ServerSettings
 from tests.services.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"

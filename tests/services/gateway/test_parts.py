@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.block.v1 import common_pb2
-from services.answering import StreamReader, ending_of
-from services.gateway.places import FailedLately, LastResort
-from services.gateway.retries import RetryBudget
+from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.retry_budget import RetryBudget
+from services.http.sse import StreamReader, ending_of
 from tests.services.gateway.stubs import DONE, event
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -77,7 +77,7 @@ def test_a_budget_of_retries() -> None:
 def test_failures_at_once_are_one_failure() -> None:
     """All requests of an engine fail when it dies; it is left alone for one short pause, and longer the next time."""
     now_s = 0.0
-    failed = FailedLately(lambda: now_s)
+    failed = OutlierDetection(lambda: now_s)
     for _ in range(50):
         failed.failed("a")
     assert failed.avoided() == ["a"]
@@ -92,7 +92,7 @@ def test_failures_at_once_are_one_failure() -> None:
 
 def test_the_last_resort_goes_round() -> None:
     """Each engine has its turn; those that failed come last, those that are excluded never."""
-    resort = LastResort(["http://a:1", "http://b:2", "http://c:3/engine"], lambda: 0.0)
+    resort = Fallback(["http://a:1", "http://b:2", "http://c:3/engine"], lambda: 0.0)
     names = ["a:1", "b:2", "c:3/engine"]
     assert resort
     turns = [resort.next("", [], []) for _ in range(6)]
@@ -104,8 +104,8 @@ def test_the_last_resort_goes_round() -> None:
     assert place is not None
     assert place.instance_id == "b:2"
     assert resort.next("", names, []) is None
-    assert not LastResort([], lambda: 0.0)
-    assert LastResort([], lambda: 0.0).next("", [], []) is None
+    assert not Fallback([], lambda: 0.0)
+    assert Fallback([], lambda: 0.0).next("", [], []) is None
 
 
 @pytest.mark.parametrize("text", ['{"choices": [{"finish_reason": null}]}', "", "[]", "nonsense"])

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.front.asking import read_body
-from services.front.refusals import RefusedError
 from services.gateway.keys import ApiKeys
 from services.gateway.settings import GatewaySettings
+from services.http.errors import ApiError
+from services.http.openai_body import read_body
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, scene
 from tests.services.gateway.test_failing import error_of
 from tests.services.waiting import run
@@ -260,7 +260,7 @@ def test_any_body_is_read_or_refused(data: dict[str, Any], chat: bool) -> None:
     try:
         ask = read_body(json.dumps(data).encode(), chat=chat)
     except ValueError as error:
-        assert RefusedError.of(error).status == 400
+        assert ApiError.of(error).status == 400
     else:
         assert ask.max_tokens is None or ask.max_tokens >= 0
 

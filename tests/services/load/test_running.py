@@ -12,11 +12,11 @@ from itertools import pairwise
 import pytest
 
 from predictor.request import Slo
-from services.http_client import origin_of
+from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.plan import Planned
 from services.load.report import met, summary, table, write_csv
-from services.load.running import Limits, Result, run_plan
+from services.load.running import LoadLimits, RequestResult, run_plan
+from simulator.load_plan import Planned
 from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, unreachable
 from tests.services.waiting import run
 
@@ -42,11 +42,11 @@ async def answers(call: Call) -> None:
 
 
 async def load(
-    plan: Sequence[Planned], url: str, limits: Limits | None = None, time_scale: float = 1.0
-) -> list[Result]:
+    plan: Sequence[Planned], url: str, limits: LoadLimits | None = None, time_scale: float = 1.0
+) -> list[RequestResult]:
     """Run a plan against an engine."""
     manner = Manner(model="tiny", time_scale=time_scale)
-    return await run_plan(plan, origin_of(url), manner, limits or Limits(), lambda _: None)
+    return await run_plan(plan, origin_of(url), manner, limits or LoadLimits(), lambda _: None)
 
 
 def test_all_requests_are_sent_and_timed() -> None:
@@ -88,7 +88,7 @@ def test_waiting_for_room_counts() -> None:
 
     async def test() -> None:
         async with engines(answers) as (engine,):
-            results = await load(plan_of(4), engine.url, Limits(max_in_flight=1))
+            results = await load(plan_of(4), engine.url, LoadLimits(max_in_flight=1))
             for before, result in pairwise(results):
                 assert before.e2e_s is not None
                 assert result.ttft_s is not None
@@ -163,7 +163,7 @@ def test_failures_by_kind(answer: Answer, kind: str) -> None:
 
     async def test() -> None:
         async with engines(answer) as (engine,):
-            limits = Limits(timeout_s=0.1 if kind == "timeout" else 60.0)
+            limits = LoadLimits(timeout_s=0.1 if kind == "timeout" else 60.0)
             total = summary(await load(plan_of(3), engine.url, limits), NO_SLO)
             assert (total["num_ok"], total["failures"]) == (0, {kind: 3})
             assert total["e2e_s"] is None
@@ -185,10 +185,12 @@ def test_an_endpoint_that_is_not_there() -> None:
 # Reports.
 
 
-def result(number: int, ttft_s: float, tpot_s: float, *, slo: Slo | None = None, failure: str | None = None) -> Result:
+def result(
+    number: int, ttft_s: float, tpot_s: float, *, slo: Slo | None = None, failure: str | None = None
+) -> RequestResult:
     """Make a result of eleven tokens."""
     plan = Planned(request_id=str(number), due_s=float(number), prompt_tokens=5, output_tokens=11, slo=slo)
-    return Result(
+    return RequestResult(
         plan=plan, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + 10 * tpot_s, output_tokens=11, failure=failure,
         predicted_e2e_s=1.0, predicted_ttft_s=0.1, instance="e0" if number == 2 else "e1",
     )  # fmt: skip

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from predictor.profile import load_profile
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.grpc_server import ServerSettings, serving
 from services.predictor_server import ENDLESS, PredictorService, SidecarSettings, standing_beside
 from services.predictor_server.sidecar import Sidecar
+from services.rpc.server import ServerSettings, serving
 
 A30 = load_profile("llama-2-7b-a30")
 NAME = "one"

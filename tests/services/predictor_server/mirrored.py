@@ -18,11 +18,11 @@ from predictor.forecast import Forecast
 from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
-from services.grpc_server import ServerSettings, serving
 from services.predictor_server import MirrorSettings, PredictorService, SidecarSettings, keeping_up
-from services.predictor_server.measures import InstanceMeasures, Measures
+from services.predictor_server.engine_view import EngineSource
+from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.mirroring import Mirroring, mirroring
-from services.predictor_server.picture import EngineSource
+from services.rpc.server import ServerSettings, serving
 from tests.services.predictor_server.asking import A30, NAME, PATIENCE_S, Asked
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
@@ -68,7 +68,7 @@ async def mirror_of(
     registry = CollectorRegistry()
     async with (
         mirroring(told, profile, registry) as standing,
-        keeping_up(told, standing.source, InstanceMeasures(Measures(registry), NAME)) as running,
+        keeping_up(told, standing.source, InstanceMetrics(SidecarMetrics(registry), NAME)) as running,
         serving(
             ServerSettings(drain_s=1.0),
             [partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService([running]))],

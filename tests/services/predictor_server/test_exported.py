@@ -15,11 +15,11 @@ from predictor.lengths import Tag
 from predictor.request import Request
 from predictor.transfer import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
-from services.codec import snapshot_from
-from services.export.reader import Reader
-from services.export.snapshot import snapshot_from_view
-from services.export.writer import Writer
-from tests.services.export.files import busy, writer_at
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import snapshot_from_view
+from services.engine_state.writer import Writer
+from simulator.codec import snapshot_from
+from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.asking import A30, NAME, READY, Asked, request, run, sidecar_of
 
 RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.forecast import Forecaster
+from services.predictor_server.engine_view import EngineView
 from services.predictor_server.indicators import indicators_of
-from services.predictor_server.picture import Picture
 from tests.strategies import AFFINE, Load, examples, loads
 
 
@@ -19,7 +19,7 @@ def test_it_says_what_is_there(load: Load, steps: int) -> None:
     for _ in range(steps):
         if engine.next_step() is None:
             break
-    picture = Picture(
+    picture = EngineView(
         engine=engine, forecaster=Forecaster(engine), now_s=engine.now_s, clock_rate=1.0, age_s=0.0, late_s=0.0,
         serial=1, counters={"pace": 1.25},
     )  # fmt: skip

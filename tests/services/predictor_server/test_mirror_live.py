@@ -15,8 +15,8 @@ import pytest
 from predictor.config import EngineConfig
 from predictor.request import Request
 from protos.block.v1 import common_pb2
+from services.predictor_server.engine_view import EngineSource
 from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.picture import EngineSource
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
 from tests.services.predictor_server.asking import READY, request, run

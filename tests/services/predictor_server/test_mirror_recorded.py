@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from predictor.mirror.engine_totals import EngineTotals
+from predictor.mirror.in_flight_request import Arrival
 from predictor.profile import profile_from_dict
 from predictor.request import Request
 from services.predictor_server import mirror
-from services.predictor_server.arrivals import Arrival
 from services.predictor_server.mirror import MirroredEngine
 from services.predictor_server.settings import MirrorSettings
-from services.predictor_server.totals import Totals
 from tests.services.predictor_server.mirrored import forecast_by
 
 # Of vLLM 0.32's CPU build, one of two engines that shared two cores with much else, under ShareGPT-like load: what
@@ -76,7 +76,7 @@ def replayed(patching: pytest.MonkeyPatch) -> Compared:
         elif kind == "read":
             running, waiting, kv_usage, generation_tokens, prompt_tokens = told
             source.read(
-                Totals(
+                EngineTotals(
                     running=running, waiting=waiting, kv_usage=kv_usage, generation_tokens=generation_tokens,
                     prompt_tokens=prompt_tokens,
                 )

@@ -13,7 +13,7 @@ import pytest
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.predictor_server import SidecarSettings
 from services.predictor_server.settings import MirrorSettings, require_distinct
-from tests.services.export.files import busy, writer_at
+from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.asking import READY, AskedNode, node_of, request, run
 
 ENDLESS_S = 1e9  # a test's engine does nothing for as long as it likes

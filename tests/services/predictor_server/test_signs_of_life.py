@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from protos.block.v1 import common_pb2
-from services.export.writer import Writer
-from tests.services.export.files import busy, writer_at
+from services.engine_state.writer import Writer
+from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.asking import READY, Asked, request, run, sidecar_of
 
 DRAINING = common_pb2.INSTANCE_STATE_DRAINING

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from services.profiling.kernel_plan import AttentionBatch
-from services.profiling.shares import Share
+from predictor.fitting.kernel_plan import AttentionBatch
+from predictor.fitting.model_shard import Share
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ import pytest
 
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.profile import profile_from_json
-from services.export.reader import Reader
-from services.http_client import origin_of
-from services.profiling.fitted import profile_of, transit_of
-from services.profiling.measuring import Measured, Wish, measure
-from services.profiling.running import seconds_of
+from services.engine_state.reader import Reader
+from services.http.client import origin_of
+from services.profiling.measure_command import seconds_of
+from services.profiling.measuring import Measured, MeasurementPlan, measure
+from services.profiling.profile_fit import profile_of, transit_of
 from tests.services.cli.running import block, refusal
 from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
 
@@ -39,9 +39,11 @@ def measured(engine: Emulated) -> Measured:
     return asyncio.run(measure(wish(engine), lambda _: None))
 
 
-def wish(engine: Emulated, budget_s: float = BUDGET_S) -> Wish:
+def wish(engine: Emulated, budget_s: float = BUDGET_S) -> MeasurementPlan:
     """Measure this engine."""
-    return Wish(origin=origin_of(str(engine.client.base_url)), state_file=str(engine.state_file), budget_s=budget_s)
+    return MeasurementPlan(
+        origin=origin_of(str(engine.client.base_url)), state_file=str(engine.state_file), budget_s=budget_s
+    )
 
 
 def test_it_finds_the_engines_settings_by_itself(measured: Measured) -> None:

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from predictor.fitting.kernel_profile import Told
+from predictor.fitting.model_shard import share_of
 from predictor.profile import profile_from_json
 from services.profiling.devices import device_named
-from services.profiling.kernel_profile import Told
-from services.profiling.running_kernels import notes_of
-from services.profiling.shares import share_of
+from services.profiling.kernels_command import notes_of
 from tests.services.cli.running import block, refusal
 from tests.services.profiling.test_timing_kernels import CONFIG, one_thread
 

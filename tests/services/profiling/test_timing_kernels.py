@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictor.fitting.kernel_plan import AttentionBatch, Reach
+from predictor.fitting.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step
+from predictor.fitting.model_shard import share_of
 from predictor.fitting.regression import predict
 from predictor.step_time import StepTime
-from services.profiling.kernel_plan import AttentionBatch, Reach
-from services.profiling.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step
-from services.profiling.shares import share_of
 from services.profiling.stopwatch import CpuStopwatch
 from services.profiling.timing_kernels import KernelWish, Timed, _Budget, time_kernels
 from services.profiling.torch_attention import (

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from scheduler.provisioning.limits import Limits
+from scheduler.provisioning.limits import ScalingLimits
 from services.provisioner_server import Leader, Pool, ProvisionerSettings
 from services.provisioner_server.hooks import HookError
 from services.provisioner_server.lease import FileLease
-from services.provisioner_server.measures import Measures
+from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.sidecars import Condition
 
 
@@ -86,13 +86,13 @@ class Answering:
 
 def settings(folder: Path, **changes: Any) -> ProvisionerSettings:
     """Keep two to four instances, and wait for nothing."""
-    limits = Limits(min_instances=2, max_instances=4, cooldown_s=0.0, **changes.pop("limits", {}))
+    limits = ScalingLimits(min_instances=2, max_instances=4, cooldown_s=0.0, **changes.pop("limits", {}))
     return ProvisionerSettings(folder=str(folder), limits=limits, provisioner_id="one", settle_s=1e-3, **changes)
 
 
 def leader(folder: Path, hook: Any, own_id: str = "one", **changes: Any) -> Leader:
     """Make one; that it takes the lease is its own business."""
-    measures = Measures(CollectorRegistry())
+    measures = ProvisionerMetrics(CollectorRegistry())
     made = Leader(Pool(settings(folder, **changes), measures), hook, FileLease(folder / "lease", own_id), measures)
     made._sidecars = Answering()
     return made

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
-from scheduler.provisioning.situation import Wish
+from scheduler.provisioning.pool_state import ScalingTarget
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.sidecars import Condition
@@ -164,11 +164,11 @@ def test_an_instance_leaves_only_when_it_has_nothing_left(tmp_path: Path) -> Non
 
     async def test() -> None:
         one = leader(tmp_path, hook, limits={"calm_s": 0.0}, rule="relief")
-        one._pool._planner._rule = lambda _: Wish(num_wanted=3, num_enough=3, why="three")
+        one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=3, num_enough=3, why="three")
         await ticks(one, 6)
         assert len(hook.world) == 3
         one._sidecars.condition = Condition(is_ready=True, num_there=4)
-        one._pool._planner._rule = lambda _: Wish(num_wanted=2, num_enough=2, why="two")
+        one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=2, num_enough=2, why="two")
         one._pool._planner._limits = replace(one._pool._planner._limits, calm_s=0.0)
         one._pool.observed.cold_starts = type(one._pool.observed.cold_starts)(0.0)
         await ticks(one, 6)

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.grpc_server import ServerSettings, serving
-from services.instances import Listed, Source
+from services.instances import InstanceSource, Listed
+from services.rpc.server import ServerSettings, serving
 from services.scheduler_server import SchedulerSettings, scheduling
 from tests.services.stub_engines import StubEngine, engines
 from tests.services.stub_sidecars import StubSidecar, sidecars
@@ -108,7 +108,7 @@ class Client:
 
 @asynccontextmanager
 async def scheduler(
-    found: Sequence[StubSidecar] | Source, server: ServerSettings | None = None, **settings: Any
+    found: Sequence[StubSidecar] | InstanceSource, server: ServerSettings | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
     """A scheduler over some sidecars."""
     source = Listed([stub.instance for stub in found]) if isinstance(found, Sequence) else found

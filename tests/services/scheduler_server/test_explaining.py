@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.decision_recordings import decisions_in, is_recording, requests_in
 from services.explanations import in_short, table_of
-from services.recordings import decisions_in, is_recording, requests_in
-from services.scheduler_server.measures import Measures
-from services.scheduler_server.recent import RecentDecisions
-from services.scheduler_server.recording import MOST_WAITING, Recorder
+from services.scheduler_server.decision_log import DecisionLog
+from services.scheduler_server.decision_recorder import MOST_WAITING, DecisionRecorder
+from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.service import is_local
 from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
 from tests.services.stub_sidecars import sidecars
@@ -102,7 +102,7 @@ def test_only_so_much_is_remembered() -> None:
             assert [(await explained(client, one.request_id)).request_id for one in decisions] == ["r1", "r2", "r3"]
 
     run(test)
-    recent = RecentDecisions(most_decisions=3, most_candidates=5)
+    recent = DecisionLog(most_decisions=3, most_candidates=5)
     for number, num_candidates in enumerate((1, 1, 1, 1, 4, 9)):
         recent.keep(common_pb2.Decision(request_id=str(number)), Remembered(candidates=[Seen()] * num_candidates))  # type: ignore[arg-type]
         known = [name for name in map(str, range(number + 1)) if name in recent._decided]
@@ -198,14 +198,14 @@ def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -
 def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too much until the disk has taken what came before is lost and counted; the rest is written."""
     path, registry, goes_on = tmp_path / "slow.jsonl", CollectorRegistry(), threading.Event()
-    write = Recorder._write
+    write = DecisionRecorder._write
 
-    def held(recorder: Recorder, line: bytes) -> None:
+    def held(recorder: DecisionRecorder, line: bytes) -> None:
         goes_on.wait()
         write(recorder, line)
 
-    monkeypatch.setattr(Recorder, "_write", held)
-    recorder = Recorder(str(path), share=1.0, most_bytes=2**30, measures=Measures(registry))
+    monkeypatch.setattr(DecisionRecorder, "_write", held)
+    recorder = DecisionRecorder(str(path), share=1.0, most_bytes=2**30, measures=SchedulerMetrics(registry))
     for number in range(MOST_WAITING + 10):
         recorder.ended(common_pb2.Outcome(request_id=str(number)))
     lost = recorded(registry, "lost")
@@ -219,7 +219,7 @@ def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
     """And the scheduler goes on."""
     registry = CollectorRegistry()
-    recorder = Recorder("/dev/full", share=1.0, most_bytes=2**30, measures=Measures(registry))
+    recorder = DecisionRecorder("/dev/full", share=1.0, most_bytes=2**30, measures=SchedulerMetrics(registry))
     for _ in range(3):
         recorder.ended(common_pb2.Outcome(request_id="r"))
     recorder.close()

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
-from services.grpc_server import ServerSettings, serving
+from services.rpc.server import ServerSettings, serving
 from tests.services.scheduler_server.running import AT_ONCE, FOR_EVER, STOP, run, scheduler
 from tests.services.stub_sidecars import sidecars
 

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from services.instances import Instance, Instances, Listed
-from tests.services.export.files import busy, writer_at
+from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.asking import AskedNode, node_of
 from tests.services.scheduler_server.running import FOR_EVER, fates, run, scheduler
 from tests.services.stub_sidecars import sidecars

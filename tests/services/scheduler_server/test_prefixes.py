@@ -16,7 +16,7 @@ import pytest
 
 from predictor.config import EngineConfig
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.block_names import block_names
+from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.emulator.tokens import chat_text, token_ids, token_text
 from services.instances import Instance, Listed
 from tests.services.emulator.running import Emulated, emulated
@@ -129,7 +129,7 @@ async def asked(client: Client, policies: Sequence[str], *, sent_as: str) -> lis
             message.prompt = prompt
         first, *_, last = [event async for event in client.stub.Generate(message)]
         assert last.outcome.prompt_tokens == len(ids)
-        names = block_names(ids, BLOCK_TOKENS)
+        names = kv_block_hashes(ids, BLOCK_TOKENS)
         there = sent[first.decision.instance.instance_id]
         most_tokens = BLOCK_TOKENS * sum(name in there for name in names)
         there.update(names)

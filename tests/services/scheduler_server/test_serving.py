@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.grpc_server import ServerSettings
+from services.rpc.server import ServerSettings
 from tests.services.scheduler_server.running import LIMIT_S, Client, refused, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from length_tagger import TAGGERS, chained
 from length_tagger.estimate import MOST_SPREAD, MOST_TOKENS
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
-from services.grpc_server import ServerSettings, serving
+from services.rpc.server import ServerSettings, serving
 from services.tagger_server.batches import ENCODER, SMALL, Batches, Encoder
 from services.tagger_server.service import TaggerService
 from tests.length_tagger.test_learning import HOSTILE

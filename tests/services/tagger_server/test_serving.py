@@ -26,9 +26,9 @@ from prometheus_client import CollectorRegistry
 from length_tagger import DEFAULT_ORDER, chained
 from predictor.lengths import MOST_TOKENS, Tag
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
-from services import log_lines
+from services import logs
 from services.cli import serve_tagger
-from services.grpc_server import ServerSettings, serving
+from services.rpc.server import ServerSettings, serving
 from services.tagger_server.service import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
 from tests.services.cli import running as cli
 from tests.services.waiting import run
@@ -360,15 +360,15 @@ def test_a_port_in_use_ends_it_with_one_line() -> None:
     assert said == f"block: port: {line['port']} on 127.0.0.1 is in use\n"
 
 
-@pytest.mark.parametrize("form", log_lines.FORMATS)
+@pytest.mark.parametrize("form", logs.FORMATS)
 def test_log_lines_are_one_line_each(form: str) -> None:
     """Whatever a field holds, an event takes one line, and JSON lines can be read back."""
     out = StringIO()
     root = getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        log_lines.configure("debug", form, out)
-        log_lines.say(getLogger("test"), 20, "tagged", model='a "b"\nc=d', empty="", seconds=0.1234567891, none=None)
+        logs.configure("debug", form, out)
+        logs.log_event(getLogger("test"), 20, "tagged", model='a "b"\nc=d', empty="", seconds=0.1234567891, none=None)
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)

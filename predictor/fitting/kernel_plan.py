@@ -1,0 +1,132 @@
+"""Which kernels to time at which sizes. Pure but for the generator handed in.
+
+Each list begins with what is cheap: what is dear is left out where the budget ends, and what was seen by then tells how
+dear it would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from predictor.config import require_count
+from predictor.fitting.measurement_batches import doubled
+
+SHORTEST = 16  # tokens, of contexts and prefill chunks: a block
+GROWTH = 4  # of contexts, from one to the next
+NUM_MIXES = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far batches go that the profile is to foretell."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of one sequence
+    kv_tokens: int  # of all sequences
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine could run with."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_tokens"):
+            require_count(name, getattr(self, name))
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len: must be at least 2, a prompt and a token, not {self.max_model_len}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """A prefill chunk behind what was computed before it, and decodes with contexts of one length; either may lack."""
+
+    chunk: int = 0
+    before: int = 0
+    num_decodes: int = 0
+    context: int = 0  # of each decode, the new token included
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.chunk + self.num_decodes
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """New tokens, and all tokens, of each of its sequences: the decodes, then the chunk."""
+        decodes = [(1, self.context)] * self.num_decodes
+        return [*decodes, (self.chunk, self.before + self.chunk)] if self.chunk else decodes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values are read."""
+        return sum(length for _, length in self.lengths)
+
+    @property
+    def work(self) -> float:
+        """Pairs of a query and a key, and a little for each sequence: what its time grows with, at most."""
+        return SHORTEST + self.num_decodes * self.context + self.chunk * (self.before + self.chunk / 2)
+
+
+def token_counts(reach: Reach) -> list[int]:
+    """Counts of tokens to time the dense kernels at: doubling, then those in between."""
+    coarse = doubled(1, max(reach.max_num_batched_tokens, reach.max_num_seqs))
+    between = [(low + high) // 2 for low, high in pairwise(coarse)]
+    return [*coarse, *(count for count in between if count not in coarse)]
+
+
+def sequence_counts(reach: Reach) -> list[int]:
+    """Counts of sequences to time the head at."""
+    return doubled(1, reach.max_num_seqs)
+
+
+def decodes(reach: Reach) -> list[AttentionBatch]:
+    """Sequences that decode together: numbers that double, contexts that quadruple, up to what memory holds."""
+    batches = [
+        AttentionBatch(num_decodes=num, context=context)
+        for num in doubled(1, reach.max_num_seqs)
+        for context in _lengths(min(reach.max_model_len, reach.kv_tokens // num))
+    ]
+    return sorted(batches, key=lambda batch: (batch.work, batch.num_decodes))
+
+
+def chunks(reach: Reach) -> list[AttentionBatch]:
+    """Prefill chunks alone: from the first of a prompt to the last of the longest."""
+    longest = min(reach.max_model_len, reach.kv_tokens)
+    batches = [
+        AttentionBatch(chunk=chunk, before=before)
+        for chunk in _lengths(min(reach.max_num_batched_tokens, longest), growth=2)
+        for before in (0, *_lengths(longest - chunk))
+    ]
+    return sorted(batches, key=lambda batch: (batch.work, batch.chunk))
+
+
+def mixes(
+    alone: Iterable[AttentionBatch], together: Iterable[AttentionBatch], reach: Reach, generator: np.random.Generator
+) -> list[AttentionBatch]:
+    """Draw steps in which chunks come beside decodes, of those that were timed without each other."""
+    pairs = [
+        replace(chunk, num_decodes=batch.num_decodes, context=batch.context)
+        for chunk in alone
+        for batch in together
+        if chunk.num_tokens + batch.num_tokens <= reach.max_num_batched_tokens
+        and batch.num_decodes < reach.max_num_seqs
+        and chunk.kv_tokens + batch.kv_tokens <= reach.kv_tokens
+    ]
+    drawn = generator.permutation(len(pairs))[:NUM_MIXES]
+    return sorted((pairs[index] for index in drawn), key=lambda batch: batch.work)
+
+
+def parts_of(mixed: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
+    """Give the chunk alone, and the decodes alone."""
+    return replace(mixed, num_decodes=0, context=0), replace(mixed, chunk=0, before=0)
+
+
+def _lengths(most: int, *, growth: int = GROWTH) -> Sequence[int]:
+    """Lengths from the shortest to the longest, if there is any."""
+    if most < 1:
+        return ()
+    lengths = [min(SHORTEST, most)]
+    while lengths[-1] * growth < most:
+        lengths.append(lengths[-1] * growth)
+    return lengths if lengths[-1] == most else [*lengths, most]

@@ -1,0 +1,56 @@
+"""Where the pages of a batch's sequences lie in a pool of pages: as in an engine that has run for a while, anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictor.fitting.kernel_plan import AttentionBatch
+
+Counts = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayout:
+    """What kernels over pages are told of a batch."""
+
+    first_queries: Counts  # where each sequence's new tokens begin, and where the last one's end
+    first_keys: Counts  # the same of all its tokens, if they lay one after another
+    num_keys: Counts  # tokens of each sequence
+    most_queries: int
+    most_keys: int
+    tables: list[Counts]  # each a row of pages for each sequence; no two tables share a page
+
+
+def num_pages(batch: AttentionBatch, page_tokens: int) -> int:
+    """Count the pages that a batch's sequences take."""
+    return sum(-(-length // page_tokens) for _, length in batch.lengths)
+
+
+def paged_layout(
+    batch: AttentionBatch, *, page_tokens: int, pool_pages: int, most_tables: int, generator: np.random.Generator
+) -> PagedLayout:
+    """Deal pages out, to as many tables as the pool allows: one after another they find nothing in a cache."""
+    queries, keys = np.array(batch.lengths, dtype=np.int32).T
+    pages = -(-keys // page_tokens)
+    needed = int(pages.sum())
+    assert needed <= pool_pages, (needed, pool_pages)
+    num_tables = max(1, min(most_tables, pool_pages // needed))
+    shuffled = generator.permutation(pool_pages)[: num_tables * needed].reshape(num_tables, needed)
+    ends = np.cumsum(pages)
+    tables = []
+    for mine in shuffled:
+        table = np.zeros((len(keys), int(pages.max())), dtype=np.int32)  # beyond a sequence's own nothing is read
+        for row, end, count in zip(table, ends, pages, strict=True):
+            row[:count] = mine[end - count : end]
+        tables.append(table)
+    return PagedLayout(
+        first_queries=np.concatenate(([0], np.cumsum(queries))).astype(np.int32),
+        first_keys=np.concatenate(([0], np.cumsum(keys))).astype(np.int32),
+        num_keys=keys.astype(np.int32),
+        most_queries=int(queries.max()),
+        most_keys=int(keys.max()),
+        tables=tables,
+    )

@@ -1,0 +1,114 @@
+"""What schedulers recorded, read again: decisions, and requests as the simulator takes them.
+
+`services/scheduler_server/decision_recorder.py` says what the lines are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from predictor.lengths import Tag
+from predictor.request import Request
+from protos.block.v1 import common_pb2
+
+EVENTS = ("decision", "outcome")
+
+
+def is_recording(path: str) -> bool:
+    """Tell whether a file begins as recordings do."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            first = json.loads(file.readline() or "null")
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and first.get("event") in EVENTS
+
+
+def decisions_in(path: str) -> Iterator[common_pb2.Decision]:
+    """Give all decisions of a recording, the older file first."""
+    for place, line in _lines(path):
+        if line["event"] == "decision":
+            yield _parsed(place, line.get("decision"), common_pb2.Decision())
+
+
+def requests_in(path: str, *, block_size: int | None = None) -> list[Request]:
+    """Give the requests of a recording by arrival, with their tags, and with their true lengths where they ended.
+
+    A request that was decided about more than once counts once. Arrivals count from the first one's. Prefixes count
+    where they were named for blocks of `block_size`, if that is given.
+    """
+    asked: dict[str, common_pb2.Request] = {}
+    arrived: dict[str, float] = {}
+    lengths: dict[str, int] = {}
+    for place, line in _lines(path):
+        if line["event"] == "outcome":
+            outcome = _parsed(place, line.get("outcome"), common_pb2.Outcome())
+            ended = outcome.finish_reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+            if ended and outcome.output_tokens:
+                lengths[outcome.request_id] = outcome.output_tokens
+            continue
+        request = _parsed(place, line.get("request"), common_pb2.Request())
+        decision = _parsed(place, line.get("decision"), common_pb2.Decision())
+        if not request.request_id or request.prompt_tokens < 1:
+            raise ValueError(f"{place}: request: has no request_id or no prompt_tokens")
+        asked.setdefault(request.request_id, request)
+        arrived.setdefault(request.request_id, decision.decided_unix_s - decision.decision_s - request.waited_s)
+    first_s = min(arrived.values(), default=0.0)
+    requests = [
+        _request(request, arrived[name] - first_s, lengths.get(name), block_size) for name, request in asked.items()
+    ]
+    return sorted(requests, key=lambda one: one.arrival_s)
+
+
+def _request(
+    message: common_pb2.Request, arrival_s: float, output_tokens: int | None, block_size: int | None
+) -> Request:
+    tag = None
+    if message.HasField("tag") and message.tag.median_tokens > 0:
+        tag = Tag(median_tokens=message.tag.median_tokens, spread=message.tag.spread)
+    known = message.output_tokens if message.HasField("output_tokens") else None
+    if known is None and message.ignore_eos and message.HasField("max_tokens"):
+        known = message.max_tokens
+    are_named = block_size is None or message.prefix_block_tokens == block_size
+    return Request(
+        request_id=message.request_id,
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=output_tokens or known,
+        tag=tag,
+        arrival_s=max(0.0, arrival_s),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        priority=message.priority,
+        prefix_hashes=tuple(bytes(one).hex() for one in message.prefix_hashes) if are_named else (),
+    )
+
+
+def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give the lines of the older file and of the newer one; the last one may have been cut off by a crash."""
+    files = [one for one in (Path(f"{path}.1"), Path(path)) if one.exists()]
+    if not files:
+        raise ValueError(f"{path}: there is no such file")
+    for file in files:
+        with file.open("rb") as opened:
+            for number, raw in enumerate(opened, 1):
+                place = f"{file}:{number}"
+                try:
+                    line = json.loads(raw)
+                except (ValueError, RecursionError):
+                    if not raw.endswith(b"\n"):
+                        break
+                    raise ValueError(f"{place}: is not JSON") from None
+                if not isinstance(line, dict) or line.get("event") not in EVENTS:
+                    raise ValueError(f"{place}: event: must be one of {', '.join(EVENTS)}")
+                yield place, line
+
+
+def _parsed(place: str, told: Any, message: Any) -> Any:
+    try:
+        return ParseDict(told if isinstance(told, dict) else {}, message, ignore_unknown_fields=True)
+    except ParseError as error:
+        raise ValueError(f"{place}: {error}") from None

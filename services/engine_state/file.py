@@ -1,0 +1,310 @@
+"""One state file, open for reading: nothing in it is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from services.engine_state import layout, process
+from services.engine_state.layout import HEADER_SIZE, SEQUENCE, SEQUENCE_AT, Place
+from services.engine_state.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, Contents, UnreadableError, View
+
+PAUSE_S = 0.0001
+SILENT_S = 1.0  # after so long without news it is worth asking whether the writer lives, though the file is held
+
+
+class Core(NamedTuple):
+    """What every publication writes, as it was read."""
+
+    data: bytes
+    state: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    live: np.ndarray
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Slots of all requests that run or wait."""
+        return np.concatenate((self.running, self.waiting))
+
+
+class StateFile:
+    """A file that an engine writes, or wrote, or something that only lies where one should."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and check a file."""
+        self._path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise UnreadableError(MISSING, f"{path}: is not there; no engine writes it") from None
+        except OSError as error:
+            raise UnreadableError(MISSING, f"{path}: cannot be opened: {error.strerror}") from None
+        try:
+            self._read_header()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._known_rows: dict[str, dict[int, tuple[tuple[int, ...], np.ndarray]]] = {}
+        self._requests = np.zeros(self._places["requests"].rows, layout.REQUEST)
+
+    def close(self) -> None:
+        """Let the file go."""
+        os.close(self._descriptor)
+
+    def is_at(self, path: Path) -> bool:
+        """Tell whether this very file is what lies at a path."""
+        return os.path.samestat(path.stat(), os.fstat(self._descriptor))
+
+    def is_over(self) -> bool:
+        """Tell whether nothing will be written to the file any more."""
+        return self.is_given_up() or not process.is_held(self._descriptor)
+
+    def is_given_up(self) -> bool:
+        """Tell whether the writer has said that nothing will be written any more: it grew out of the file, or ended."""
+        return self._status() != layout.LIVE_FILE
+
+    def sequence(self) -> int:
+        """Read the number of the last publication; it is odd while one is being written."""
+        (sequence,) = SEQUENCE.unpack(self._pread(SEQUENCE_AT, SEQUENCE.size))
+        return int(sequence)
+
+    def read(self, patience_s: float, *, contents: bool) -> View:
+        """Give the newest publication; one that is being written is waited for."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            sequence = self._settled_sequence(deadline_s)
+            core = self._read_core()
+            if core is not None and int(core.state["sequence"][0]) == sequence:
+                self._follow_requests(core)
+                told = self._read_contents(core) if contents else None
+                if self.sequence() == sequence:
+                    break
+            self._pause(deadline_s)
+        self._refuse_if_ended(core)
+        return self._view(core, told)
+
+    def ring(
+        self, name: str, counter: str, dtype: np.dtype[Any], num_seen: int, patience_s: float
+    ) -> tuple[np.ndarray, int]:
+        """Rows that a ring got since so many had been seen."""
+        place, deadline_s = self._places[name], time.monotonic() + patience_s
+        while True:
+            sequence = self._settled_sequence(deadline_s)
+            state = np.frombuffer(self._pread(HEADER_SIZE, layout.STATE.itemsize), layout.STATE)
+            count = int(state[counter][0])
+            first = max(num_seen if num_seen <= count else 0, count - place.rows)
+            rows = np.frombuffer(self._pread(place.offset, place.size), dtype)
+            if self.sequence() == sequence:
+                return rows[np.arange(first, count) % place.rows], count
+            self._pause(deadline_s)
+
+    def _read_header(self) -> None:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._wrong(FOREIGN, "is no regular file")
+        header = self._pread(0, HEADER_SIZE)
+        (
+            magic, version, header_size, self.generation, self.life, self._pid, self._start_ticks, self._namespace,
+            boot, _, size,
+        ) = layout.IDENTITY.unpack_from(header)  # fmt: skip
+        if magic != layout.MAGIC:
+            raise self._wrong(FOREIGN, "is no engine's state file")
+        if version != layout.VERSION:
+            raise self._wrong(FOREIGN, f"has format version {version}; this release reads {layout.VERSION}")
+        if header_size != HEADER_SIZE or size != status.st_size or size > layout.LARGEST_FILE:
+            raise self._wrong(CORRUPT, f"is {status.st_size} bytes long and says {size}")
+        if boot != process.boot_id():
+            raise self._wrong(ENDED, "was written before this machine started")
+        self._places = self._table(header, size)
+        settings = self._places["settings"]
+        text = self._pread(settings.offset, settings.size)
+        (checksum,) = layout.CHECKSUM.unpack_from(header, layout.CHECKSUM_AT)
+        if checksum != layout.checksum(header, text):
+            raise self._wrong(CORRUPT, "has a damaged header")
+        try:
+            self._settings = json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._wrong(CORRUPT, "has settings that are not JSON") from None
+        if not isinstance(self._settings, dict):
+            raise self._wrong(CORRUPT, "has settings that are no object")
+        live = self._places["live"]
+        self._core_size = live.offset + live.size - HEADER_SIZE
+
+    def _table(self, header: bytes, size: int) -> dict[str, Place]:
+        """Read where the sections lie, and refuse what this layout would not have made."""
+        places = {
+            name: Place(*layout.SECTION.unpack_from(header, layout.TABLE_AT + number * layout.SECTION.size))
+            for number, name in enumerate(layout.SECTIONS)
+        }
+        expected = layout.places(
+            num_slots=places["live"].rows,
+            num_blocks=places["blocks"].rows,
+            blocks_per_request=places["tables"].row_size // layout.TABLE_ENTRY.itemsize,
+            settings_bytes=places["settings"].rows,
+        )
+        too_many = (
+            places["live"].rows > layout.MOST_SLOTS
+            or places["blocks"].rows > layout.MOST_BLOCKS
+            or places["tables"].row_size > layout.LARGEST_TABLE
+        )
+        if (
+            too_many
+            or places != expected
+            or layout.end_of(places) > size
+            or places["settings"].size > layout.LARGEST_SETTINGS
+        ):
+            raise self._wrong(CORRUPT, "has a damaged table of sections")
+        return places
+
+    def _read_core(self) -> Core | None:
+        """Read what every publication writes; None where it cannot be true, being half written or corrupt."""
+        data = self._pread(HEADER_SIZE, self._core_size)
+        state = np.frombuffer(data, layout.STATE, 1)
+        core = Core(
+            data=data,
+            state=state,
+            running=self._over(data, "running", layout.SLOT)[: int(state["num_running"][0])],
+            waiting=self._over(data, "waiting", layout.SLOT)[: int(state["num_waiting"][0])],
+            live=self._over(data, "live", layout.LIVE),
+        )
+        return core if core.slots.max(initial=0) < len(core.live) else None
+
+    def _follow_requests(self, core: Core) -> None:
+        """Read what does not change of requests, where there are new ones."""
+        slots = core.slots
+        if not np.array_equal(self._requests["serial"][slots], core.live["serial"][slots]):
+            place = self._places["requests"]
+            self._requests = np.frombuffer(self._pread(place.offset, place.size), layout.REQUEST)
+
+    def _read_contents(self, core: Core) -> Contents | None:
+        place = self._places["blocks"]
+        if place.rows == 0:
+            return None
+        live, slots = core.live, core.slots
+        # of a preempted request, those that it left and that may still hold its tokens
+        held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
+        serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
+        # only what runs keeps its blocks
+        sequence, num_running, num_waiting = int(core.state["sequence"][0]), len(core.running), len(core.waiting)
+        since = [0] * num_running + [sequence] * num_waiting
+        held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
+        named = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
+        return Contents(
+            blocks=np.frombuffer(self._pread(place.offset, place.size), layout.BLOCK),
+            tables=self._rows("tables", layout.TABLE_ENTRY, slots, held_ever),
+            hashes=self._rows("hashes", layout.HASH, slots, named),
+        )
+
+    def _rows(
+        self, name: str, dtype: np.dtype[Any], slots: np.ndarray, keys: Sequence[tuple[int, ...]]
+    ) -> tuple[np.ndarray, ...]:
+        """Read what is in the rows of some slots, as much as their keys begin with; the same key stands for the same.
+
+        A row that has been read already is given once more: the very same array.
+        """
+        offset, row_size, _ = self._places[name]
+        most = row_size // dtype.itemsize
+        known = self._known_rows.get(name, {})
+        rows = {}
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            row = known.get(slot)
+            if row is None or row[0] != key:
+                size = min(key[0], most) * dtype.itemsize
+                row = (key, np.frombuffer(self._pread(offset + slot * row_size, size) if size else b"", dtype))
+            rows[slot] = row
+        self._known_rows[name] = rows
+        return tuple(row for _, row in rows.values())
+
+    def _view(self, core: Core, contents: Contents | None) -> View:
+        head, slots, live = core.state[0], core.slots, core.live
+        self._require(len(core.running) == head["num_running"], "num_running")
+        self._require(len(core.waiting) == head["num_waiting"], "num_waiting")
+        self._require(len(np.unique(slots)) == len(slots), "running and waiting")
+        self._require((live["serial"][slots] > 0).all(), "live.serial")
+        self._require((self._requests["serial"][slots] == live["serial"][slots]).all(), "requests.serial")
+        rate, origin_s = float(head["clock_rate"]), float(head["clock_origin_s"])
+        self._require(np.isfinite((rate, origin_s)).all() and rate > 0, "clock")
+        now_s = time.monotonic()
+        return View(
+            life=self.life,
+            generation=self.generation,
+            sequence=int(head["sequence"]),
+            now_s=max(0.0, (now_s - origin_s) * rate),
+            age_s=now_s - int(head["written_ns"]) / 1e9,
+            clock_rate=rate,
+            settings=self._settings,
+            state=head,
+            running=core.running,
+            waiting=core.waiting,
+            steps=self._steps(core.data, head, set(slots.tolist())),
+            live=live,
+            requests=self._requests,
+            contents=contents,
+        )
+
+    def _steps(self, data: bytes, head: np.void, slots: set[int]) -> tuple[tuple[float, np.ndarray], ...]:
+        """Steps under way, without requests that ended meanwhile."""
+        batch = self._over(data, "batch", layout.SCHEDULED).reshape(layout.MOST_STEPS_UNDER_WAY, -1)
+        self._require(head["num_in_flight"] <= len(batch), "num_in_flight")
+        steps = []
+        for place in range(head["num_in_flight"]):
+            self._require(head["num_scheduled"][place] <= batch.shape[1], "num_scheduled")
+            entries = batch[place, : head["num_scheduled"][place]]
+            live = [slot in slots for slot in entries["slot"].tolist()]
+            steps.append((float(head["start_s"][place]), entries[live]))
+        return tuple(steps)
+
+    def _over(self, data: bytes, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        place = self._places[name]
+        return np.frombuffer(data, dtype, place.rows, place.offset - HEADER_SIZE)
+
+    def _settled_sequence(self, deadline_s: float) -> int:
+        """Wait until nothing is being written, and give the number of the last publication."""
+        while (sequence := self.sequence()) % 2 or sequence == 0:
+            self._pause(deadline_s)
+        return sequence
+
+    def _status(self) -> int:
+        (status,) = layout.STATUS.unpack(self._pread(layout.STATUS_AT, layout.STATUS.size))
+        return int(status)
+
+    def _pause(self, deadline_s: float) -> None:
+        if time.monotonic() < deadline_s:
+            time.sleep(PAUSE_S)
+            return
+        if not process.is_held(self._descriptor):
+            raise self._wrong(ENDED, "was left half written by an engine that has ended")
+        raise self._wrong(BUSY, "stays half written: its engine has stopped, or the file is damaged")
+
+    def _refuse_if_ended(self, core: Core) -> None:
+        if self.is_given_up():
+            raise self._wrong(ENDED, "is closed: its engine has ended")
+        if not process.is_held(self._descriptor):
+            raise self._wrong(ENDED, f"is nobody's: its engine, process {self._pid}, has ended")
+        silent_s = time.monotonic() - int(core.state["written_ns"][0]) / 1e9
+        if silent_s > SILENT_S and process.has_ended(self._pid, self._start_ticks, self._namespace):
+            raise self._wrong(ENDED, f"is left over: its engine, process {self._pid}, has ended")
+
+    def _require(self, condition: bool | np.bool, what: str) -> None:
+        if not condition:
+            raise self._wrong(CORRUPT, f"contradicts itself in {what}")
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._wrong(CORRUPT, f"cannot be read: {error.strerror}") from None
+        if len(data) != size:
+            raise self._wrong(CORRUPT, f"ends before byte {offset + size}")
+        return data
+
+    def _wrong(self, reason: str, message: str) -> UnreadableError:
+        return UnreadableError(reason, f"{self._path}: {message}")

@@ -1,0 +1,155 @@
+"""From what a state file shows to a snapshot that the engine model can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from predictor.config import FIELD_NAMES, EngineConfig
+from predictor.lengths import Tag
+from predictor.request import Request
+from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
+from predictor.suggestions import require_known
+from predictor.twin import Shown, ShownContents, ShownStep
+from services.engine_state import layout
+from services.engine_state.identity import client_id
+from services.engine_state.view import Contents, View
+
+FARTHEST_PRIORITY = 2**31
+NO_TAGS: Mapping[str, Tag] = {}
+
+
+def config_of(view: View) -> EngineConfig:
+    """Read the engine's settings."""
+    settings = view.settings.get("engine")
+    if not isinstance(settings, dict):
+        raise ValueError("settings.engine: is missing from the state file")
+    try:
+        require_known(settings, FIELD_NAMES, "engine setting")
+        return EngineConfig(**settings)
+    except ValueError as error:
+        raise ValueError(f"settings.engine.{error}") from None
+
+
+def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapshot:
+    """Build a snapshot; `tags` by the client's request id go before those that the requests carry themselves."""
+    contents = view.contents
+    nothing = (np.empty(0, np.uint64),) * len(view.slots)
+    names = {slot: _name(view, slot) for slot in view.slots.tolist()}
+    items = [
+        _live(view, slot, tags, table, hashes)
+        for slot, table, hashes in zip(
+            view.slots.tolist(),
+            contents.tables if contents else nothing,
+            contents.hashes if contents else nothing,
+            strict=True,
+        )
+    ]
+    num_running = len(view.running)
+    return Snapshot(
+        version=VERSION,
+        taken_s=view.now_s,
+        config=config_of(view),
+        num_free_blocks=int(view.state["num_free_blocks"]),
+        running=tuple(items[:num_running]),
+        waiting=tuple(items[num_running:]),
+        steps=tuple(_step(start_s, entries, names) for start_s, entries in view.steps),
+        kv_cache=_kv_cache(contents) if contents else None,
+        decodes_since_look=int(view.state["decodes_since_look"]),
+    )
+
+
+def _name(view: View, slot: int) -> str:
+    name: bytes = view.requests["request_id"][slot]
+    return name.decode(errors="replace")
+
+
+def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
+    (
+        _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
+        prefill_tokens, *_,
+    ) = view.live[slot].item()  # fmt: skip
+    _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens = view.requests[slot].item()
+    name = name_bytes.decode(errors="replace")
+    tag = tags.get(client_id(name))
+    if tag is None:
+        tag = _tag(tag_tokens, tag_spread)
+    return LiveRequest(
+        request=Request(
+            request_id=name,
+            prompt_tokens=prompt_tokens,
+            tag=tag,
+            arrival_s=max(0.0, arrival_s),
+            max_tokens=max_tokens,
+            priority=max(-FARTHEST_PRIORITY, min(FARTHEST_PRIORITY, priority)),
+            prefix_hashes=tuple(hashes.tolist()),
+        ),
+        produced_tokens=produced,
+        computed_tokens=computed,
+        placeholders=placeholders,
+        in_flight_tokens=in_flight,
+        stale_tokens=stale,
+        num_blocks=num_blocks,
+        full_blocks=full_blocks,
+        block_ids=tuple(table.tolist()),
+        num_preemptions=num_preemptions,
+        prefill_tokens=prefill_tokens if prefill_tokens >= 0 else None,
+    )
+
+
+def _tag(median_tokens: float, spread: float) -> Tag | None:
+    """The tag that a request carries; one that makes no sense is none, and no reason to lose sight of the engine."""
+    try:
+        return Tag(median_tokens=median_tokens, spread=spread)
+    except ValueError:
+        return None
+
+
+def _step(start_s: float, entries: np.ndarray, names: Mapping[int, str]) -> StepUnderWay:
+    rows = entries.tolist()
+    return StepUnderWay(
+        start_s=start_s,
+        scheduled={names[slot]: tokens for slot, _, tokens in rows},
+        sampled=tuple(names[slot] for slot, sampled, _ in rows if sampled),
+    )
+
+
+def _kv_cache(contents: Contents) -> KvCache:
+    blocks = contents.blocks
+    free = np.flatnonzero(blocks["reuse"] != layout.HELD)
+    order = free[np.argsort(blocks["reuse"][free], kind="stable")]
+    cached = np.flatnonzero(blocks["content"])
+    return KvCache(
+        free_block_ids=tuple(order.tolist()),
+        contents=dict(zip(cached.tolist(), blocks["content"][cached].tolist(), strict=True)),
+    )
+
+
+def shown_from_view(view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray) -> Shown:
+    """Put a view as a twin takes it; the lengths of answers are given by slot."""
+    contents = view.contents
+    return Shown(
+        now_s=view.now_s,
+        num_free_blocks=int(view.state["num_free_blocks"]),
+        decodes_since_look=int(view.state["decodes_since_look"]),
+        running=view.running.astype(np.int64),
+        waiting=view.waiting.astype(np.int64),
+        steps=tuple(
+            ShownStep(start_s=start_s, slots=rows["slot"], tokens=rows["tokens"], sampled=rows["sampled"])
+            for start_s, rows in view.steps
+        ),
+        live=view.live,
+        facts=view.requests,
+        known_tokens=known_tokens,
+        tag_median=tag_median,
+        tag_spread=tag_spread,
+        contents=None
+        if contents is None
+        else ShownContents(
+            content=contents.blocks["content"],
+            reuse=contents.blocks["reuse"],
+            tables=contents.tables,
+            hashes=contents.hashes,
+        ),
+    )

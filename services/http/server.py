@@ -1,0 +1,75 @@
+"""Listening, and uvicorn as our HTTP servers run it: signals are not its business, and streams may end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import uvicorn
+
+from services.rpc.server import refuse_taken
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75  # clients' idle connections
+SETTLE_S = 2  # from cutting off what is under way to closing its connections
+
+
+class Draining(Protocol):
+    """An ASGI application that takes nothing new while it drains, and can cut off what is under way."""
+
+    draining: bool
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request."""
+
+    def cut_off(self) -> None:
+        """End all that is under way."""
+
+
+@asynccontextmanager
+async def answering(app: Draining, own: socket.socket, drain_s: float) -> AsyncIterator[None]:
+    """Let uvicorn speak HTTP on a socket while the block runs; signals are not its business."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(drain_s) + SETTLE_S,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    config.load()
+    http = uvicorn.Server(config)
+    http.lifespan = config.lifespan_class(config)
+    await http.startup(sockets=[own])
+    ticking = asyncio.create_task(http.main_loop())
+    try:
+        yield
+    finally:
+        app.draining = True
+        too_late = asyncio.get_running_loop().call_later(drain_s, app.cut_off)
+        ticking.cancel()
+        await http.shutdown(sockets=[own])
+        too_late.cancel()
+
+
+def listening(host: str, port: int, field: str = "port") -> socket.socket:
+    """Bind and listen; where that cannot be, say why in one line."""
+    refuse_taken(host, port, field)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    own = socket.socket(family, kind, protocol)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+    own.bind(address)
+    own.setblocking(False)
+    return own

@@ -1,0 +1,1 @@
+"""gRPC: servers, channels, messages, and the statuses of errors."""

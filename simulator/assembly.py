@@ -1,0 +1,176 @@
+"""From instances, a workload, a policy and conditions to a simulation, and to its result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.forecast import RESULT
+from predictor.state import NOBODY
+from scheduler.holding import Refusals
+from scheduler.indicators import roots_of
+from scheduler.instance_table import InstanceTable
+from scheduler.policy import policy_from
+from scheduler.prefix import PrefixIndex
+from simulator import kernels
+from simulator.conditions import SENT_INDEX, Conditions, require_outages
+from simulator.fleet import Unit, make_fleet, noise_factors, residual_table
+from simulator.result import DECISION, RunResult
+from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
+from simulator.scheduler_view import SchedulerView
+from simulator.workload import LONGEST, RequestLengths, Workload
+
+
+def simulate(
+    units: Sequence[Unit],
+    work: Workload,
+    policy: str | Mapping[str, Any],
+    conditions: Conditions | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> RunResult:
+    """Serve a workload with a policy; the same arguments give the same result."""
+    return simulation(units, work, policy, conditions or Conditions(), seed=seed).run(progress)
+
+
+def simulation(
+    units: Sequence[Unit], work: Workload, policy: str | Mapping[str, Any], conditions: Conditions, *, seed: int = 0
+) -> Simulation:
+    """Make a cluster ready to run."""
+    if len(work) == 0:
+        raise ValueError("requests: there is none")
+    require_outages(conditions.outages, len(units))
+    draws = np.random.default_rng([seed, 1])
+    block_size = _block_size(units, work.lengths)
+    lengths = _in_blocks(work.lengths, block_size)
+    fleet = make_fleet(
+        units,
+        num_contents=lengths.num_contents,
+        noise=noise_factors(conditions.step_noise, draws),
+        residual=residual_table(conditions.residual),
+        knows_lengths=bool(np.isnan(work.tag_median).all()),
+        generator=draws,
+    )
+    ids = _names(len(units))
+    schedulers = []
+    for _ in range(conditions.num_schedulers):
+        made = policy_from(policy, seed=int(draws.integers(1 << 62)))
+        prefixes = None
+        if conditions.prefix_view == SENT_INDEX and made.needs_prefix:
+            prefixes = PrefixIndex({name: unit.config.num_gpu_blocks for name, unit in zip(ids, units, strict=True)})
+        schedulers.append(
+            SchedulerView(policy=made, table=InstanceTable(ids), prefixes=prefixes, refusals=Refusals(len(units)))
+        )
+    made = schedulers[0].policy
+    roots = {root.name for root in roots_of(made.needs)}
+    decisions = np.zeros(len(work), DECISION).view(np.recarray)
+    decisions.instance = NOBODY
+    decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
+    simulation = Simulation(
+        units=tuple(units),
+        work=work,
+        schedulers=schedulers,
+        conditions=conditions,
+        fleet=fleet,
+        requests=_requests(work, lengths, conditions.order_s_per_token),
+        turns=_turns(len(work), conditions.num_schedulers, draws),
+        pauses=np.random.default_rng([seed, 2]),
+        results=np.zeros(len(units), RESULT).view(np.recarray),
+        told=np.zeros_like(schedulers[0].table.known.told),
+        decisions=decisions,
+        possible=_possible(units, lengths),
+        up_since=dict.fromkeys(range(len(units)), 0.0),
+        minute=[deque() for _ in units],
+        watches_minute="requests_per_minute" in roots,
+        watches_drain="drained_s" in roots,
+    )
+    for which, scheduler in enumerate(schedulers):
+        if conditions.has_fresh_indicators:
+            scheduler.table.known.told = simulation.told
+        else:
+            simulation.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
+            scheduler.table.known.told[:] = 0.0
+            scheduler.table.known.told_s[:] = 0.0
+    simulation.look(0.0)
+    for scheduler in schedulers:
+        if not conditions.has_fresh_indicators:
+            scheduler.table.known.told[:] = simulation.told
+    for outage in conditions.outages:
+        simulation.schedule(outage.from_s, OUT, outage.instance)
+        if outage.until_s < FOREVER:
+            simulation.schedule(outage.until_s, BACK, outage.instance)
+    if conditions.sample_s > 0:
+        simulation.schedule(float(work.arrival_s[0]), SAMPLE)
+    return simulation
+
+
+def _names(num: int) -> tuple[str, ...]:
+    width = len(str(num - 1))
+    return tuple(f"instance-{index:0{width}d}" for index in range(num))
+
+
+def _turns(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
+    if num_schedulers == 1:
+        return np.zeros(num, np.int64)
+    return draws.integers(0, num_schedulers, num)
+
+
+def _block_size(units: Sequence[Unit], lengths: RequestLengths) -> int:
+    if lengths.num_contents == 0:
+        return lengths.block_tokens
+    sizes = {unit.config.block_size for unit in units}
+    if len(sizes) > 1:
+        raise ValueError(f"block_size: must be the same everywhere where prompts' contents are known, not {sizes}")
+    (size,) = sizes
+    if lengths.block_tokens % size:
+        raise ValueError(f"block_size: {size} does not divide the {lengths.block_tokens} tokens of the trace's blocks")
+    return size
+
+
+def _in_blocks(lengths: RequestLengths, block_size: int) -> RequestLengths:
+    """Name contents of blocks as small as the engines'."""
+    ratio = lengths.block_tokens // block_size
+    if lengths.num_contents == 0 or ratio == 1:
+        return lengths
+    contents = (lengths.contents[:, None] * ratio + np.arange(ratio)).ravel()
+    return RequestLengths(
+        prompt_tokens=lengths.prompt_tokens,
+        output_tokens=lengths.output_tokens,
+        first_content=lengths.first_content * ratio,
+        contents=contents,
+        block_tokens=block_size,
+    )
+
+
+def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float) -> kernels.Requests:
+    asked = np.zeros(len(work), kernels.REQUEST).view(np.recarray)
+    asked.prompt_tokens, asked.output_tokens = lengths.prompt_tokens, lengths.output_tokens
+    asked.max_tokens = LONGEST
+    asked.arrival_s = work.arrival_s
+    asked.log_median, asked.spread = np.log(work.tag_median), work.tag_spread
+    if order_s_per_token > 0:
+        tokens = np.where(np.isnan(work.tag_median), lengths.output_tokens, work.tag_median) + lengths.prompt_tokens
+        asked.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
+    if lengths.num_contents:
+        asked.first_content = lengths.first_content[:-1]
+        asked.num_contents = np.diff(lengths.first_content)
+    outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
+    outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NOBODY
+    return kernels.Requests(asked=asked, contents=lengths.contents, outcomes=outcomes)
+
+
+def _possible(units: Sequence[Unit], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:
+    """Tell which instances could ever serve which request; None where all could."""
+    columns = []
+    for unit in units:
+        config = unit.config
+        tokens = np.minimum(lengths.prompt_tokens + lengths.output_tokens, config.max_model_len)
+        fits = -(-tokens // config.block_size) <= config.num_gpu_blocks - 1
+        columns.append(fits & (lengths.prompt_tokens < config.max_model_len))
+    possible = np.stack(columns, axis=1)
+    return None if possible.all() else possible

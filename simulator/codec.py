@@ -1,0 +1,194 @@
+"""From files and wire formats to the values of the pure packages, and back; what is wrong is named in one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from predictor.config import FIELD_NAMES
+from predictor.prefix import block_hashes
+from predictor.request import Request
+from predictor.snapshot import VERSION, Snapshot
+from predictor.suggestions import require_known
+
+T = TypeVar("T")
+
+_REQUEST = TypeAdapter(Request)
+_SNAPSHOT = TypeAdapter(Snapshot)
+
+SHORTHANDS = ("prompt_token_ids",)
+REQUEST_FIELDS = tuple(spec.name for spec in fields(Request)) + SHORTHANDS
+
+
+def read_json(path: str) -> Any:
+    """Read one JSON document; `-` is standard input."""
+    text = read_text(path)
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+
+
+def read_text(path: str) -> str:
+    """Read a file, or standard input for `-`."""
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number that JSON knows")
+
+
+def snapshot_from(data: Any) -> Snapshot:
+    """Check and build a snapshot; one of a newer version is refused before anything else is looked at."""
+    if isinstance(data, Mapping) and isinstance(data.get("version"), int) and data["version"] > VERSION:
+        raise ValueError(f"version: {data['version']} is newer than {VERSION}, the newest that can be read here")
+    return _checked(_SNAPSHOT, data)
+
+
+def snapshot_json(snapshot: Snapshot) -> str:
+    """Write a snapshot down."""
+    return _SNAPSHOT.dump_json(snapshot).decode()
+
+
+def request_from(data: Any, *, block_size: int, default_id: str) -> Request:
+    """Check and build a request; given token ids, it counts and hashes them."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"must be an object with prompt_tokens and so on, not {_kind(data)}")
+    require_known(data, REQUEST_FIELDS, "field")
+    spelled = {"request_id": default_id, **data}
+    token_ids = spelled.pop("prompt_token_ids", None)
+    if isinstance(spelled.get("prompt_tokens"), list):
+        token_ids = spelled.pop("prompt_tokens")
+    if token_ids is not None:
+        spelled = {**_from_token_ids(token_ids, block_size), **spelled}
+    if isinstance(spelled.get("prefix_hashes"), list):
+        spelled["prefix_hashes"] = tuple(spelled["prefix_hashes"])
+    return _checked(_REQUEST, spelled)
+
+
+def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
+    sound = isinstance(token_ids, list) and all(type(token) is int and abs(token) < 2**63 for token in token_ids)
+    if not sound:
+        raise ValueError("prompt_token_ids: must be a list of whole numbers")
+    return {"prompt_tokens": len(token_ids), "prefix_hashes": block_hashes(token_ids, block_size)}
+
+
+def requests_from_file(path: str, *, block_size: int) -> list[Request]:
+    """Read requests from JSON lines, a JSON array or CSV with a header; a bad one is refused by its place."""
+    requests = []
+    seen: set[str] = set()
+    for place, data in enumerate(_rows(path)):
+        try:
+            request = request_from(data, block_size=block_size, default_id=str(place))
+            if request.request_id in seen:
+                raise ValueError(f"request_id: {request.request_id!r} is there twice")
+        except ValueError as error:
+            raise ValueError(f"{path}: requests[{place}].{error}") from None
+        seen.add(request.request_id)
+        requests.append(request)
+    if not requests:
+        raise ValueError(f"{path}: holds no requests")
+    return requests
+
+
+def _rows(path: str) -> Iterable[Any]:
+    if path.endswith(".csv"):
+        return [_typed(row) for row in csv.DictReader(read_text(path).splitlines())]
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        return list(_parsed(path, text, 1))
+    return [_parsed(path, line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _parsed(path: str, text: str, line: int) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}:{line}: is not JSON: {error}") from None
+
+
+def _typed(row: Mapping[str, str | None]) -> dict[str, Any]:
+    """Give the cells of a CSV row their types; empty ones are left out."""
+    values: dict[str, Any] = {}
+    for name, cell in row.items():
+        if not cell or name is None:
+            continue
+        try:
+            values[name] = cell if name in ("request_id", "request_class") else json.loads(cell)
+        except ValueError:
+            values[name] = cell
+    return values
+
+
+def settings_from_toml(path: str) -> dict[str, Any]:
+    """Read engine settings, at the top level or under [engine]; an unknown one is refused by name."""
+    try:
+        data = tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: is not TOML: {error}") from None
+    settings = data.get("engine", data)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: engine: must be a table")
+    try:
+        require_known(settings, FIELD_NAMES, "setting")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return settings
+
+
+def _checked(adapter: TypeAdapter[T], data: Any) -> T:
+    try:
+        return adapter.validate_json(json.dumps(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = _place(first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "is missing"
+        elif first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            message = "is unknown"
+        if not place:
+            raise ValueError(message) from None
+        separator = "." if first["type"] == "value_error" else ": "  # ours name their field themselves
+        raise ValueError(f"{place}{separator}{message}") from None
+
+
+def _place(location: Iterable[int | str]) -> str:
+    """Spell a path into a document: running[3].request.prompt_tokens."""
+    place = ""
+    for step in location:
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif step not in ("Tag", "float", "int", "str", "constrained-float"):  # branches of a union are no fields
+            place += f".{step}" if place else str(step)
+    return place
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a string", type(None): "null"}.get(type(value), f"{value!r}")
+
+
+def plain(value: Any) -> Any:
+    """Turn values into what JSON can say; an infinite time becomes null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {spec.name: plain(getattr(value, spec.name)) for spec in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return None
+    return value

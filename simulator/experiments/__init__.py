@@ -1,0 +1,1 @@
+"""What the papers measured, as files that declare it, and what was measured here beside it."""

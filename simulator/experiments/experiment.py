@@ -1,0 +1,216 @@
+"""Experiments as files declare them: a scenario, its settings, the policies compared, and what the paper has."""
+
+from __future__ import annotations
+
+import operator
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from predictor.config import require_count
+from predictor.suggestions import did_you_mean
+from scheduler.policy import policy_from
+from simulator.capacity import Objective
+from simulator.experiments import autoscaling_shapes
+from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
+from simulator.scenario import Scenario, scenario_from
+
+CAPACITY, SWEEP, FORECASTS, PROVISIONING = "capacity", "sweep", "forecasts", "provisioning"
+KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
+KEYS = (
+    "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
+    "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
+    "turn", "bound",
+)  # fmt: skip
+
+METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
+    "ttft_mean_s": lambda s: s["ttft_s"]["mean"],
+    "ttft_p99_s": lambda s: s["ttft_s"]["p99"],
+    "tpot_mean_s": lambda s: s["tpot_s"]["mean"],
+    "tpot_p99_s": lambda s: s["tpot_s"]["p99"],
+    "e2e_mean_s": lambda s: s["e2e_s"]["mean"],
+    "e2e_p99_s": lambda s: s["e2e_s"]["p99"],
+    "requests_per_s": lambda s: s["requests_per_s"],
+    "preemptions": lambda s: s["num_preemptions"],
+    "free_blocks_mean": lambda s: s["free_blocks"]["mean"] if "free_blocks" in s else None,
+    "free_blocks_variance": lambda s: s["free_blocks"]["variance"] if "free_blocks" in s else None,
+    "hit_ratio": lambda s: s["hit_ratio"],
+    "prefill_imbalance": lambda s: s["prefill_imbalance"],
+    "e2e_error_mean": lambda s: s["e2e_error"]["mean"] if "e2e_error" in s else None,
+    "e2e_error_p50": lambda s: s["e2e_error"]["p50"] if "e2e_error" in s else None,
+}
+
+FORECAST_METRICS = {
+    name: operator.itemgetter(name)
+    for name in ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "rank_mean")
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A curve: a policy, and what is different for it."""
+
+    name: str
+    policy: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A cluster and traffic in which all variants are compared, at some rates or between those a search begins with."""
+
+    name: str
+    scenario: Scenario
+    rates: tuple[float, ...] = ()
+    first_rate: float = 10.0
+    variants: tuple[str, ...] = ()
+    baseline: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What to measure."""
+
+    name: str
+    title: str
+    about: str
+    kind: str
+    seeds: int
+    baseline: str
+    objective: Objective
+    resolution: float
+    settings: tuple[Setting, ...]
+    variants: tuple[Variant, ...]
+    paper: Mapping[str, Mapping[str, float]]
+    differences: tuple[str, ...]
+    plots: tuple[str, ...]
+    first_seed: int = 0  # those before it are what settings were chosen on
+    rules: tuple[str, ...] = autoscaling_shapes.RULES
+    paper_gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where it has no capacities
+    claims: tuple[Claim, ...] = ()
+    turn: Turn | None = None
+    bound: bool = False  # tell also what no placement can sustain
+
+    def baseline_of(self, setting: Setting) -> str:
+        """What gains are over: the same everywhere, or the best of what is there already."""
+        return setting.baseline or self.baseline
+
+    def cases(self, setting: Setting) -> list[tuple[Variant, Scenario]]:
+        """All variants of a setting, each with its scenario."""
+        wanted = [one for one in self.variants if not setting.variants or one.name in setting.variants]
+        return [(one, setting.scenario.changed(**one.changes)) for one in wanted]
+
+
+def experiment_names() -> list[str]:
+    """Name the experiments that come with the product."""
+    folder = resources.files("simulator") / "experiments"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def experiment_named(name: str) -> Experiment:
+    """Load an experiment that comes with the product, or one from a TOML file."""
+    if name.endswith(".toml"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
+        return experiment_from(Path(name).stem, text)
+    if name not in experiment_names():
+        known = experiment_names()
+        raise ValueError(f"experiment: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+    file = resources.files("simulator") / "experiments" / f"{name}.toml"
+    return experiment_from(name, file.read_text(encoding="utf-8"))
+
+
+def experiment_from(name: str, text: str) -> Experiment:
+    """Read an experiment; what is unknown or makes no sense is refused by its name."""
+    try:
+        table = tomllib.loads(text)
+        return _experiment(name, table)
+    except (ValueError, TypeError) as error:  # TOML's errors are ValueErrors too
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
+    for key in table:
+        if key not in KEYS:
+            raise ValueError(f"{key!r} is unknown; there are {', '.join(KEYS)}")
+    kind = table.get("kind", SWEEP)
+    if kind not in KINDS:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
+    base = scenario_from(table.get("scenario", {}))
+    variants = tuple(_variant(one) for one in [*table.get("policies", []), *table.get("variants", [])])
+    if not variants:
+        raise ValueError("policies: there is none")
+    baseline = table.get("baseline", variants[0].name)
+    if baseline not in [one.name for one in variants]:
+        raise ValueError(f"baseline: {baseline!r} is none of the variants")
+    settings = tuple(
+        _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
+    )
+    require_count("seeds", table.get("seeds", 5))
+    require_count("first_seed", table.get("first_seed", 0), at_least=0)
+    rules = tuple(table.get("rules", autoscaling_shapes.RULES))
+    autoscaling_shapes.require_rules(rules)
+    usual = tuple(FORECAST_METRICS) if kind == FORECASTS else ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
+    plots = tuple(table.get("plots", usual))
+    for plot in plots:
+        if plot not in (known := metrics_of(kind)):
+            raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
+    turn = turn_from(table["turn"], tuple(metrics_of(kind))) if "turn" in table else None
+    names = [one.name for one in variants]
+    return Experiment(
+        name=name,
+        title=table.get("title", name),
+        about=table.get("about", ""),
+        kind=kind,
+        seeds=table.get("seeds", 5),
+        baseline=baseline,
+        objective=Objective(**table.get("objective", {})),
+        resolution=table.get("resolution", 0.005),
+        settings=settings,
+        variants=variants,
+        paper=table.get("paper", {}),
+        paper_gains=table.get("paper_gains", {}),
+        differences=tuple(table.get("differences", ())),
+        plots=plots,
+        first_seed=table.get("first_seed", 0),
+        rules=rules,
+        claims=tuple(claim_from(one, tuple(metrics_of(kind)), names) for one in table.get("claims", ())),
+        turn=turn,
+        bound=bool(table.get("bound", False)),
+    )
+
+
+def metrics_of(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | None]]:
+    """Give what a kind of experiment measures, by name, and how it is read from a summary."""
+    return FORECAST_METRICS if kind == FORECASTS else METRICS
+
+
+def _variant(given: str | Mapping[str, Any]) -> Variant:
+    table = {"policy": given} if isinstance(given, str) else dict(given)
+    variant = Variant(
+        name=str(table.get("name", table.get("policy", ""))),
+        policy=str(table.get("policy", "")),
+        changes={key: value for key, value in table.items() if key not in ("name", "policy")},
+    )
+    policy_from(variant.policy)  # a bad one is refused before anything is measured
+    return variant
+
+
+def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> Setting:
+    rates = changes.pop("rates", table.get("rates", []))
+    first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
+    variants = changes.pop("only", [])
+    baseline = str(changes.pop("baseline", table.get("baseline", "")))
+    return Setting(
+        name=name,
+        scenario=base.changed(**changes),
+        rates=tuple(float(rate) for rate in rates),
+        first_rate=float(first_rate),
+        variants=tuple(variants),
+        baseline=baseline,
+    )

@@ -1,0 +1,270 @@
+"""What an experiment comes to: everything that it declares is measured, and summed up as numbers and curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from simulator.assembly import simulate
+from simulator.capacity import Capacity, Search, capacities, gain, half_width
+from simulator.experiments import autoscaling_comparison, autoscaling_shapes
+from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, seen, turning_points
+from simulator.experiments.experiment import CAPACITY, FORECASTS, PROVISIONING, Experiment, Setting, metrics_of
+from simulator.forecast_accuracy import ranked
+from simulator.metrics import cdf, latencies, summary
+from simulator.parallel import Runner
+from simulator.placement_bound import sustained_rate
+from simulator.scenario import Scenario, as_table
+
+BOUND = "any placement, at most"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run of a sweep."""
+
+    scenario: Scenario
+    policy: str
+    rate: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured number, with half its 95 % confidence interval."""
+
+    name: str
+    value: float
+    unit: str
+    n: int
+    ci95: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What an experiment came to: numbers by name; and curves by plot, setting and variant, as (x, y, ci95)."""
+
+    rows: list[Row]
+    curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
+    claims: Sequence[tuple[Claim, Sequence[ClaimResult]]] = ()
+
+
+def measure(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    """Measure everything; `told` hears how much is done, and of how much."""
+    runner = _from_seed(experiment.first_seed, runner)
+    if experiment.kind == PROVISIONING:
+        return _provisioning(experiment, runner, told)
+    return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, told)
+
+
+def _from_seed(first_seed: int, runner: Runner) -> Runner:
+    """Count seeds from the first one on."""
+
+    def later(measure: Callable[[Any], Any], tasks: Sequence[Any], /) -> Iterator[tuple[int, Any]]:
+        yield from runner(measure, [replace(task, seed=task.seed + first_seed) for task in tasks])
+
+    return later
+
+
+def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    names = [setting.name for setting in experiment.settings]
+    scenario = experiment.settings[0].scenario
+    found = autoscaling_shapes.measured(
+        as_table(scenario), names, experiment.rules, experiment.seeds, runner=runner, told=told
+    )
+    rows: list[Row] = []
+    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    for (shape, rule), results in found.items():
+        for number, unit in zip(autoscaling_shapes.NUMBERS, autoscaling_shapes.UNITS, strict=True):
+            rows.append(_mean_row(f"{number}.{rule}.{shape}", [one[number] for one in results], unit))
+            if shape == autoscaling_shapes.FIGURE:
+                rows.append(replace(rows[-1], name=f"{number}.{rule}"))
+    until_s = {shape.name: shape.seconds for shape in autoscaling_shapes.ALL_SHAPES}
+    for (shape, rule), results in found.items():
+        drawn = autoscaling_comparison.sizes([one["timeline"] for one in results], until_s[shape])
+        curves.setdefault(autoscaling_shapes.OVER_TIME, {}).setdefault(shape, {})[rule] = drawn
+    return Findings(rows=rows + growth_rows(found), curves=curves)
+
+
+def growth_rows(found: autoscaling_comparison.Found) -> list[Row]:
+    """Compare rules: the paper's with each other, and headroom with both."""
+    rows = [_mean_row(name, values, "ratio") for name, values in autoscaling_comparison.ratios(found).items()]
+    for suffix, (dominated, run) in autoscaling_comparison.judged(found).items():
+        num, unit = len(dominated), f"of {len(run)} shapes"
+        rows.append(Row(name=f"headroom.dominates_shapes{suffix}", value=num, unit=unit, n=len(run)))
+        for shape in run:
+            num, of = autoscaling_comparison.seeds_dominated(found, shape)
+            rows.append(Row(name=f"headroom.dominates_seeds.{shape}", value=num, unit=f"of {of} seeds", n=of))
+    return rows
+
+
+def _mean_row(name: str, values: Sequence[float], unit: str) -> Row:
+    half = half_width(values) if len({*values}) > 1 else None  # runs that do not differ tell nothing of others
+    return Row(name=name, value=float(np.mean(values)), unit=unit, n=len(values), ci95=half)
+
+
+def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    rows: list[Row] = []
+    bars: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    num_cases = sum(len(experiment.cases(setting)) for setting in experiment.settings)
+    about = num_cases * experiment.seeds * 10  # trials of a bisection
+    num_trials = 0
+
+    def heard(*_: object) -> None:
+        nonlocal num_trials
+        num_trials += 1
+        told(min(num_trials, about - 1), about)
+
+    for setting in experiment.settings:
+        cases = experiment.cases(setting)
+        search = Search(
+            resolution=experiment.resolution,
+            seeds=experiment.seeds,
+            most_seeds=experiment.seeds,
+            first_rate=setting.first_rate,
+            paired=True,
+        )
+        found = capacities(
+            [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, heard
+        )
+        by_name = {variant.name: one for (variant, _), one in zip(cases, found, strict=True)}
+        if experiment.bound:
+            by_name[BOUND] = _bound(experiment, setting)
+        rows += _capacity_rows(by_name, setting.name, experiment.baseline_of(setting))
+        known = experiment.seeds > 1
+        bars[setting.name] = {name: [(0.0, one.mean, one.ci95 if known else 0.0)] for name, one in by_name.items()}
+    told(about, about)
+    return Findings(rows=rows, curves={"capacity": bars})
+
+
+def _bound(experiment: Experiment, setting: Setting) -> Capacity:
+    scenario, rate = setting.scenario, setting.first_rate
+    seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+    each = [sustained_rate(scenario.units(), scenario.workload(rate, seed), rate) for seed in seeds]
+    return Capacity(policy=BOUND, mean=float(np.mean(each)), ci95=half_width(each), per_seed=tuple(each), num_trials=0)
+
+
+def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -> list[Row]:
+    rows = []
+    for name, one in found.items():
+        key = f"{slug(name)}.{setting}"
+        n = len(one.per_seed)
+        known = n > 1  # of one seed, how far others are off is not
+        rows.append(
+            Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=one.ci95 if known else None)
+        )
+        if baseline in found and name != baseline:
+            share, half = gain(one, found[baseline])
+            rows.append(
+                Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n,
+                    ci95=half if known else None)
+            )  # fmt: skip
+    return rows
+
+
+def run_point(point: Point) -> dict[str, Any]:
+    """Run once; give the summary and the distributions."""
+    work = point.scenario.workload(point.rate, point.seed)
+    result = simulate(point.scenario.units(), work, point.policy, point.scenario.conditions, seed=point.seed)
+    took = latencies(result)
+    summed = summary(result, point.scenario.slo)
+    summed["cdf"] = {"ttft_s": cdf(took.ttft_s), "e2e_s": cdf(took.e2e_s)}
+    return summed
+
+
+def rank_point(point: Point) -> dict[str, Any]:
+    """Run once with random placement, and look at the forecasts."""
+    assert point.rate is not None
+    return ranked(point.scenario, point.rate, point.seed)
+
+
+def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+    places: list[tuple[str, str, float]] = []
+    points: list[Point] = []
+    for setting in experiment.settings:
+        for variant, scenario in experiment.cases(setting):
+            for rate in setting.rates or (math.nan,):
+                for seed in range(experiment.seeds):
+                    points.append(
+                        Point(
+                            scenario=scenario,
+                            policy=variant.policy,
+                            rate=None if math.isnan(rate) else rate,
+                            seed=seed,
+                        )
+                    )
+                    places.append((setting.name, variant.name, rate))
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    by_place: list[dict[str, Any] | None] = [None] * len(points)
+    run = rank_point if experiment.kind == FORECASTS else run_point
+    for done, (place, summed) in enumerate(runner(run, points), 1):
+        by_place[place] = summed
+        told(done, len(points))
+    for key, one in zip(places, by_place, strict=True):
+        assert one is not None
+        found.setdefault(key, []).append(one)
+    return _sweep_findings(experiment, found)
+
+
+def _sweep_findings(
+    experiment: Experiment, found: Mapping[tuple[str, str, float], Sequence[dict[str, Any]]]
+) -> Findings:
+    rows: list[Row] = []
+    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    for (setting, variant, rate), summaries in found.items():
+        at = "" if math.isnan(rate) else f".{rate:g}"
+        for metric, read in metrics_of(experiment.kind).items():
+            values = [value for one in summaries if (value := read(one)) is not None]
+            if not values:
+                continue
+            unit = metric.rpartition("_")[2] if metric.endswith("_s") else ""
+            row = _mean_row(f"{metric}.{slug(variant)}.{setting}{at}", values, unit)
+            rows.append(row)
+            if metric in experiment.plots:
+                x = 0.0 if math.isnan(rate) else rate
+                point = (x, row.value, row.ci95 or 0.0)
+                curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append(point)
+
+    def each_seed(metric: str) -> Read:
+        number = metrics_of(experiment.kind)[metric]
+
+        def by_seed(setting: str, variant: str, rate: float) -> list[float]:
+            values = [number(one) for one in found.get((setting, variant, rate), ())]
+            return [value for value in values if value is not None]
+
+        return by_seed
+
+    settings = [setting.name for setting in experiment.settings]
+    claims = [(claim, seen(claim, settings, each_seed(claim.metric))) for claim in experiment.claims]
+    rows += [row for claim, here in claims if claim.over for row in _difference_rows(claim, here, experiment.seeds)]
+    if experiment.turn is not None:
+        rows += _turning_rows(experiment, experiment.turn, each_seed(experiment.turn.metric))
+    return Findings(rows=rows, curves=curves, claims=claims)
+
+
+def _difference_rows(claim: Claim, here: Sequence[ClaimResult], seeds: int) -> list[Row]:
+    what = f"{claim.metric}.{slug(claim.of)}_over_{slug(claim.over)}"
+    return [
+        Row(name=f"{what}.{one.setting}.{one.rate:g}", value=one.value, unit="ratio", n=seeds, ci95=one.half)
+        for one in here
+    ]
+
+
+def _turning_rows(experiment: Experiment, turn: Turn, read: Read) -> list[Row]:
+    """Tell from which rate on curves are above the limit; a curve of which some seed never is has no such row."""
+    rows = []
+    for setting in experiment.settings:
+        for variant, _ in experiment.cases(setting):
+            each = turning_points(turn, setting.name, variant.name, setting.rates, read)
+            if each and all(map(math.isfinite, each)):
+                rows.append(_mean_row(f"turns_at_qps.{slug(variant.name)}.{setting.name}", each, "requests/s"))
+    return rows
+
+
+def slug(name: str) -> str:
+    """Make a name that goes between dots."""
+    return name.replace("*", "_star").replace(": ", "_").replace(" = ", "").replace(", ", "_").replace(" ", "_")

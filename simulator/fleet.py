@@ -1,0 +1,207 @@
+"""The engines of a simulated cluster, as one stack of arrays that compiled code works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import log_ndtr, ndtri_exp
+
+from predictor.config import EngineConfig
+from predictor.engine import Engine
+from predictor.lengths import QUANTILES
+from predictor.state import NOBODY, State, stack_like
+from predictor.step_time import Costs, StepTime, tabulate
+from simulator.forecast_kernels import AHEAD
+from simulator.kernels import RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, UNIT, EngineArrays
+
+COSTS = State._fields.index("costs")
+RINGS = {"waiting": "waiting_head", "pending": "pending_head"}
+NUM_NOISE = 1 << 16
+NUM_RESIDUAL = 4097
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One instance: its engine, how fast it really is, and what its predictor takes it for."""
+
+    config: EngineConfig
+    step_time: StepTime
+    foreseen: StepTime | None = None  # the predictor's profile, where it is another one
+    pace: float = 1.0  # real over profiled step time
+    foreseen_pace: float = 1.0
+
+
+def residual_table(rule: str) -> npt.NDArray[np.float64]:
+    """Tabulate where the rest of an answer ends, in standard scores of its logarithm, by what has come of it."""
+    if rule not in QUANTILES:
+        return np.empty(0)
+    scores = np.linspace(RESIDUAL_LOW, RESIDUAL_HIGH, NUM_RESIDUAL)
+    table: npt.NDArray[np.float64] = -ndtri_exp(log_ndtr(-scores) + math.log1p(-QUANTILES[rule]))
+    return table
+
+
+def noise_factors(spread: float, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Draw factors of step times, log-normal with a mean of one."""
+    if spread == 0:
+        return np.ones(1)
+    return np.exp(spread * generator.standard_normal(NUM_NOISE) - spread**2 / 2)
+
+
+def make_fleet(
+    units: Sequence[Unit], *, num_contents: int, noise: npt.NDArray[np.float64], residual: npt.NDArray[np.float64],
+    knows_lengths: bool, generator: np.random.Generator,
+) -> EngineArrays:  # fmt: skip
+    """Stack idle engines; where no prompt's content is known, blocks are counted only."""
+    if not units:
+        raise ValueError("instances: there is none")
+    singles = [Engine(unit.config, unit.step_time).state for unit in units]
+    slots = 2 * max(unit.config.max_num_seqs for unit in units) + 32
+    longest = max(-(-unit.config.max_model_len // unit.config.block_size) for unit in units)
+    width = longest + 1 if any(state.engine[0].prefix_caching for state in singles) else 1
+    stack = _stacked(singles, slots=slots, width=width, num_contents=max(1, num_contents))
+    costs = [state.costs for state in singles]
+    foreseen = [_foreseen(unit, own) for unit, own in zip(units, costs, strict=True)]
+    records = np.zeros(len(units), UNIT).view(np.recarray)
+    records.up = records.changed = 1
+    records.pace = [unit.pace for unit in units]
+    records.foreseen_pace = [unit.foreseen_pace for unit in units]
+    records.certain = [
+        knows_lengths and len(noise) == 1 and unit.foreseen is None and unit.pace == unit.foreseen_pace
+        for unit in units
+    ]
+    records.first_noise = generator.integers(0, NUM_NOISE, len(units))
+    fleet = EngineArrays(
+        stack=stack._replace(costs=_costs(costs)),
+        foreseen=_costs(foreseen),
+        units=records,
+        slots=_empty_slots(len(units), slots),
+        free_slots=np.zeros((len(units), slots), np.int64),
+        noise=noise,
+        residual=residual,
+    )
+    for index in range(len(units)):
+        free_all(fleet, index)
+    return fleet
+
+
+def workspace_for(fleet: EngineArrays) -> State:
+    """Make room for the forecasts of any one engine, and for what is kept of each."""
+    arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
+    fleet.units.is_ahead = 0
+    return stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), AHEAD + len(fleet.units))
+
+
+def widened(fleet: EngineArrays) -> EngineArrays:
+    """Give every engine room for twice as many requests."""
+    old = fleet.slots.shape[1]
+    new = 2 * old
+    stack = fleet.stack
+    for ring, head in RINGS.items():
+        array = getattr(stack, ring)
+        for index in range(len(array)):
+            array[index] = np.roll(array[index], -stack.engine[index, 0][head])
+        stack.engine[head] = 0
+    grown: dict[str, Any] = {}
+    for name in ("requests", "running", "preempted", "turns", "waiting", "pending", "tables", "hashes"):
+        grown[name] = _wider(getattr(stack, name), 1, new)
+    grown["batch"] = _wider(stack.batch, 2, new)
+    slots = _empty_slots(len(fleet.units), new)
+    slots[:, :old] = fleet.slots
+    wide = fleet._replace(
+        stack=stack._replace(**grown), slots=slots, free_slots=_wider(fleet.free_slots, 1, new)
+    )  # fmt: skip
+    for unit, free in zip(wide.units, wide.free_slots, strict=True):
+        free[unit.num_free_slots : unit.num_free_slots + old] = np.arange(new - 1, old - 1, -1)
+        unit.num_free_slots += old
+    return wide
+
+
+def free_all(fleet: EngineArrays, index: int) -> None:
+    """Let an engine have all its slots; the first is kept for what is foretold."""
+    num_slots = fleet.slots.shape[1]
+    fleet.slots.number[index] = NOBODY
+    fleet.free_slots[index, : num_slots - 1] = np.arange(num_slots - 1, 0, -1)
+    fleet.units[index].num_free_slots = num_slots - 1
+
+
+def restart(fleet: EngineArrays, index: int, unit: Unit, now_s: float) -> list[int]:
+    """Let an engine begin anew, all its memory lost; return the numbers of the requests that it had."""
+    lost = [int(number) for number in fleet.slots.number[index] if number != NOBODY]
+    fresh = Engine(unit.config, unit.step_time).state
+    engine = fleet.stack.engine[index, 0]
+    preemptions = int(engine.num_preemptions)
+    fleet.stack.engine[index] = fresh.engine
+    engine.now_s, engine.num_preemptions = now_s, preemptions
+    fleet.stack.blocks[index, : len(fresh.blocks)] = fresh.blocks
+    fleet.stack.cached[index] = NOBODY
+    free_all(fleet, index)
+    fleet.units[index].changed = 1
+    fleet.units[index].is_ahead = 0
+    return lost
+
+
+def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: int) -> State:
+    num = len(singles)
+    first = singles[0]
+    most_blocks = max(len(state.blocks) for state in singles)
+    stack = State(
+        engine=_records((num, 1), first.engine),
+        requests=_records((num, slots), first.requests),
+        running=np.zeros((num, slots), np.int32),
+        waiting=np.zeros((num, slots), np.int32),
+        pending=np.zeros((num, slots), np.int32),
+        preempted=np.zeros((num, slots), np.int32),
+        steps=_records((num, 2), first.steps),
+        batch=_records((num, 2, slots), first.batch),
+        turn_starts=np.zeros((num, max(len(state.turn_starts) for state in singles)), np.int32),
+        turns=np.zeros((num, slots), np.int32),
+        blocks=_records((num, most_blocks), first.blocks),
+        tables=np.zeros((num, slots, width), np.int32),
+        cached=np.full((num, num_contents), NOBODY, np.int32),
+        hashes=np.zeros((num, slots, width), np.int64),
+        costs=first.costs,
+    )
+    for index, state in enumerate(singles):
+        stack.engine[index] = state.engine
+        stack.blocks[index, : len(state.blocks)] = state.blocks
+    return stack
+
+
+def _records(shape: tuple[int, ...], like: np.ndarray) -> Any:
+    return np.zeros(shape, like.dtype).view(np.recarray)
+
+
+def _empty_slots(num: int, slots: int) -> Any:
+    empty = np.zeros((num, slots), SLOT).view(np.recarray)
+    empty.number = NOBODY
+    return empty
+
+
+def _foreseen(unit: Unit, own: Costs) -> Costs:
+    if unit.foreseen is None:
+        return own
+    return tabulate(unit.foreseen, len(own.by_tokens) - 1, len(own.by_count) - 1)
+
+
+def _costs(costs: Sequence[Costs]) -> Costs:
+    """Stack tables of different lengths; what lies beyond an engine's limits is never read."""
+    tokens, counts = max(len(one.by_tokens) for one in costs), max(len(one.by_count) for one in costs)
+    by_tokens = np.zeros((len(costs), tokens))
+    by_count = np.zeros((len(costs), counts, costs[0].by_count.shape[1]))
+    for place, one in enumerate(costs):
+        by_tokens[place, : len(one.by_tokens)] = one.by_tokens
+        by_count[place, : len(one.by_count)] = one.by_count
+    return Costs(coefficients=np.stack([one.coefficients for one in costs]), by_tokens=by_tokens, by_count=by_count)
+
+
+def _wider(array: np.ndarray, axis: int, size: int) -> Any:
+    shape = list(array.shape)
+    shape[axis] = size
+    wide = np.zeros(shape, array.dtype)
+    wide[tuple(slice(length) for length in array.shape)] = array
+    return wide.view(type(array))

@@ -1,0 +1,53 @@
+"""What comes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.fleet import Unit
+from simulator.workload import Workload
+
+# What became of a request.
+FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
+FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
+
+DECISION = np.dtype(
+    [
+        ("instance", "i4"),
+        ("scheduler", "i4"),
+        ("fate", "i4"),
+        ("num_sends", "i4"),
+        ("predicted_ttft_s", "f8"),
+        ("predicted_e2e_s", "f8"),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSample:
+    """All instances at a moment, a value for each."""
+
+    time_s: float
+    free_blocks: npt.NDArray[np.float64]
+    num_running: npt.NDArray[np.float64]
+    num_waiting: npt.NDArray[np.float64]
+    num_preemptions: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What became of every request, in the order of arrival; times are the simulation's."""
+
+    work: Workload
+    units: tuple[Unit, ...]
+    policy: str
+    outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
+    decisions: np.recarray[Any, Any]  # DECISION
+    samples: list[ClusterSample]
+    end_s: float
+    up_s: float  # seconds that instances were there, in sum

@@ -1,0 +1,172 @@
+"""Requests from a file: our own format, or a public trace as it was published; a bad cell is named in one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from predictor.request import Request
+from simulator.codec import read_text, requests_from_file
+
+T = TypeVar("T")
+
+MOST_TOKENS = 1_000_000
+OWN_BLOCK_TOKENS = 16
+
+Row = tuple[int, Mapping[str, Any]]  # its number, as an editor counts lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Requests, and whether the file says when they came; `block_tokens` of a prompt go with each prefix hash.
+
+    Of a published format, `rows` are where in the file requests stand, and `arrival_column` tells when they came.
+    """
+
+    requests: list[Request]
+    has_arrivals: bool = True
+    block_tokens: int = OWN_BLOCK_TOKENS
+    rows: tuple[int, ...] = ()
+    arrival_column: str | None = None
+
+
+def seconds(cell: Any) -> float:
+    """Read a time in seconds."""
+    return float(cell)
+
+
+def milliseconds(cell: Any) -> float:
+    """Read a time in milliseconds."""
+    return float(cell) / 1e3
+
+
+def nanoseconds(cell: Any) -> float:
+    """Read a time in nanoseconds."""
+    return float(cell) / 1e9
+
+
+def moment(cell: Any) -> float:
+    """Read a date with its time of day."""
+    return datetime.fromisoformat(cell).replace(tzinfo=UTC).timestamp()
+
+
+def count(cell: Any) -> int:
+    """Read a number of tokens; no published trace has fractions of them."""
+    if not 1 <= (number := int(cell)) <= MOST_TOKENS or isinstance(cell, float | bool):
+        raise ValueError
+    return number
+
+
+def hashes(cell: Any) -> tuple[int, ...]:
+    """Read what names the blocks of a prompt."""
+    if not isinstance(cell, list) or not all(type(name) is int for name in cell):
+        raise ValueError
+    return tuple(cell)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """Where a published trace has what."""
+
+    prompt: str
+    output: str
+    arrival: str | None = None
+    time: Callable[[Any], float] = seconds
+    hashes: str | None = None
+    block_tokens: int = OWN_BLOCK_TOKENS
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Tell whether a row has all of its columns."""
+        return all(name in row for name in (self.prompt, self.output, self.arrival, self.hashes) if name is not None)
+
+
+FORMATS = (
+    # Azure LLM inference traces, 2023 and 2024
+    Format(prompt="ContextTokens", output="GeneratedTokens", arrival="TIMESTAMP", time=moment),
+    # Mooncake: a hash for every 512 tokens of a prompt
+    Format(
+        prompt="input_length", output="output_length", arrival="timestamp", time=milliseconds, hashes="hash_ids",
+        block_tokens=512,
+    ),
+    # BurstGPT, without its failures
+    Format(prompt="Request tokens", output="Response tokens", arrival="Timestamp"),
+    # LLMServingSim
+    Format(prompt="input_toks", output="output_toks", arrival="arrival_time_ns", time=nanoseconds),
+    # lengths of ShareGPT, arXiv and so on, as Vidur and Block have them
+    Format(prompt="num_prefill_tokens", output="num_decode_tokens"),
+)  # fmt: skip
+
+
+def trace_from(path: str) -> Trace:
+    """Read a trace in whatever format it is."""
+    rows = _rows(path)
+    first = rows[0][1] if rows else {}
+    if "prompt_tokens" in first or "prompt_token_ids" in first or not rows:
+        return _own(path)
+    for form in FORMATS:
+        if form.fits(first):
+            requests = [_request(path, row, form) for row in rows]
+            return Trace(
+                requests=requests,
+                has_arrivals=form.arrival is not None,
+                block_tokens=form.block_tokens,
+                rows=tuple(number for number, _ in rows),
+                arrival_column=form.arrival,
+            )
+    columns = ", ".join(list(first)[:8]) or "nothing"
+    raise ValueError(f"{path}: row {rows[0][0]}: neither prompt_tokens nor the columns of a known trace, but {columns}")
+
+
+def _own(path: str) -> Trace:
+    requests = requests_from_file(path, block_size=OWN_BLOCK_TOKENS)
+    for place, request in enumerate(requests):
+        if request.output_tokens is None:
+            raise ValueError(f"{path}: requests[{place}].output_tokens: is missing")
+    return Trace(requests=requests)
+
+
+def _rows(path: str) -> list[Row]:
+    text = read_text(path)
+    if not text.lstrip().startswith(("{", "[")):
+        reader = csv.DictReader(text.splitlines())
+        return [(reader.line_num, row) for row in reader]
+    if text.lstrip().startswith("["):
+        return [(1, {"prompt_tokens": None})]  # an array can only be of our own format, which is read elsewhere
+    return [(number, _object(path, number, line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _object(path: str, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: row {number}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: row {number}: is no object")
+    return value
+
+
+def _request(path: str, row: Row, form: Format) -> Request:
+    def cell(column: str, read: Callable[[Any], T], what: str) -> T:
+        found = row[1].get(column)
+        try:
+            value = read(found)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError
+        except (ValueError, TypeError, OverflowError):
+            told = "is missing" if found in (None, "") else f"must be {what}, not {str(found)[:40]!r}"
+            raise ValueError(f"{path}: row {row[0]}: {column}: {told}") from None
+        return value
+
+    tokens = f"a whole number of tokens from 1 to {MOST_TOKENS}"
+    return Request(
+        request_id=str(row[0]),
+        prompt_tokens=cell(form.prompt, count, tokens),
+        output_tokens=cell(form.output, count, tokens),
+        arrival_s=cell(form.arrival, form.time, "a time from 0 on") if form.arrival else 0.0,
+        prefix_hashes=cell(form.hashes, hashes, "a list of whole numbers") if form.hashes else (),
+    )

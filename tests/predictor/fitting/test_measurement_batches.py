@@ -1,0 +1,72 @@
+"""What is planned to be measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.config import EngineConfig
+from predictor.fitting.measurement_batches import BatchLimits, corners_first, doubled, mixed, structured
+
+ROOMS = st.builds(
+    EngineConfig,
+    max_num_seqs=st.integers(1, 300),
+    max_num_batched_tokens=st.integers(16, 20_000),
+    block_size=st.sampled_from([1, 16, 128]),
+    num_gpu_blocks=st.integers(2, 5_000),
+    max_model_len=st.integers(4, 40_000),
+).map(BatchLimits.of)
+
+
+@given(ROOMS)
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_planned_fits_without_preempting_anybody(room: BatchLimits) -> None:
+    """Each request has room for its answer, and all of a batch have room together."""
+    for batch in structured(room):
+        assert room.holds(batch)
+        assert all(piece.prompt_tokens >= 1 and piece.output_tokens >= 1 for piece in batch.pieces)
+
+
+@given(ROOMS, st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_mixes_fit_too(room: BatchLimits, seed: int) -> None:
+    """A mix may be drawn for any engine that has room for a request of two tokens, and most mixes fit."""
+    if room.longest_of(1) < 2:
+        return
+    generator = np.random.default_rng(seed)
+    batches = [mixed(room, generator) for _ in range(20)]
+    assert all(piece.prompt_tokens >= 1 and piece.output_tokens >= 1 for batch in batches for piece in batch.pieces)
+    assert all(room.holds(batch) for batch in batches)
+
+
+def test_the_plan_reaches_all_corners() -> None:
+    """One and all sequences decode, with the shortest and the longest contexts, and prompts go beyond a step."""
+    room = BatchLimits.of(
+        EngineConfig(max_num_seqs=48, max_num_batched_tokens=512, num_gpu_blocks=1057, max_model_len=4096)
+    )
+    plan = structured(room)
+    together = {(len(batch.streams), batch.streams[0][0].prompt_tokens) for batch in plan if batch.kind == "together"}
+    numbers = {num for num, _ in together}
+    assert {1, 2, 4, 8, 16, 32, 48} <= numbers
+    for num in numbers:
+        contexts = [context for other, context in together if other == num]
+        assert min(contexts) == 8
+        assert max(contexts) > 0.8 * room.longest_of(num)
+    alone = {batch.streams[0][0].prompt_tokens for batch in plan if batch.kind == "alone"}
+    assert min(alone) == 16
+    assert 512 in alone
+    assert max(alone) == 4 * 512
+
+
+def test_a_plan_cut_short_still_spans_the_whole() -> None:
+    """Both ends come first, and everything comes once."""
+    assert corners_first([1, 2, 4, 8, 16, 32]) == [1, 32, 4, 2, 8, 16]
+    assert corners_first([3]) == [3]
+
+
+@pytest.mark.parametrize(("least", "most", "counts"), [(1, 1, [1]), (1, 48, [1, 2, 4, 8, 16, 32, 48]), (5, 3, [5])])
+def test_counts_double(least: int, most: int, counts: list[int]) -> None:
+    """From the least to the most, both included."""
+    assert doubled(least, most) == counts

@@ -1,0 +1,96 @@
+"""What one device holds of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictor.fitting.model_shard import LONGEST, share_of
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+
+
+def test_a_whole_model_on_one_device_is_what_its_card_says() -> None:
+    """Llama-3.1-8B has eight thousand million parameters, and 128 KiB of keys and values a token."""
+    share = share_of(LLAMA_8B)
+    assert share.weight_bytes == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert share.kv_bytes * share.model.num_layers == 128 * 1024
+    assert share.qkv_size == 4096 + 2 * 1024
+    assert not share.has_qk_norm
+    assert not share.has_qkv_bias
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16, 32]))
+@settings(deadline=None)
+def test_devices_share_everything_evenly(devices: int) -> None:
+    """Heads, MLP and vocabulary are divided; KV heads too, until each device has but one, of which there are copies."""
+    whole, share = share_of(LLAMA_8B), share_of(LLAMA_8B, tensor_parallel=devices)
+    assert share.num_heads * devices == whole.num_heads
+    assert share.intermediate_size * devices == whole.intermediate_size
+    assert share.vocab_size * devices >= whole.vocab_size
+    assert share.num_kv_heads == max(1, whole.num_kv_heads // devices)
+    assert share.weight_bytes * devices == pytest.approx(whole.weight_bytes)
+
+
+def test_what_memory_is_left_for_is_counted_in_tokens() -> None:
+    """On 80 GB, a tenth of it left alone, 8B leaves room for some four hundred thousand; on 16 GB for none."""
+    share = share_of(LLAMA_8B)
+    assert 350_000 < share.kv_tokens(80e9, 0.9) < 450_000
+    assert share_of(LLAMA_8B, tensor_parallel=2).kv_tokens(80e9, 0.9) > 2 * share.kv_tokens(80e9, 0.9)
+    with pytest.raises(ValueError, match=r"^tensor_parallel: 16\.1 GB of weights leave no room"):
+        share.kv_tokens(16e9, 0.9)
+
+
+def test_families_differ_in_little() -> None:
+    """Qwen2 adds a bias to its queries, keys and values, and Qwen3 norms its heads; one embedding may serve twice."""
+    assert share_of({**LLAMA_8B, "model_type": "qwen2"}).has_qkv_bias
+    assert share_of({**LLAMA_8B, "model_type": "qwen3"}).has_qk_norm
+    tied = share_of({**LLAMA_8B, "tie_word_embeddings": True})
+    assert share_of(LLAMA_8B).weight_bytes - tied.weight_bytes == 2 * 128256 * 4096
+
+
+def test_sequences_end_where_attention_would_no_longer_be_in_full() -> None:
+    """At what a model is made for, at a window where one is used, and where it is all the same."""
+    assert share_of(LLAMA_8B).longest == LONGEST
+    assert share_of({**LLAMA_8B, "max_position_embeddings": 2048}).longest == 2048
+    windowed = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
+    assert share_of(windowed).longest == 4096
+    assert share_of({**windowed, "sliding_window": None}).longest == LONGEST
+    assert share_of({**windowed, "model_type": "qwen2", "use_sliding_window": False}).longest == LONGEST
+
+
+@pytest.mark.parametrize(
+    ("changed", "devices", "complaint"),
+    [
+        ({"model_type": "gpt2"}, 1, "model_type: 'gpt2' cannot be timed"),
+        ({"model_type": None}, 1, "model_type"),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1, "quantization_config"),
+        ({"num_experts": 64, "num_experts_per_tok": 8}, 1, "num_experts"),
+        ({"torch_dtype": "fp8"}, 1, "torch_dtype"),
+        ({"torch_dtype": "int4"}, 1, "torch_dtype"),
+        ({"num_key_value_heads": 5}, 1, "num_key_value_heads"),
+        ({"hidden_size": None}, 1, "hidden_size: missing"),
+        ({"hidden_size": "large"}, 1, "hidden_size"),
+        ({"max_position_embeddings": 0}, 1, "max_position_embeddings"),
+        ({}, 3, "tensor_parallel: 3 devices cannot share num_attention_heads"),
+        ({"num_key_value_heads": 4, "num_attention_heads": 24, "head_dim": 128, "intermediate_size": 12000}, 6, "num_key_value_heads"),
+        ({}, 0, "tensor_parallel"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_timed_is_named(changed: dict[str, Any], devices: int, complaint: str) -> None:
+    """Other architectures, quantized weights, experts, and devices that cannot share."""
+    with pytest.raises(ValueError, match=complaint):
+        share_of({**LLAMA_8B, **changed}, tensor_parallel=devices)

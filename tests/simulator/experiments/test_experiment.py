@@ -1,0 +1,196 @@
+"""Experiments run from their files, go on where they were, and report what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from services.cli import block
+from simulator.experiments.experiment import experiment_from, experiment_named, experiment_names
+from simulator.experiments.ledger import Ledger
+from simulator.parallel import one_by_one
+
+CAPACITY = """
+title = "A small one"
+kind = "capacity"
+seeds = 2
+resolution = 0.05
+first_rate = 5.0
+baseline = "jsq"
+policies = ["jsq", { name = "block*", policy = "block", tags = { kind = "noisy", sigma = 0.2 } }]
+differences = ["all of it"]
+
+[scenario.instances]
+profile = "llama-2-7b-a30"
+count = 2
+engine = { max_num_seqs = 8, max_num_batched_tokens = 256, num_gpu_blocks = 200, max_model_len = 1024, enable_prefix_caching = false }
+
+[scenario.traffic]
+prompt_tokens = "uniform:16:128"
+output_tokens = "uniform:16:64"
+num_requests = 120
+
+[settings.eight]
+
+[settings.four]
+instances.engine.max_num_seqs = 4
+
+[paper.four]
+jsq = 3.0
+"block*" = 3.3
+"""
+
+SWEEP = CAPACITY.replace('kind = "capacity"', 'kind = "sweep"\nrates = [1, 2]\nplots = ["ttft_p99_s"]')
+
+
+def run(*arguments: str) -> str:
+    """Run a command that must end well, and return its standard output."""
+    result = CliRunner().invoke(block, ["experiment", "--workers", "1", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that declares an experiment."""
+    path = tmp_path / "small.toml"
+    path.write_text(CAPACITY)
+    return path
+
+
+def test_reports_capacities_beside_the_papers(file: Path, tmp_path: Path) -> None:
+    """JSON has every number by its name, Markdown the paper's beside it, HTML plots and nothing from elsewhere."""
+    found = json.loads(run(str(file), "--out", str(tmp_path / "out"), "--json"))
+    results = {row["name"]: row for row in found["results"]}
+    assert found["bench"] == "small"
+    for setting in ("eight", "four"):
+        row = results[f"capacity_qps.jsq.{setting}"]
+        assert row["value"] > 0
+        assert row["ci95"] > 0
+        assert row["n"] == 2
+        assert f"gain_over_jsq.block_star.{setting}" in results
+    assert results["capacity_qps.jsq.four"]["value"] < results["capacity_qps.jsq.eight"]["value"]
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "| block* |" in markdown
+    assert "+10.0%" in markdown  # the paper's
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "src=" not in page
+    assert "href=" not in page
+
+
+@pytest.mark.parametrize("text", [CAPACITY, SWEEP])
+def test_one_seed_has_no_interval(tmp_path: Path, text: str) -> None:
+    """Nobody knows how far another seed is off: JSON says null, and reports say so in words."""
+    path = tmp_path / "one.toml"
+    path.write_text(text)
+    found = json.loads(
+        run(str(path), "--seeds", "1", "--only", "eight", "--out", str(tmp_path / "out"), "--json"),
+        parse_constant=pytest.fail,
+    )
+    assert found["results"]
+    assert all(row["ci95"] is None for row in found["results"])
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert "One seed" in markdown
+    assert "±" not in markdown
+
+
+def test_claims_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    """The report has the paper's sentence, its number and ours, and where curves turn up; so has JSON."""
+    path = tmp_path / "claims.toml"
+    path.write_text(
+        'turn = { metric = "ttft_p99_s", limit = 0.00001 }\n' + SWEEP
+        + '[[claims]]\nsays = "Faster"\npaper = "-5 %"\nmetric = "ttft_p99_s"\nof = "block*"\nover = "jsq"\nat = 2\n'
+    )  # fmt: skip
+    found = json.loads(run(str(path), "--only", "eight", "--out", str(tmp_path / "out"), "--json"))
+    results = {row["name"]: row for row in found["results"]}
+    share = results["ttft_p99_s.block_star_over_jsq.eight.2"]["value"]
+    assert -1 < share < 10
+    assert results["turns_at_qps.jsq.eight"]["value"] == 1.0
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert f"| Faster | -5 % | {100 * share:+.0f} % ± " in markdown
+    assert "<td>Faster</td>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_capacities_stand_below_what_no_placement_can_sustain(tmp_path: Path) -> None:
+    """Where an experiment asks for it, there is a row more."""
+    path = tmp_path / "bound.toml"
+    path.write_text("bound = true\n" + CAPACITY.replace("num_requests = 120", "num_requests = 1500"))
+    found = json.loads(run(str(path), "--only", "eight", "--seeds", "1", "--out", str(tmp_path / "out"), "--json"))
+    results = {row["name"]: row["value"] for row in found["results"]}
+    bound = results["capacity_qps.any_placement_at_most.eight"]
+    assert results["capacity_qps.jsq.eight"] < 1.1 * bound  # the start, from empty, is a gift
+    assert "gain_over_jsq.any_placement_at_most.eight" in results
+    assert "| any placement, at most |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_goes_on_where_it_was(file: Path, tmp_path: Path) -> None:
+    """What was measured is not measured again, and half of it leads to the same end."""
+    arguments = (str(file), "--out", str(tmp_path / "out"), "--json")
+    first = run(*arguments)
+    measured = tmp_path / "out" / "measured.jsonl"
+    lines = measured.read_text().splitlines()
+    assert run(*arguments) == first
+    assert measured.read_text().splitlines() == lines
+    measured.write_text("\n".join(lines[: len(lines) // 2]) + '\n{"key": "cut o')
+    assert run(*arguments) == first
+
+
+def test_sweeps_draw_curves(tmp_path: Path) -> None:
+    """A sweep has a row for each policy, rate and metric, and a curve in the report."""
+    path = tmp_path / "sweep.toml"
+    path.write_text(SWEEP)
+    found = json.loads(run(str(path), "--out", str(tmp_path / "out"), "--json", "--only", "eight"))
+    names = {row["name"] for row in found["results"]}
+    assert {"ttft_p99_s.jsq.eight.1", "ttft_p99_s.block_star.eight.2", "preemptions.jsq.eight.2"} <= names
+    assert not any(".four" in name for name in names)
+    assert "<polyline" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_shipped_experiments_can_be_read() -> None:
+    """Each experiment that comes along is well formed, and listed."""
+    listed = run()
+    assert "block-table2" in experiment_names()
+    for name in experiment_names():
+        assert experiment_named(name).title in listed
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("title", "titel"), "titel"),
+        (('"jsq", {', '"jqs", {'), "did you mean jsq"),
+        (('kind = "capacity"', 'kind = "x"'), "kind"),
+        (('baseline = "jsq"', 'baseline = "x"'), "baseline"),
+        (("count = 2", "count = 0"), "count"),
+        (("[settings.four]", "[settings.four"), "small"),
+    ],
+)
+def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) -> None:
+    """Each by what is bad."""
+    with pytest.raises(ValueError, match=complaint):
+        experiment_from("small", CAPACITY.replace(*change))
+
+
+def test_unknown_experiments_are_refused_with_a_hint() -> None:
+    """The nearest name is offered."""
+    with pytest.raises(ValueError, match="did you mean block-table2"):
+        experiment_named("block-table-2")
+
+
+def test_ledgers_tell_tasks_apart(tmp_path: Path) -> None:
+    """Only the same function of the same task is known already."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    calls: list[int] = []
+
+    def squared(task: int) -> int:
+        calls.append(task)
+        return task * task
+
+    runner = ledger.over(one_by_one)
+    assert dict(runner(squared, [1, 2])) == {0: 1, 1: 4}
+    assert dict(Ledger(tmp_path / "ledger.jsonl").over(one_by_one)(squared, [2, 3])) == {0: 4, 1: 9}
+    assert calls == [1, 2, 3]

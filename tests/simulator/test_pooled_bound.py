@@ -1,0 +1,53 @@
+"""An engine that is pooled does in a step what so many do in one, in the same time."""
+
+from __future__ import annotations
+
+import pytest
+
+from predictor.profile import load_profile
+from predictor.step_time import step_seconds, tabulate
+from simulator.assembly import simulate
+from simulator.pooled_bound import pooled_config, pooled_step_time
+from simulator.scenario import Instances
+from tests.simulator.small_clusters import A30, config, poisson, units
+
+
+def test_steps_take_as_long_for_so_many_times_as_much() -> None:
+    """Decodes alone, and beside prompts, of whose launch each engine has its share."""
+    one, three = tabulate(A30, 512, 64), tabulate(pooled_step_time(A30, 3), 3 * 512, 3 * 64)
+    for decodes in (1, 7, 24, 48):
+        context = 350.0 * decodes
+        alone = step_seconds(one, decodes, decodes, decodes, context, 0, 0.0, 0.0)
+        assert step_seconds(three, 3 * decodes, 3 * decodes, 3 * decodes, 3 * context, 0, 0.0, 0.0) == pytest.approx(
+            alone
+        )
+        beside = step_seconds(one, decodes + 100, decodes + 1, decodes, context, 1, 100.0**2, 100.0 * 50)
+        pooled = step_seconds(
+            three, 3 * decodes + 300, 3 * decodes + 3, 3 * decodes, 3 * context, 3, 3 * 100.0**2, 3 * 100.0 * 50
+        )
+        assert pooled == pytest.approx(beside - A30.prefill_s * 2 / 3)
+
+
+def test_one_is_itself() -> None:
+    """Nothing changes where nothing is pooled."""
+    assert pooled_config(config(), 1) == config()
+    assert pooled_step_time(A30, 1) == A30
+
+
+def test_instances_can_be_pooled() -> None:
+    """One instance has the seats, the blocks and the step of all."""
+    unit = Instances(profile="llama-2-7b-a30", pooled=12, engine=(("num_gpu_blocks", 1057),)).unit()
+    assert unit.config.num_gpu_blocks == 12 * 1056 + 1
+    assert unit.config.max_num_seqs == 12 * 48
+    assert unit.step_time == pooled_step_time(load_profile("llama-2-7b-a30").step_time, 12)
+    with pytest.raises(ValueError, match="pooled"):
+        Instances(pooled=0)
+
+
+def test_nothing_is_lost_by_placing() -> None:
+    """Where many come at once, one engine as large as three is no slower than three."""
+    work = poisson(200, 50.0)
+    pooled = [*units(1)]
+    (unit,) = pooled
+    large = type(unit)(config=pooled_config(unit.config, 3), step_time=pooled_step_time(unit.step_time, 3))
+    assert simulate([large], work, "jsq").end_s < simulate(units(3), work, "jsq").end_s
