@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from predictor.suggestions import require_known
+from scheduler.instances import ROLES
 from services.http.client import origin_of
 from services.logs import log_event
 from simulator.codec import read_text
@@ -34,6 +35,8 @@ class Instance:
     sidecar_address: str
     models: tuple[str, ...] = ()
     state: str = "ready"
+    role: str = "both"  # or prefill, or decode
+    tier: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what nobody could reach."""
@@ -48,6 +51,8 @@ class Instance:
             raise ValueError("models: one has no name")
         if self.state not in STATES:
             raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
+        if self.role not in ROLES:
+            raise ValueError(f"role: {self.role!r} is none of {', '.join(ROLES)}")
 
 
 FIELDS = tuple(spec.name for spec in fields(Instance))
@@ -104,7 +109,7 @@ def _from_table(table: Any, place: int) -> Instance:
         models = table.get("models", [])
         if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
             raise ValueError("models: must be a list of texts")
-        for name in (*REQUIRED, "state"):
+        for name in (*REQUIRED, "state", "role", "tier"):
             if not isinstance(table.get(name, ""), str):
                 raise ValueError(f"{name}: must be a text, not {table[name]!r}")
         return Instance(**{**table, "models": tuple(models)})

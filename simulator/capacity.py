@@ -133,7 +133,7 @@ def trial_s(trial: Trial) -> float:
 
     def watch(_: int) -> None:
         now_s, limit_s = running.now_s, objective.limit_s
-        held = [number for scheduler in running.schedulers for number in scheduler.held.numbers]
+        held = [number for scheduler in running.schedulers for number in scheduler.core.waiting]
         waiting = sum(now_s - work.arrival_s[number] > limit_s for number in held)
         if waiting + count_late(running.fleet, running.requests, now_s, limit_s) > most_late:
             raise HopelessError

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.prefix.prompt import PROMPT_END_BYTES
+
 MOST_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
-PROMPT_END_BYTES = 64 * 1024  # of a longer prompt, schedulers and taggers get head and tail
 MOST_TOKEN_IDS = 8192  # of a prompt that came as token ids, that are kept
 MESSAGE_TOKENS = 4  # what a chat template puts around each message, about
 

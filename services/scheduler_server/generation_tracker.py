@@ -1,4 +1,4 @@
-"""How far a stream has come, and what became of it."""
+"""How far a generated answer has come, and its outcome."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.scheduler_server.engines import EngineError, StreamChunk
-from services.scheduler_server.placement_request import PlacementRequest
 
 REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -20,10 +19,11 @@ REASONS = {
 
 @dataclass(slots=True, kw_only=True)
 class GenerationTracker:
-    """Hears every piece of one answer. Until its end is heard, the client has left it."""
+    """Follows the chunks of one answer; without an end, the client has left."""
 
     decision: common_pb2.Decision
-    wish: PlacementRequest
+    request: common_pb2.Request
+    born_s: float  # when the request entered the system, by the monotonic clock
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_CANCELLED
     num_chunks: int = 0
     num_tokens: int = 0
@@ -33,8 +33,8 @@ class GenerationTracker:
     first_s: float | None = None
     last_s: float | None = None
 
-    def heard(self, piece: StreamChunk) -> None:
-        """Take a piece."""
+    def received(self, piece: StreamChunk) -> None:
+        """Take a chunk."""
         if piece.is_answer():
             self.last_s = time.monotonic()
             self.first_s = self.first_s or self.last_s
@@ -52,21 +52,21 @@ class GenerationTracker:
             self.prompt_tokens = max(0, int(usage["prompt_tokens"]))
             self.hit_tokens = max(0, int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise EngineError("an event's usage makes no sense") from None
+            raise EngineError("an event's usage is invalid") from None
         self.counted = True
 
     def require_end(self) -> None:
-        """Refuse an answer that stopped without having ended."""
+        """Refuse an answer that stopped before its end."""
         if self.finish_reason in (common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_FAILED):
-            raise EngineError("the answer stopped without having ended")
+            raise EngineError("the answer stopped before its end")
 
     def failed(self) -> None:
-        """Note that the engine, or the way to it, failed."""
+        """Record that the engine, or the connection to it, failed."""
         self.finish_reason = common_pb2.FINISH_REASON_FAILED
 
     def outcome(self) -> common_pb2.Outcome:
-        """Tell what became of the request, as things stand."""
-        request, born_s = self.wish.request, self.wish.taken_s - self.wish.waited_s
+        """Return the outcome so far."""
+        request, born_s = self.request, self.born_s
         outcome = common_pb2.Outcome(
             request_id=request.request_id,
             instance_id=self.decision.instance.instance_id,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from length_tagger.settings import TaggerSettings
 from scheduler.circuit import CircuitState
+from scheduler.core import DecisionRules
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
 from services.instances import require_address
@@ -93,4 +94,10 @@ class SchedulerSettings:
             failures_to_open=self.failures_to_open,
             first_pause_s=self.first_pause_s,
             longest_pause_s=self.longest_pause_s,
+        )
+
+    def rules(self) -> DecisionRules:
+        """Make the rules by which decisions deal with conflicts and waiting requests."""
+        return DecisionRules(
+            max_conflicts=self.most_conflicts, max_held=self.most_held, forecast_always=self.forecast_always
         )

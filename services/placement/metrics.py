@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Metrics of decisions, forecast fan-outs, reservations and outcomes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,4 @@ class SchedulerMetrics:
         )
         self.recorded = Counter(
             "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry
-        )
-        self.attempts = Counter(
-            "block_generate_attempts", "Engines tried for streams, by how it ended.", ("result",), registry=registry
         )

@@ -1,12 +1,12 @@
-"""Decisions and outcomes as JSON lines, to be looked into later or replayed by the simulator.
+"""Decisions and outcomes as JSON lines, to be explained later or replayed by the simulator.
 
-A line is one of these, in the words of protos/block/v1/common.proto:
+A line is one of these, with the messages of protos/block/v1/common.proto:
 
     {"event": "decision", "request": Request, "decision": Decision}
     {"event": "outcome", "outcome": Outcome}
 
-Prompts are not recorded. Which requests are is drawn by their ids, so that several schedulers record the same ones, and
-each decision has its outcome. When the file is half as large as both may be, it becomes FILE.1 and a new one is begun.
+Prompts are not recorded. Requests are sampled by their ids, so that several schedulers record the same ones, and each
+decision has its outcome. At half of the maximum size the file is renamed to FILE.1 and a new one is started.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from protos.block.v1 import common_pb2
+from scheduler.placement import Placement
 from services.logs import log_event
-from services.scheduler_server.metrics import SchedulerMetrics
+from services.placement.listeners import PlacementListener
+from services.placement.metrics import SchedulerMetrics
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 8192  # lines that are not written yet; more are lost, and counted
+MAX_PENDING = 8192  # lines that are not written yet; more are dropped, and counted
 ALL = 1 << 32
 
 
-class DecisionRecorder:
-    """Writes in a thread of its own: no decision waits for a disk."""
+class DecisionRecorder(PlacementListener):
+    """Writes in its own thread, so that no decision waits for a disk."""
 
-    def __init__(self, path: str, *, share: float, most_bytes: int, measures: SchedulerMetrics) -> None:
-        """Begin, or go on where the file ends; ValueError where it cannot be written."""
+    def __init__(self, path: str, *, share: float, max_bytes: int, metrics: SchedulerMetrics) -> None:
+        """Open the file to append; ValueError where it cannot be written."""
         self._path = Path(path)
         self._below = round(share * ALL)
-        self._most_bytes = most_bytes
-        self._lines = measures.recorded
-        self._waiting: queue.Queue[dict[str, Message] | None] = queue.Queue(MOST_WAITING)
+        self._max_bytes = max_bytes
+        self._lines = metrics.recorded
+        self._waiting: queue.Queue[dict[str, Message] | None] = queue.Queue(MAX_PENDING)
         self._has_failed = False
         self._file = self._opened()
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
 
-    def decided(self, request: common_pb2.Request, decision: common_pb2.Decision) -> None:
+    def on_placement(self, request: common_pb2.Request, placement: Placement, message: common_pb2.Decision) -> None:
         """Record a decision."""
-        if self._is_drawn(request.request_id):
-            self._put({"request": request, "decision": decision})
+        del placement
+        if self._is_sampled(request.request_id):
+            self._put({"request": request, "decision": message})
 
-    def ended(self, outcome: common_pb2.Outcome) -> None:
-        """Record what became of a request."""
-        if self._is_drawn(outcome.request_id):
+    def on_outcome(self, outcome: common_pb2.Outcome) -> None:
+        """Record an outcome."""
+        if self._is_sampled(outcome.request_id):
             self._put({"outcome": outcome})
 
     def close(self) -> None:
@@ -64,7 +67,7 @@ class DecisionRecorder:
         self._thread.join()
         self._file.close()
 
-    def _is_drawn(self, request_id: str) -> bool:
+    def _is_sampled(self, request_id: str) -> bool:
         return zlib.crc32(request_id.encode()) < self._below
 
     def _put(self, line: dict[str, Message]) -> None:
@@ -89,13 +92,13 @@ class DecisionRecorder:
     def _write_all(self) -> None:
         while (line := self._waiting.get()) is not None:
             event = "outcome" if "outcome" in line else "decision"
-            told = {name: MessageToDict(part, preserving_proto_field_name=True) for name, part in line.items()}
+            parts = {name: MessageToDict(part, preserving_proto_field_name=True) for name, part in line.items()}
             try:
-                self._write(json.dumps({"event": event, **told}, separators=(",", ":")).encode() + b"\n")
+                self._write(json.dumps({"event": event, **parts}, separators=(",", ":")).encode() + b"\n")
             except (OSError, ValueError) as error:
                 self._lines.labels("lost").inc()
                 if not self._has_failed:
-                    log_event(log, logging.ERROR, "cannot record", file=str(self._path), reason=str(error))
+                    log_event(log, logging.ERROR, "recording failed", file=str(self._path), reason=str(error))
                 self._has_failed = True
             else:
                 self._lines.labels("written").inc()
@@ -103,7 +106,7 @@ class DecisionRecorder:
 
     def _write(self, line: bytes) -> None:
         size = self._file.tell()
-        if size and size + len(line) > self._most_bytes // 2:
+        if size and size + len(line) > self._max_bytes // 2:
             self._path.replace(f"{self._path}.1")
             self._file.close()
             self._file = self._opened()
