@@ -37,21 +37,27 @@ class Sample:
         return 1000 * self.cpu_s / len(self.e2e_ms)
 
 
-async def load(client: HttpClient, urls: Sequence[str], bodies: Sequence[bytes], at_a_time: int) -> Sample:
-    """Send requests to servers in turn, so many at a time, and note their times; one that fails ends all."""
+async def load(
+    client: HttpClient, urls: Sequence[str], bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
+) -> Sample:
+    """Send requests to servers in turn, so many at a time, and note their times; one that fails ends all.
+
+    The first ones are sent over a while, so that requests that take equally long do not come in waves.
+    """
     sample = Sample()
     origins = [origin_of(url) for url in urls]
     left = iter(enumerate(bodies))
 
-    async def one_after_the_other() -> None:
+    async def one_after_the_other(pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
         for number, body in left:
             await ask(client, origins[number % len(origins)], body, sample)
 
     start_s = time.perf_counter()
     try:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
-            for _ in range(at_a_time):
-                group.create_task(one_after_the_other())
+            for place in range(at_a_time):
+                group.create_task(one_after_the_other(spread_s * place / at_a_time))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     sample.wall_s = time.perf_counter() - start_s
@@ -77,11 +83,17 @@ async def ask(client: HttpClient, origin: Origin, body: bytes, sample: Sample) -
 
 
 async def load_through(
-    client: HttpClient, router: Sequence[Running], bodies: Sequence[bytes], at_a_time: int, *, gateway: bool = True
+    client: HttpClient,
+    router: Sequence[Running],
+    bodies: Sequence[bytes],
+    at_a_time: int,
+    *,
+    spread_s: float = 0.0,
+    gateway: bool = True,
 ) -> Sample:
     """Send requests through a router, whose first process is asked, and note the processor time of all of it."""
     cpu_s = sum(part.cpu_s() for part in router)
-    sample = await load(client, [router[0].url], bodies, at_a_time)
+    sample = await load(client, [router[0].url], bodies, at_a_time, spread_s=spread_s)
     if gateway:
         await settled(router[0])
     sample.cpu_s = sum(part.cpu_s() for part in router) - cpu_s

@@ -8,7 +8,7 @@ loopback, and the load and the stand-ins take from the same cores.
 - `cpu_ms_per_request.{router}`: processor time (user and system) of all of a router's processes, with engines that
   answer at once, `--at-a-time` requests at a time; a scheduler is a part of its router, sidecars are not.
 - `cpu_ms_per_request.{router}.paced`: the same with engines at an engine's pace (first event after 40 ms, then 15 more,
-  one every 8 to 12 ms), 16 requests at a time: each event is passed on by itself.
+  one every 8 to 12 ms), 16 requests at a time that do not begin together: each event is passed on by itself.
 - `added_ttft_ms.{router}.p50|p99`: at an engine's pace, time to the first event less the same asked directly.
 - `requests_per_s.{router}`: as many as there can be with engines that answer at once; `direct` is without a router.
 
@@ -38,7 +38,7 @@ from services.http.client import HttpClient
 NUM_ENGINES = 4
 ROUNDS = 5
 WARM_UP = 400  # requests, before all rounds
-PACED_AT_A_TIME = 16
+PACED_AT_A_TIME, PACED_S = 16, 0.2  # as long as such a request takes
 NUM_SHARED = 16  # beginnings of prompts
 DEADLINE_MS = "1000"  # no decision is to be made without a sidecar because the machine is busy
 REST_S = 0.1  # between two routers
@@ -238,26 +238,26 @@ async def measured(world: World, direct: Way, ways: Sequence[Way]) -> None:
         for way in (direct, *ways):
             way.at_once += await asked(client, world, way, at_once, arguments.at_a_time)
         for way in (direct, *ways):
-            way.paced += await asked(client, world, way, paced, PACED_AT_A_TIME)
+            way.paced += await asked(client, world, way, paced, PACED_AT_A_TIME, spread_s=PACED_S)
     client.close()
 
 
 async def asked(
-    client: HttpClient, world: World, way: Way, bodies: Sequence[bytes], at_a_time: int
-) -> Iterator[Sample]:
+    client: HttpClient, world: World, way: Way, bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
+) -> list[Sample]:
     """Send requests one way; nothing comes of it where that has failed."""
+    if way.failure:
+        return []
     await asyncio.sleep(REST_S)
     if way.name == DIRECT:
-        return iter([await load(client, world.engines, bodies, at_a_time)])
-    if way.failure:
-        return iter(())
+        return [await load(client, world.engines, bodies, at_a_time, spread_s=spread_s)]
+    gateway = ROWS[way.name].gateway
     try:
-        gateway = ROWS[way.name].gateway
-        return iter([await load_through(client, way.router, bodies, at_a_time, gateway=gateway)])
+        return [await load_through(client, way.router, bodies, at_a_time, spread_s=spread_s, gateway=gateway)]
     except (RuntimeError, OSError) as failed:
         ended = [part.process.returncode for part in way.router if part.process.poll() is not None]
         way.failure = one_line(failed) + "".join(f"; it ended with status {status}" for status in ended)
-        return iter(())
+        return []
 
 
 class Prompts:
