@@ -20,7 +20,7 @@ NONE_WAITING = b"\nblock_gateway_releases_waiting 0.0"
 
 
 @dataclass(kw_only=True)
-class Sample:
+class LoadSample:
     """Times of requests, and the processor time that was taken for them where it was measured."""
 
     ttft_ms: list[float] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Sample:
 
 async def load(
     client: HttpClient, urls: Sequence[str], bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
-) -> Sample:
+) -> LoadSample:
     """Send requests to servers in turn, so many at a time, and note their times; one that fails ends all.
 
     The first ones are sent over a while, so that requests that take equally long do not come in waves.
     """
-    sample = Sample()
+    sample = LoadSample()
     origins = [origin_of(url) for url in urls]
     left = iter(enumerate(bodies))
 
@@ -64,7 +64,7 @@ async def load(
     return sample
 
 
-async def ask(client: HttpClient, origin: Origin, body: bytes, sample: Sample) -> None:
+async def ask(client: HttpClient, origin: Origin, body: bytes, sample: LoadSample) -> None:
     """Send one request and take its whole answer."""
     start_s = time.perf_counter()
     head = request_head(b"POST", origin, COMPLETIONS, HEADERS, len(body))
@@ -90,7 +90,7 @@ async def load_through(
     *,
     spread_s: float = 0.0,
     gateway: bool = True,
-) -> Sample:
+) -> LoadSample:
     """Send requests through a router, whose first process is asked, and note the processor time of all of it."""
     cpu_s = sum(part.cpu_s() for part in router)
     sample = await load(client, [router[0].url], bodies, at_a_time, spread_s=spread_s)

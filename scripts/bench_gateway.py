@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from scripts.asking import Sample, load, load_through, quantile
+from scripts.asking import LoadSample, load, load_through, quantile
 from scripts.running import Running, block_serving, report, stand_in
 from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
@@ -59,8 +59,8 @@ class Case:
     bodies: list[bytes]
     num: int
     at_a_time: int
-    direct: list[Sample] = field(default_factory=list)
-    routed: list[Sample] = field(default_factory=list)
+    direct: list[LoadSample] = field(default_factory=list)
+    routed: list[LoadSample] = field(default_factory=list)
 
     def requests(self) -> list[bytes]:
         """Draw the requests of a round: the same each time."""

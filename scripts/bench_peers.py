@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import uvloop
 
 from scripts import peers
-from scripts.asking import Sample, load, load_through, quantile
+from scripts.asking import LoadSample, load, load_through, quantile
 from scripts.running import BLOCK, Running, block_serving, instance_flags, report, sidecars_running, stand_in
 from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
@@ -109,7 +109,7 @@ Start = Callable[[World], AbstractContextManager[list[Running]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RouterRow:
     """A router with a policy; the first of its processes is the one that is asked."""
 
     title: str
@@ -185,18 +185,24 @@ def production_stack(policy: str) -> Start:
 
 
 ROWS = {
-    "scheduler-lmetric": Row(title="gateway + scheduler, lmetric", start=with_scheduler("lmetric"), gateway=True),
-    "scheduler-block": Row(
+    "scheduler-lmetric": RouterRow(title="gateway + scheduler, lmetric", start=with_scheduler("lmetric"), gateway=True),
+    "scheduler-block": RouterRow(
         title="gateway + scheduler, block", start=with_scheduler("block"), gateway=True, usual=False
     ),
-    "in-process-lmetric": Row(title="gateway in-process, lmetric", start=in_process("lmetric"), gateway=True),
-    "in-process-block": Row(title="gateway in-process, block", start=in_process("block"), gateway=True),
-    "vllm-router-round_robin": Row(title="vllm-router, round_robin", start=vllm_router("round_robin")),
-    "vllm-router-random": Row(title="vllm-router, random", start=vllm_router("random"), usual=False),
-    "vllm-router-power_of_two": Row(title="vllm-router, power_of_two", start=vllm_router("power_of_two"), usual=False),
-    "vllm-router-cache_aware": Row(title="vllm-router, cache_aware (default)", start=vllm_router("cache_aware")),
-    "production-stack-roundrobin": Row(title="production-stack, roundrobin", start=production_stack("roundrobin")),
-    "production-stack-prefixaware": Row(title="production-stack, prefixaware", start=production_stack("prefixaware")),
+    "in-process-lmetric": RouterRow(title="gateway in-process, lmetric", start=in_process("lmetric"), gateway=True),
+    "in-process-block": RouterRow(title="gateway in-process, block", start=in_process("block"), gateway=True),
+    "vllm-router-round_robin": RouterRow(title="vllm-router, round_robin", start=vllm_router("round_robin")),
+    "vllm-router-random": RouterRow(title="vllm-router, random", start=vllm_router("random"), usual=False),
+    "vllm-router-power_of_two": RouterRow(
+        title="vllm-router, power_of_two", start=vllm_router("power_of_two"), usual=False
+    ),
+    "vllm-router-cache_aware": RouterRow(title="vllm-router, cache_aware (default)", start=vllm_router("cache_aware")),
+    "production-stack-roundrobin": RouterRow(
+        title="production-stack, roundrobin", start=production_stack("roundrobin")
+    ),
+    "production-stack-prefixaware": RouterRow(
+        title="production-stack, prefixaware", start=production_stack("prefixaware")
+    ),
 }
 
 
@@ -207,8 +213,8 @@ class Way:
     name: str
     router: list[Running] = field(default_factory=list)
     failure: str = ""
-    at_once: list[Sample] = field(default_factory=list)
-    paced: list[Sample] = field(default_factory=list)
+    at_once: list[LoadSample] = field(default_factory=list)
+    paced: list[LoadSample] = field(default_factory=list)
 
 
 def way_through(name: str, world: World, stack: ExitStack) -> Way:
@@ -244,7 +250,7 @@ async def measured(world: World, direct: Way, ways: Sequence[Way]) -> None:
 
 async def asked(
     client: HttpClient, world: World, way: Way, bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
-) -> list[Sample]:
+) -> list[LoadSample]:
     """Send requests one way; nothing comes of it where that has failed."""
     if way.failure:
         return []
@@ -302,7 +308,7 @@ def results_of(direct: Way, ways: Sequence[Way]) -> Iterator[dict[str, object]]:
 FRACTIONS = {"p50": 0.5, "p99": 0.99}
 
 
-def median(name: str, unit: str, samples: Sequence[Sample], values: Sequence[float]) -> dict[str, object]:
+def median(name: str, unit: str, samples: Sequence[LoadSample], values: Sequence[float]) -> dict[str, object]:
     """Write one result down; `n` requests gave it, over all rounds."""
     num = sum(len(sample.e2e_ms) for sample in samples)
     return {"name": name, "value": statistics.median(values), "unit": unit, "n": num}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_peers, peers
-from scripts.asking import Sample, load
+from scripts.asking import LoadSample, load
 from scripts.bench_peers import ROWS, Way, World, asked, results_of, table_of, way_through
 from scripts.running import Running, stand_in, started
 from scripts.stand_ins import FIRST_MS, NUM_EVENTS, request_body, small_answer, tokens_of
@@ -25,9 +25,9 @@ from tests.services.waiting import run
 SCRIPT = Path(bench_peers.__file__)
 
 
-def sample(ttft_ms: float, *, num: int = 10, wall_s: float = 1.0, cpu_s: float = 0.0) -> Sample:
+def sample(ttft_ms: float, *, num: int = 10, wall_s: float = 1.0, cpu_s: float = 0.0) -> LoadSample:
     """Some requests that took the same time."""
-    return Sample(ttft_ms=num * [ttft_ms], e2e_ms=num * [2 * ttft_ms], wall_s=wall_s, cpu_s=cpu_s)
+    return LoadSample(ttft_ms=num * [ttft_ms], e2e_ms=num * [2 * ttft_ms], wall_s=wall_s, cpu_s=cpu_s)
 
 
 def values_of(results: Sequence[dict[str, object]]) -> dict[str, object]:
