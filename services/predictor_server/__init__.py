@@ -1,4 +1,4 @@
-"""The sidecars of a node's engines as a service: what a request would experience there, and promises of places."""
+"""The predictor server: sidecars of a node's engines that forecast requests and keep reservations."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from predictor.profile import Profile
 from protos.block.v1 import common_pb2, predictor_pb2_grpc
-from services.predictor_server.engine_view import EngineSource
+from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
-from services.predictor_server.mirroring import mirroring
+from services.predictor_server.mirror import mirroring
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import MirrorSettings, SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
 from services.rpc.server import ServerSettings, serve_until_signalled
 from services.supervised_task import supervised
 
-__all__ = ["ENDLESS", "MirrorSettings", "PredictorService", "SidecarSettings", "serve", "standing_beside"]
+__all__ = ["ENDLESS", "MirrorSettings", "PredictorService", "SidecarSettings", "running_sidecars", "serve"]
 
 NAME = "predictor"
 ENDLESS = tuple(f"/block.v1.Predictor/{method}" for method in ("Watch", "PredictStream", "ReserveStream"))
 
 
 def serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:
-    """Run the service until it is told to stop."""
+    """Run the server until a signal stops it."""
     uvloop.run(_serve(engines, server, profile))
 
 
 async def _serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    async with standing_beside(engines, profile, registry) as sidecars:
+    async with running_sidecars(engines, profile, registry) as sidecars:
         register = partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService(sidecars))
         await serve_until_signalled(NAME, server, [register], registry, endless=ENDLESS)
 
 
 @asynccontextmanager
-async def standing_beside(
+async def running_sidecars(
     engines: Sequence[SidecarSettings], profile: Profile | None, registry: CollectorRegistry
 ) -> AsyncIterator[list[Sidecar]]:
-    """Follow the engines of a node while the block runs."""
+    """Run a sidecar for each engine of a node while the block runs; their refreshes alternate."""
     require_distinct(engines)
-    measures = SidecarMetrics(registry)
+    metrics = SidecarMetrics(registry)
     async with AsyncExitStack() as stack:
         sidecars = []
-        for place, settings in enumerate(engines):
-            source = await stack.enter_async_context(following(settings, profile, registry))
-            counted = InstanceMetrics(measures, settings.instance_id)
-            keeping = keeping_up(settings, source, counted, phase=place / len(engines))
-            sidecars.append(await stack.enter_async_context(keeping))
+        for number, settings in enumerate(engines):
+            source = await stack.enter_async_context(_engine_source(settings, profile, registry))
+            instance_metrics = InstanceMetrics(metrics, settings.instance_id)
+            running = running_sidecar(settings, source, instance_metrics, phase=number / len(engines))
+            sidecars.append(await stack.enter_async_context(running))
         yield sidecars
 
 
 @asynccontextmanager
-async def following(
+async def _engine_source(
     settings: SidecarSettings, profile: Profile | None, registry: CollectorRegistry
 ) -> AsyncIterator[EngineSource]:
-    """Follow an engine by what it shows, or by mirroring what passes on its way."""
+    """Follow an engine by its state file, or by mirroring its traffic, while the block runs."""
     if settings.mirror is not None:
         if profile is None:
-            raise ValueError("profile: is missing, and an engine that shows nothing names none")
+            raise ValueError("profile: is missing; an engine that exports no state names none")
         async with mirroring(settings, profile, registry) as mirror:
             yield mirror.source
         return
@@ -78,15 +78,15 @@ async def following(
 
 
 @asynccontextmanager
-async def keeping_up(
-    settings: SidecarSettings, source: EngineSource, measures: InstanceMetrics, *, phase: float = 0.0
+async def running_sidecar(
+    settings: SidecarSettings, source: EngineSource, metrics: InstanceMetrics, *, phase: float = 0.0
 ) -> AsyncIterator[Sidecar]:
-    """Let a sidecar stand over what is known of the engine while the block runs; those of one node look in turn."""
-    measures.comes_from(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
-    sidecar = Sidecar(settings, source, measures)
+    """Run a sidecar while the block runs; `phase` shifts its refreshes by that share of an interval."""
+    metrics.set_source(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
+    sidecar = Sidecar(settings, source, metrics)
     tasks = [
-        asyncio.create_task(supervised("asking for health", sidecar.health.watch)),
-        asyncio.create_task(supervised("following the engine", partial(_keep_up, sidecar, phase))),
+        asyncio.create_task(supervised("checking the engine's health", sidecar.health.watch)),
+        asyncio.create_task(supervised("following the engine", partial(_follow, sidecar, phase))),
     ]
     try:
         yield sidecar
@@ -98,10 +98,10 @@ async def keeping_up(
                 await task
 
 
-async def _keep_up(sidecar: Sidecar, phase: float) -> None:
-    """Follow the engine also while nobody asks, so that who asks finds most of the work done."""
-    every_s = sidecar.settings.poll_s
+async def _follow(sidecar: Sidecar, phase: float) -> None:
+    """Refresh at every interval, so that a forecast finds most of the work done."""
+    interval_s = sidecar.settings.poll_s
     while True:
         async with sidecar.lock:
             sidecar.catch_up()
-        await asyncio.sleep((phase * every_s - time.monotonic()) % every_s or every_s)
+        await asyncio.sleep((phase * interval_s - time.monotonic()) % interval_s or interval_s)
