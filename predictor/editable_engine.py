@@ -220,9 +220,10 @@ class EditableEngine(Engine):
     def correct_prompt(self, request_id: str, prompt_tokens: int) -> None:
         """Set the prompt length of a request that still computes its prompt; no step may be under way."""
         row = self._row(request_id)
+        computed_tokens = min(int(row.computed_tokens), prompt_tokens - 1)
         row.prompt_tokens = prompt_tokens
-        row.computed_tokens = min(row.computed_tokens, prompt_tokens - 1)
-        row.num_blocks = -(-row.computed_tokens // self.config.block_size)
+        row.computed_tokens = computed_tokens
+        row.num_blocks = -(-computed_tokens // self.config.block_size)
         row.max_tokens = min(row.max_tokens, self.config.max_model_len - prompt_tokens)
         row.final_tokens = min(row.final_tokens, row.max_tokens)
         if row.status == RUNNING:
