@@ -124,7 +124,7 @@ class EditableEngine(Engine):
         return 0 if not self.num_steps_under_way else int(np.count_nonzero(self._entries(0)["sampled"]))
 
     def will_produce_token(self, request_id: str) -> bool:
-        """Tell whether a step under way produces a token of a request."""
+        """Return whether a step under way produces a token of a request."""
         slot = self.slots[request_id]
         for ahead in range(self.num_steps_under_way):
             entries = self._entries(ahead)
@@ -133,7 +133,7 @@ class EditableEngine(Engine):
         return False
 
     def oldest_step_is_visible(self) -> bool:
-        """Tell whether the oldest step under way produces a token that is observed outside.
+        """Return whether the oldest step under way produces a token that is observed outside.
 
         Every token of a visible request is observed; of any other request, only the last one.
         """
@@ -167,19 +167,19 @@ class EditableEngine(Engine):
         self._visible[self.slots[request_id]] = visible
 
     def is_visible(self, request_id: str) -> bool:
-        """Tell whether every token of a request is observed outside."""
+        """Return whether every token of a request is observed outside."""
         return bool(self._visible[self.slots[request_id]])
 
     def is_running(self, request_id: str) -> bool:
-        """Tell whether a request is running."""
+        """Return whether a request is running."""
         return bool(self._row(request_id).status == RUNNING)
 
     def is_finished(self, request_id: str) -> bool:
-        """Tell whether a request has ended."""
+        """Return whether a request has ended."""
         return bool(self._row(request_id).status == FINISHED)
 
     def is_scheduled(self, request_id: str) -> bool:
-        """Tell whether a step under way computes tokens of a request."""
+        """Return whether a step under way computes tokens of a request."""
         return bool(self._row(request_id).in_flight_tokens > 0)
 
     def output_tokens(self, request_id: str) -> int:
@@ -210,7 +210,7 @@ class EditableEngine(Engine):
         return num_tokens
 
     def can_correct_prompt(self, request_id: str, prompt_tokens: int) -> bool:
-        """Tell whether a request has another prompt length, may have this one, and still computes its prompt."""
+        """Return whether a request has another prompt length, may have this one, and still computes its prompt."""
         row = self._row(request_id)
         if row.prompt_tokens == prompt_tokens or row.status == FINISHED or row.output_tokens > 0:
             return False

@@ -48,7 +48,7 @@ class ScrapedMetrics:
     settings: Mapping[str, int | bool] = field(default_factory=dict)
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
-        """Tell whether the engine restarted in between: its counters are newer, or lower, than before."""
+        """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
         if self.created_s is not None and before.created_s is not None and self.created_s > before.created_s:
             return True
         for name in ("prompt_tokens", "generation_tokens", "preemptions"):
@@ -58,7 +58,7 @@ class ScrapedMetrics:
         return False
 
     def shows_progress_since(self, before: ScrapedMetrics) -> bool:
-        """Tell whether the engine computed tokens in between."""
+        """Return whether the engine computed tokens in between."""
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 

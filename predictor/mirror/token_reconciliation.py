@@ -54,7 +54,7 @@ class TokenReconciliation:
         self._correct_steps(now_s)
 
     def _has_same_requests(self, metrics: ScrapedMetrics) -> bool:
-        """Tell whether engine and model run about as many requests."""
+        """Return whether engine and model run about as many requests."""
         if metrics.running is None:
             return False
         num_running = self._tracker.engine.num_running

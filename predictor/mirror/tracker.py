@@ -18,7 +18,7 @@ MIN_STEP_SHARE = 0.3  # of a step's predicted duration: none ends earlier, so an
 LEARN_STEPS, LEARN_S = 8, 0.25  # the span over which real and predicted durations are compared
 MAX_UNCOUNTED_STEPS = 1024  # to learn from without the engine's token counter, where it has one
 LAG_EVENTS = 8  # events of a stream; it had several tokens in one if it is behind the model at all of them
-TOKENS_AHEAD = 2  # that the model may be ahead of the client, who receives tokens a moment later
+TOKENS_AHEAD = 2  # that the model may be ahead of the client, which receives tokens a moment later
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class TrackedRequest:
     lags: list[int] = field(default_factory=list)  # tokens that it was behind the model, at its last events
 
     def add_lag(self, num_tokens: int) -> None:
-        """Record by how many tokens it is behind the model; a lasting lag is tokens that came uncounted."""
+        """Record by how many tokens it is behind the model; a lag at all its last events is uncounted tokens."""
         self.lags.append(max(0, num_tokens))
         if len(self.lags) == LAG_EVENTS:
             self.num_uncounted += min(self.lags)
@@ -63,7 +63,7 @@ class Tracker:
         self._leaving: list[str] = []  # requests that ended and are still in a step under way
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether a request is tracked."""
+        """Return whether a request is tracked."""
         return name in self.requests
 
     # What is observed.
@@ -146,7 +146,7 @@ class Tracker:
         self._free_slots()
 
     def awaits_tokens(self) -> bool:
-        """Tell whether the step under way ends when a client receives its tokens."""
+        """Return whether the step under way ends when a client receives its tokens."""
         return self.engine.oldest_step_is_visible()
 
     def overdue_s(self, now_s: float) -> float:
@@ -336,7 +336,7 @@ class Tracker:
         self.engine.set_pace(self.correction.factor)
 
     def _is_too_soon(self, now_s: float) -> bool:
-        """Tell whether the oldest step under way cannot have ended yet."""
+        """Return whether the oldest step under way cannot have ended yet."""
         if not self.engine.num_steps_under_way:
             return False
         step = self.engine.oldest_step()

@@ -114,7 +114,8 @@ def predictor(
     once.
     """
     from predictor.indicators import warm_indicators
-    from services.predictor_server import MirrorSettings, SidecarSettings, serve
+    from services.predictor_server.server import serve
+    from services.predictor_server.settings import MirrorSettings, SidecarSettings
     from services.warmup import warm_up
 
     server = server_settings(flags)

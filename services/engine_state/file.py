@@ -60,15 +60,15 @@ class StateFile:
         os.close(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether this is the file at a path."""
+        """Return whether this is the file at a path."""
         return os.path.samestat(path.stat(), os.fstat(self._descriptor))
 
     def is_over(self) -> bool:
-        """Tell whether the file will not be written any more."""
+        """Return whether the file will not be written any more."""
         return self.is_given_up() or not process.is_held(self._descriptor)
 
     def is_given_up(self) -> bool:
-        """Tell whether the writer has marked the file as its last: it replaced the file by a larger one, or ended."""
+        """Return whether the writer has marked the file as its last: it replaced the file by a larger one, or ended."""
         return self._status() != layout.LIVE_FILE
 
     def sequence(self) -> int:

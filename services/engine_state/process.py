@@ -36,7 +36,7 @@ def lock_as_writer(descriptor: int) -> None:
 
 
 def is_held(descriptor: int) -> bool:
-    """Tell whether a writer locks the file; this works between containers too, where process ids do not."""
+    """Return whether a writer locks the file; this works between containers too, where process ids do not."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is locked, or the file system has no locks, and then it may be
@@ -46,7 +46,7 @@ def is_held(descriptor: int) -> bool:
 
 
 def has_ended(pid: int, ticks: int, namespace: int) -> bool:
-    """Tell whether a process is known to have ended, although a child of it may still lock the file."""
+    """Return whether a process is known to have ended, although a child of it may still lock the file."""
     if namespace != pid_namespace() or pid == os.getpid():
         return False
     return start_ticks(pid) != ticks

@@ -41,7 +41,7 @@ class Reader:
         return view
 
     def has_news(self) -> bool:
-        """Tell whether `read` would return another view than the last, or an error; this is cheap."""
+        """Return whether `read` would return another view than the last, or an error; this is cheap."""
         file = self._file
         return file is None or file.is_given_up() or self._last_read != (file.life, file.generation, file.sequence())
 

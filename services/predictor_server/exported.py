@@ -73,7 +73,7 @@ class FollowedEngine:
         )
 
     def is_of(self, view: View) -> bool:
-        """Tell whether a view is of the same process and the same size of its file."""
+        """Return whether a view is of the same process and the same size of its file."""
         return (view.life, view.generation) == (self.view.life, self.view.generation)
 
 

@@ -37,7 +37,7 @@ class EngineHealth:
 
     @property
     def is_healthy(self) -> bool:
-        """Tell whether the last checks succeeded."""
+        """Return whether the last checks succeeded."""
         return self._num_failures < FAILURES
 
     def require_running(self, view: EngineView, now_s: float) -> None:

@@ -253,7 +253,7 @@ class Proxy:
 
     async def _pass(self, scope: Scope, body: bytes, reply: ProxiedReply) -> None:
         method = scope["method"]
-        # the reply to a HEAD has a length and no body, which no parser expects; the server leaves the body out
+        # the reply to a HEAD has a length and no body, which no parser accepts; the server drops the body of a GET
         sent_as = b"GET" if method == "HEAD" else method.encode()
         connection = await self._send(sent_as, scope, without_hops(scope["headers"]), body)
         try:

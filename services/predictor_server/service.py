@@ -24,7 +24,7 @@ Context = Any
 MAX_REQUESTS = 256  # in one call of Predict
 MIN_WATCH_S = 0.02
 DEFAULT_WATCH_S = 0.1
-MAX_UNCHANGED = 5  # intervals without a message of Watch, so that an idle engine's indicators do not look stale
+MAX_UNCHANGED = 5  # intervals without a message of Watch, so that an idle engine's indicators do not become stale
 
 RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
 EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
@@ -124,7 +124,7 @@ class InstanceEndpoint:
         self._indicators: tuple[int, int, common_pb2.Indicators] | None = None  # of a view and number of reservations
 
     def replies_at_once(self, num_requests: int) -> bool:
-        """Tell whether forecasts need neither the lock of another call nor a thread, as far as is known."""
+        """Return whether forecasts need neither the lock of another call nor a thread, as far as is known."""
         return not self._sidecar.lock.locked() and self._sidecar.simulates_here(num_requests)
 
     async def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:

@@ -139,7 +139,7 @@ class Sidecar:
         return [one if isinstance(one, Refusal) else to_wall_clock(one, rate, transit) for one in forecasts]
 
     def simulates_here(self, num_requests: int) -> bool:
-        """Tell whether forecasts need no thread, as the last one was quick enough."""
+        """Return whether forecasts need no thread, as the last one was quick enough."""
         return self._simulation_s * num_requests < self.settings.thread_from_s
 
     async def _forecast_or_refuse(self, view: EngineView, request: Request, *, delays: bool) -> Forecast | Refusal:
@@ -166,7 +166,7 @@ class Sidecar:
     # Reservations.
 
     def reserve(self, reservation: Promise) -> bool:
-        """Make or extend a reservation; tell whether it is new. ValueError if the engine could never serve it."""
+        """Make or extend a reservation; return whether it is new. ValueError if the engine could never serve it."""
         request = reservation.request
         if request.request_id not in self.reservations:
             self.source.reserve(_with_short_hashes(request))
@@ -176,7 +176,7 @@ class Sidecar:
         return self.reservations.reserve(reservation)
 
     def release(self, request_id: str) -> bool:
-        """Release a reservation; tell whether there was one."""
+        """Release a reservation; return whether there was one."""
         if self.reservations.release(request_id) is None:
             return False
         self.source.release(request_id)

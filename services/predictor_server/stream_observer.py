@@ -90,7 +90,7 @@ class TokenCount:
     exact: bool = False
 
     def feed(self, events: bytes) -> bool:
-        """Read whole events; tell whether they brought tokens."""
+        """Read whole events; return whether they brought tokens."""
         before = self.num_tokens
         if b'"completion_tokens"' in events and (counts := _USAGE.findall(events)):
             self.exact = self.exact or _CHOICE.search(events) is not None

@@ -188,7 +188,7 @@ def test_reserved_requests_are_part_of_the_view_until_they_arrive() -> None:
 
 
 def test_the_best_known_length_is_used() -> None:
-    """What a scheduler reported goes before what the request carries."""
+    """The length that a scheduler reported replaces the one that the request carries."""
     lengths = LengthLimits()
     lengths.expect("reported", tokens=None, tag=Tag(median_tokens=15.0))
     mirror = mirror_with(lengths)

@@ -100,13 +100,13 @@ def test_hidden_steps_are_counted_by_the_metrics(hidden: float, is_async: bool) 
 
 
 def test_without_metrics_hidden_steps_look_like_slow_ones() -> None:
-    """The engine's token counter is what tells them apart."""
+    """Only the engine's token counter distinguishes them."""
     comparison = follow(Tracker(ROOMY, A30.step_time, 0.0), 0.5, seed=1, scrapes=False)
     assert mean(comparison.paces) > 1.3 * PACE
 
 
 def test_token_counts_of_other_requests_are_ignored() -> None:
-    """Where the engine runs unknown requests too, its token counter says nothing about the known ones."""
+    """Where the engine runs unknown requests too, its token counter does not show the progress of the known ones."""
     comparison = follow(Tracker(ROOMY, A30.step_time, 0.0), 0.0, seed=1, num_unknown=4)
     assert max(map(abs, comparison.lags)) <= 1
     assert set(comparison.paces) == {1.0}

@@ -246,7 +246,7 @@ def test_unknown_requests_are_added_and_removed_by_the_metrics() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_model_stays_consistent_whatever_is_observed(seed: int, is_async: bool) -> None:
-    """Tokens out of order, wrong metrics and ends of requests that never started leave a model to forecast from."""
+    """Tokens out of order, wrong metrics and ends of requests that never started do not make it inconsistent."""
     config = EngineConfig(
         max_num_seqs=6, max_num_batched_tokens=128, num_gpu_blocks=65, max_model_len=256, enable_prefix_caching=False,
         async_scheduling=is_async,

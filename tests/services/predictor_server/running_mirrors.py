@@ -18,10 +18,12 @@ from predictor.forecast import Forecast
 from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
-from services.predictor_server import ENDLESS, MirrorSettings, PredictorService, SidecarSettings, running_sidecar
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.mirror import RunningMirror, mirroring
+from services.predictor_server.server import ENDLESS, running_sidecar
+from services.predictor_server.service import PredictorService
+from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.rpc.server import ServerSettings, serving
 from tests.services.predictor_server.running_sidecars import A30, NAME, PATIENCE_S, SidecarClient
 

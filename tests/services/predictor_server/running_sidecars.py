@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry
 from predictor.profile import load_profile
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.engine_state.writer import Writer
-from services.predictor_server import ENDLESS, PredictorService, SidecarSettings, running_sidecars
+from services.predictor_server.server import ENDLESS, running_sidecars
+from services.predictor_server.service import PredictorService
+from services.predictor_server.settings import SidecarSettings
 from services.predictor_server.sidecar import Sidecar
 from services.rpc.server import ServerSettings, serving
 from tests.services.engine_state.files import writer_at
@@ -26,7 +28,7 @@ from tests.services.engine_state.files import writer_at
 A30 = load_profile("llama-2-7b-a30")
 NAME = "one"
 PATIENCE_S = 30.0
-NEVER_S = 1e9  # as the limit of a stall: a test's engine stands still for as long as it likes
+NEVER_S = 1e9  # as the limit of a stall, for engines that do not run
 READY = common_pb2.INSTANCE_STATE_READY
 
 
@@ -59,7 +61,7 @@ class SidecarClient:
         return response
 
     async def release(self, request_id: str) -> bool:
-        """Call Release; tell whether there was a reservation."""
+        """Call Release; return whether there was a reservation."""
         response = await self.stub.Release(common_pb2.ReleaseRequest(request_id=request_id))
         return bool(response.released)
 

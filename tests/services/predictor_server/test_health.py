@@ -28,7 +28,7 @@ async def let_reservations_expire(client: SidecarClient, number: int) -> None:
 
 
 def test_an_engine_that_its_requests_do_not_reach_is_draining_until_one_does(tmp_path: Path) -> None:
-    """An engine that hangs without requests looks idle; only expired reservations show it."""
+    """An engine that hangs without requests seems idle; only expired reservations show that it hangs."""
     writer = idle_engine(tmp_path / "state")
 
     async def test() -> None:
