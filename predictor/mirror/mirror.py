@@ -50,12 +50,12 @@ class NoModelError(Exception):
 
 
 class InconsistentModelError(NoModelError):
-    """The engine model contradicted itself and was discarded; the next view starts with an idle engine."""
+    """The engine model became inconsistent and was discarded; the next view starts with an idle engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorOptions:
-    """How to mirror an engine; `engine` are settings that go before those that the engine or the profile has."""
+    """How to mirror an engine; `engine` are settings that override those of the engine and of the profile."""
 
     profile: Profile
     records: ShownRecords
