@@ -260,7 +260,7 @@ def look(
 
 @kernel
 def tell(fleet: EngineArrays, index: int, now_s: float, rows: np.ndarray, told: np.ndarray) -> None:
-    """Sum an engine up, as its sidecar would: services/predictor_server/indicators.py."""
+    """Sum an engine up, as its sidecar would: predictor/indicators.py."""
     engine, unit = fleet.stack.engine[index, 0], fleet.units[index]
     requests, slots = fleet.stack.requests[index], fleet.slots[index]
     queued_tokens = context = remaining = 0

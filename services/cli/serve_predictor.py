@@ -113,8 +113,9 @@ def predictor(
     Engines of one node are best read by one process (--engine, for each): a scheduler then asks for all of them at
     once.
     """
-    from services.predictor_server import MirrorSettings, SidecarSettings, serve
-    from services.predictor_server.indicators import warm_indicators
+    from predictor.indicators import warm_indicators
+    from services.predictor_server.server import serve
+    from services.predictor_server.settings import MirrorSettings, SidecarSettings
     from services.warmup import warm_up
 
     server = server_settings(flags)

@@ -12,7 +12,7 @@ from services.warmup import warm_up
 @click.command()
 def warm() -> None:
     """Compile the engine model's kernels into the cache (about a minute, once per version)."""
-    from services.predictor_server.indicators import warm_indicators
+    from predictor.indicators import warm_indicators
     from simulator.warmup import warm_simulator
 
     start_s = time.monotonic()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from services.instances import Instance, Instances, Listed
 from tests.services.engine_state.files import busy, writer_at
-from tests.services.predictor_server.asking import AskedNode, node_of
+from tests.services.predictor_server.running_sidecars import NodeClient, node_of
 from tests.services.scheduler_server.running import FOR_EVER, fates, run, scheduler
 from tests.services.stub_sidecars import sidecars
 
 ENDLESS_S = 1e9
 
 
-def listed(node: AskedNode, *names: str) -> list[Instance]:
+def listed(node: NodeClient, *names: str) -> list[Instance]:
     """Instances with one sidecar address."""
     return [
         Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{node.port}")

@@ -18,97 +18,94 @@ from predictor.forecast import Forecast
 from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
-from services.predictor_server import MirrorSettings, PredictorService, SidecarSettings, keeping_up
-from services.predictor_server.engine_view import EngineSource
+from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
-from services.predictor_server.mirroring import Mirroring, mirroring
+from services.predictor_server.mirror import RunningMirror, mirroring
+from services.predictor_server.server import ENDLESS, running_sidecar
+from services.predictor_server.service import PredictorService
+from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.rpc.server import ServerSettings, serving
-from tests.services.predictor_server.asking import A30, NAME, PATIENCE_S, Asked
+from tests.services.predictor_server.running_sidecars import A30, NAME, PATIENCE_S, SidecarClient
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
+OWN_PATHS = (b" /metrics ", b" /v1/models ", b" /health ", b" /tokenize ")  # that the sidecar itself requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
-    """A mirroring sidecar, its client, and a client of its proxy."""
+class MirrorClient:
+    """A mirroring sidecar, its gRPC client, and an HTTP client of its proxy."""
 
-    asked: Asked
-    mirroring: Mirroring
-    client: httpx.AsyncClient
-    sidecar: SidecarSettings
+    rpc: SidecarClient
+    mirror: RunningMirror
+    http: httpx.AsyncClient
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Look until something holds."""
+        """Wait until a condition holds."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not holds():
-            assert time.monotonic() < deadline_s, "waited in vain"
+            assert time.monotonic() < deadline_s, "the condition did not hold in time"
             await asyncio.sleep(0.02)
 
     async def complete(self, **fields: Any) -> httpx.Response:
-        """Ask for a completion through the proxy."""
-        return await self.client.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, **fields})
-
-    async def num_known(self) -> int:
-        """How many requests the mirror has on its engine."""
-        indicators = (await self.asked.predict()).indicators
-        return int(indicators.num_running + indicators.num_waiting)
+        """Send a completion request to the proxy."""
+        return await self.http.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, **fields})
 
 
 @asynccontextmanager
 async def mirror_of(
     engine_url: str, *, sidecar: dict[str, Any] | None = None, profile: Profile = A30, **settings: Any
-) -> AsyncIterator[Mirrored]:
-    """Stand before an engine."""
-    mirror = MirrorSettings(
+) -> AsyncIterator[MirrorClient]:
+    """Run a mirroring sidecar before an engine."""
+    mirror_settings = MirrorSettings(
         **{"engine_url": engine_url, "engine": ENGINE, "metrics_s": 0.1, "drain_s": 1.0, **settings}
     )
-    told = SidecarSettings(
-        **{"instance_id": NAME, "mirror": mirror, "engine_url": engine_url, "fresh_s": 0.0, **(sidecar or {})}
+    sidecar_settings = SidecarSettings(
+        **{"instance_id": NAME, "mirror": mirror_settings, "engine_url": engine_url, "fresh_s": 0.0, **(sidecar or {})}
     )
     registry = CollectorRegistry()
     async with (
-        mirroring(told, profile, registry) as standing,
-        keeping_up(told, standing.source, InstanceMetrics(SidecarMetrics(registry), NAME)) as running,
+        mirroring(sidecar_settings, profile, registry) as mirror,
+        running_sidecar(sidecar_settings, mirror.source, InstanceMetrics(SidecarMetrics(registry), NAME)) as running,
         serving(
             ServerSettings(drain_s=1.0),
             [partial(predictor_pb2_grpc.add_PredictorServicer_to_server, PredictorService([running]))],
             registry,
-            endless=["/block.v1.Predictor/Watch"],
+            endless=ENDLESS,
         ) as here,
         grpc.aio.insecure_channel(f"127.0.0.1:{here.port}") as channel,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{standing.port}", timeout=PATIENCE_S) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{mirror.port}", timeout=PATIENCE_S) as http,
     ):
-        asked = Asked(sidecar=running, stub=predictor_pb2_grpc.PredictorStub(channel), registry=registry)
-        yield Mirrored(asked=asked, mirroring=standing, client=client, sidecar=told)
+        rpc = SidecarClient(sidecar=running, stub=predictor_pb2_grpc.PredictorStub(channel), registry=registry)
+        yield MirrorClient(rpc=rpc, mirror=mirror, http=http)
 
 
 @dataclass(slots=True, kw_only=True)
 class RawEngine:
-    """An HTTP server that says, byte for byte, what a test has it say, and remembers what it was told."""
+    """An HTTP server that replies with the bytes of a test, and keeps the requests that it received."""
 
-    answers: list[bytes] = field(default_factory=list)  # the pieces of every answer
-    told: list[bytes] = field(default_factory=list)  # whole requests
+    replies: list[bytes] = field(default_factory=list)  # the pieces of every reply
+    received: list[bytes] = field(default_factory=list)  # whole requests
     pause: asyncio.Event | None = None  # between the pieces
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request of a connection; what is asked for by the sidecar itself is not there."""
+        """Serve one request of a connection; the sidecar's own requests get a 404."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
             body = await reader.readexactly(length)
-            if any(path in head for path in (b" /metrics ", b" /v1/models ", b" /health ", b" /tokenize ")):
+            if any(path in head for path in OWN_PATHS):
                 writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
                 return
-            self.told.append(head + body)
-            for place, piece in enumerate(self.answers):
-                if place and self.pause is not None:
-                    held, left = asyncio.ensure_future(self.pause.wait()), asyncio.ensure_future(reader.read(1))
-                    await asyncio.wait([held, left], return_when=asyncio.FIRST_COMPLETED)
+            self.received.append(head + body)
+            for number, piece in enumerate(self.replies):
+                if number and self.pause is not None:
+                    resumed, left = asyncio.ensure_future(self.pause.wait()), asyncio.ensure_future(reader.read(1))
+                    await asyncio.wait([resumed, left], return_when=asyncio.FIRST_COMPLETED)
                     if left.done():
                         self.gone.set()
-                        held.cancel()
+                        resumed.cancel()
                         return
                     left.cancel()
                     await asyncio.wait([left])
@@ -121,9 +118,9 @@ class RawEngine:
 
 
 @asynccontextmanager
-async def raw_engine(*answers: bytes) -> AsyncIterator[RawEngine]:
+async def raw_engine(*replies: bytes) -> AsyncIterator[RawEngine]:
     """Serve on a free port while the block runs."""
-    engine = RawEngine(answers=list(answers))
+    engine = RawEngine(replies=list(replies))
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
@@ -133,7 +130,7 @@ async def raw_engine(*answers: bytes) -> AsyncIterator[RawEngine]:
 
 
 def forecast_by(source: EngineSource, request: Request) -> Forecast:
-    """What a source's picture says of a request that came now."""
-    picture = source.look()
-    (forecast,) = picture.forecaster.forecast([request], picture.now_s, delays=False)
+    """Forecast a request that arrives now in the view of a source."""
+    view = source.refresh()
+    (forecast,) = view.forecaster.forecast([request], view.now_s, delays=False)
     return forecast

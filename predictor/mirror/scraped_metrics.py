@@ -1,4 +1,4 @@
-"""What an engine's /metrics and /v1/models tell: its settings, and a few totals."""
+"""The parts of an engine's /metrics and /v1/models that a mirror reads: a few totals, and engine settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-MOST_LINE = 4096
+MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
-# by our names; of several spellings the first that is there counts
-NAMES = {
+# vLLM's metrics by our names; the first spelling that is present counts
+METRIC_NAMES = {
     "running": ("num_requests_running",),
     "waiting": ("num_requests_waiting",),
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
@@ -33,8 +33,8 @@ SETTINGS: dict[str, Callable[[str], int | bool]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTotals:
-    """One reading of /metrics; None for what the engine does not tell."""
+class ScrapedMetrics:
+    """One scrape of /metrics; a metric that the engine does not export is None."""
 
     running: float | None = None
     waiting: float | None = None
@@ -47,54 +47,54 @@ class EngineTotals:
     created_s: float | None = None
     settings: Mapping[str, int | bool] = field(default_factory=dict)
 
-    def began_anew(self, before: EngineTotals) -> bool:
-        """Tell whether this is another engine than the one before: what only counts up has gone back."""
+    def shows_restart_since(self, before: ScrapedMetrics) -> bool:
+        """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
         if self.created_s is not None and before.created_s is not None and self.created_s > before.created_s:
             return True
         for name in ("prompt_tokens", "generation_tokens", "preemptions"):
-            mine, earlier = getattr(self, name), getattr(before, name)
-            if mine is not None and earlier is not None and mine < earlier:
+            count, earlier = getattr(self, name), getattr(before, name)
+            if count is not None and earlier is not None and count < earlier:
                 return True
         return False
 
-    def shows_progress(self, before: EngineTotals) -> bool:
-        """Tell whether the engine has computed anything in between."""
+    def shows_progress_since(self, before: ScrapedMetrics) -> bool:
+        """Return whether the engine computed tokens in between."""
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 
-def totals_from(text: str) -> EngineTotals:
-    """Read Prometheus' text format, as far as it is of use here; several engines behind one address are summed up."""
+def parse_metrics(text: str) -> ScrapedMetrics:
+    """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
     settings: dict[str, int | bool] = {}
     for line in text.splitlines():
-        if not line.startswith("vllm:") or len(line) > MOST_LINE or (found := _SAMPLE.match(line)) is None:
+        if not line.startswith("vllm:") or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
             settings = _settings(dict(_LABEL.findall(labels)))
         elif math.isfinite(value):
             samples.setdefault(name, []).append(value)
-    told: dict[str, float] = {}
-    for ours, theirs in NAMES.items():
-        values = next((samples[name] for name in theirs if name in samples), None)
+    totals: dict[str, float] = {}
+    for name, spellings in METRIC_NAMES.items():
+        values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
         if values is not None:
-            told[ours] = max(values) if ours in ("kv_usage", "created_s") else math.fsum(values)
-    return EngineTotals(**told, settings=settings)
+            totals[name] = max(values) if name in ("kv_usage", "created_s") else math.fsum(values)
+    return ScrapedMetrics(**totals, settings=settings)
 
 
 def _settings(labels: Mapping[str, str]) -> dict[str, int | bool]:
     settings: dict[str, int | bool] = {}
-    for name, read in SETTINGS.items():
+    for name, parse in SETTINGS.items():
         try:
             if name in labels:
-                settings[name] = read(labels[name])
-        except ValueError:  # None, where the engine does not know yet
+                settings[name] = parse(labels[name])
+        except ValueError:  # "None" before the engine has set it
             continue
     return settings
 
 
-def model_length_from(body: bytes) -> int | None:
-    """Read the longest that a request may be from /v1/models, where it is told."""
+def parse_max_model_len(body: bytes) -> int | None:
+    """Parse the largest max_model_len of /v1/models; None where no model has one."""
     try:
         cards = json.loads(body)["data"]
         lengths = [card["max_model_len"] for card in cards if card.get("max_model_len") is not None]
