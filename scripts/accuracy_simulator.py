@@ -23,12 +23,13 @@ from predictor.profile import load_profile
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.assembly import simulate
 from simulator.conditions import Conditions
 from simulator.fleet import Unit
 from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.load_report import RequestResult
 from simulator.metrics import Latencies, latencies
 from simulator.reference_data import data_folder
 from simulator.traces import trace_from

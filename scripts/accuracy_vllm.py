@@ -52,11 +52,12 @@ from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of
 from services.http.client import Origin, origin_of
 from services.load.asking import Manner, body_of
-from services.load.running import LoadLimits, LoadSender, RequestResult, run_plan
+from services.load.running import LoadLimits, LoadSender, run_plan
 from services.logs import configure
 from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
 from services.profiling.starting import Started, started
 from simulator.load_plan import Planned, Timing, arrival_times
+from simulator.load_report import RequestResult
 from simulator.replay import replay
 from tests.deploy.engines import narrow_and_deep, tiny_model
 

@@ -44,9 +44,10 @@ from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import UnreadableError, View
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.load_report import RequestResult
 from simulator.reference_data import data_folder
 from simulator.traces import trace_from
 

@@ -38,9 +38,10 @@ from services.cluster.engines import free_port
 from services.cluster.programs import VllmServer
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned
+from simulator.load_report import RequestResult
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import MODEL, engine_environment, narrow_and_deep, tiny_model
 
