@@ -54,8 +54,7 @@ from services.http.client import Origin, origin_of
 from services.load.asking import Manner, body_of
 from services.load.running import LoadLimits, LoadSender, run_plan
 from services.logs import configure
-from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
-from services.profiling.starting import Started, started
+from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine, seconds_of
 from simulator.load_plan import Planned, Timing, arrival_times
 from simulator.load_report import RequestResult
 from simulator.replay import replay
@@ -78,7 +77,7 @@ class VllmInstance:
     """One engine, and its profile."""
 
     name: str
-    engine: Started
+    engine: EngineProcess
     profile: Profile
 
 
@@ -128,7 +127,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
     async with AsyncExitStack() as stack:
         say("starting engines")
         starting = [
-            stack.enter_async_context(started(command, str(folder / f"{name}.state"), WITHIN_S))
+            stack.enter_async_context(run_engine(command, str(folder / f"{name}.state"), WITHIN_S))
             for name, command in commands(arguments, model)
         ]
         engines = await asyncio.gather(*starting)
@@ -166,7 +165,7 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
         )
 
 
-async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[VllmInstance]:
+async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[VllmInstance]:
     """Give each engine its profile: one that was kept, or else a new one."""
     kept = None if arguments.profiles is None else Path(arguments.profiles)
     files = [] if kept is None else [kept / f"vllm-{number}.json" for number in range(len(engines))]
@@ -183,7 +182,7 @@ async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) ->
     ]
 
 
-async def measured(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Profile]:
+async def measured(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[Profile]:
     """Measure all engines at the same time, as `block profile measure` does: that is how they will run."""
     orders = [
         MeasureOptions(

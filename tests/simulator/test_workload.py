@@ -150,7 +150,7 @@ HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (HEAD, "empty|none|no request"),
         (b"\x00\xff\xfe" * 4_000_000, "row 1"),
         (b"x" * 8_000_000, "row 1"),
-        ("num_prefill_tokens,num_decode_tokens\n10,5\n", "no times"),
+        ("num_prefill_tokens,num_decode_tokens\n10,5\n", "no arrival times"),
     ],
     ids=["unsorted", "negative", "missing cell", "missing column", "empty", "only a head", "binary", "one long line",
          "no times"],
