@@ -1,12 +1,11 @@
-"""What deciding costs by itself: processor time per request of what a scheduler and a simulator do alike.
+"""The processor time of a decision alone, as a scheduler and a simulator make it.
 
-From a request's facts to the chosen instance: how much of its prompt everybody is likely to have cached, the shortlist,
-the scores, the choice, and taking note of it; over a table of indicators that changes as requests go there. The
-forecasts are numbers from a table: making them is the sidecars' work, and `bench_predictor.py` measures it; asking for
-them is communication, and `bench_scheduler.py` measures that.
+A decision goes from a request's facts to the chosen instance: prefix hits, shortlist, scores, choice, and its record,
+with a table of indicators that changes as requests are placed. Forecasts are numbers from a table: `bench_predictor.py`
+measures the making of forecasts, and `bench_scheduler.py` the communication.
 
 - `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
-- `decision_cpu_growth.{policy}`: what it costs with the most instances over what it costs with the fewest.
+- `decision_cpu_growth.{policy}`: the cost with the most instances over the cost with the fewest.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=POLICIES, help="Repeatable; all by default.")
     parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12, 64 and 256 by default.")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=2000, help="of a round")
+    parser.add_argument("--requests", type=int, default=2000, help="requests per round")
     arguments = parser.parse_args()
     results = list(
         measured(
@@ -75,7 +74,7 @@ def main() -> None:
 def measured(
     names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
 ) -> Iterator[dict[str, object]]:
-    """Take turns, so that a busy moment of the machine falls on all alike."""
+    """Alternate between the cases, so that the machine's load affects all of them."""
     deciders = {(name, num): decider(POLICIES[name], num) for name in names for num in instances}
     times: dict[tuple[str, int], list[float]] = {case: [] for case in deciders}
     for number in range(rounds + 1):
@@ -83,7 +82,7 @@ def measured(
             start_s = time.process_time()
             for _ in range(requests):
                 decide()
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 times[case].append(1e6 * (time.process_time() - start_s) / requests)
     n = rounds * requests
     medians = {case: statistics.median(values) for case, values in times.items()}
@@ -95,7 +94,7 @@ def measured(
 
 
 def decider(text: str, num: int) -> Callable[[], int]:
-    """Prepare a policy over so many instances, and give what decides about one request after the other."""
+    """Return a function that decides about one request after the other, by a policy over `num` instances."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
     table, policy = InstanceTable(ids), policy_from(text, seed=1)
@@ -129,7 +128,7 @@ def decider(text: str, num: int) -> Callable[[], int]:
         table.sent(ids[chosen], clock_s, prefill_tokens=100.0)
         if policy.needs_prefix:
             index.sent(ids[chosen], talk)
-        if table.known.told[2, chosen] > 20:  # as many are reserved: it tells of itself
+        if table.known.told[2, chosen] > 20:  # many reservations: the instance reports its indicators
             table.tell(ids[chosen], told(rng), clock_s)
         return chosen
 
@@ -137,7 +136,7 @@ def decider(text: str, num: int) -> Callable[[], int]:
 
 
 def told(rng: random.Random) -> dict[str, float]:
-    """What a busy instance tells of itself."""
+    """Return the indicators of a busy instance."""
     return {
         "num_running": float(rng.randint(20, 48)),
         "num_waiting": float(rng.randint(0, 5)),
@@ -153,7 +152,7 @@ def told(rng: random.Random) -> dict[str, float]:
 
 
 def forecast(rng: random.Random) -> Forecast:
-    """What a sidecar might answer."""
+    """Return a random forecast."""
     ttft_s = rng.uniform(0.05, 0.5)
     return Forecast(
         request_id="r", ttft_s=ttft_s, e2e_s=ttft_s + rng.uniform(5, 10), tpot_s=0.03, queue_s=0.01, output_tokens=210,

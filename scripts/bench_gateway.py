@@ -1,16 +1,16 @@
-"""What the gateway adds to a request: processor time and time to first token, against engines reached directly.
+"""The overhead of the gateway per request: processor time and added TTFT, compared with direct requests to engines.
 
-Four fake engines that answer at once or at an engine's pace, a scheduler that decides in turn over real gRPC, and the
-gateway are processes of their own; prompts have 2 KB, answers are streams of 16 events. Everything stays on loopback.
+Four stub engines that answer at once or at an engine's pace, a stub scheduler that decides round-robin over real gRPC,
+and the gateway are separate processes; prompts have 2 KB, responses are streams of 16 events, all over loopback.
 
 - `router_cpu_ms_per_request`: processor time (user and system) of the gateway's process, over all requests of the runs
-  with engines that answer at once, 16 at a time; every request is scheduled, streamed and released.
-- `added_ttft_ms`: 16 at a time, engines at an engine's pace (first event after 40 ms, then one every 8 to 12 ms, drawn
-  per request, so that requests do not begin in step), time to the first event through the gateway less the same
-  directly, both in this run, alternating.
-- `requests_per_s`: as many as there can be at 1 and 16 at a time, the load and the fake engines on the same cores.
+  with engines that answer at once, 16 in flight; every request is scheduled, streamed and released.
+- `added_ttft_ms`: 16 in flight, engines at an engine's pace (first event after 40 ms, then one every 8 to 12 ms, drawn
+  per request, so that requests do not start in step): time to the first event through the gateway minus the same
+  directly, in alternating runs.
+- `requests_per_s`: the throughput with 1 and 16 in flight, with the load and the stub engines on the same cores.
 
-Direct and routed runs alternate, several rounds of each; a number is the median over the rounds of what each gave.
+Direct and routed runs alternate for several rounds; a result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of everything")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="number of rounds")
     parser.add_argument("--requests", type=int, default=1500, help="per round with engines that answer at once")
     parser.add_argument("--paced-requests", type=int, default=300, help="per round with engines at an engine's pace")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -87,7 +87,7 @@ def main() -> None:
 
 @dataclass(kw_only=True)
 class GatewaySample:
-    """Times of requests, and the processor time that the gateway took for them."""
+    """Times of requests, and the gateway's processor time for them."""
 
     ttft_ms: list[float] = field(default_factory=list)
     e2e_ms: list[float] = field(default_factory=list)
@@ -95,7 +95,7 @@ class GatewaySample:
     cpu_s: float = 0.0
 
     def rate(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return len(self.e2e_ms) / self.wall_s
 
     def cpu_ms(self) -> float:
@@ -105,7 +105,7 @@ class GatewaySample:
 
 @dataclass(kw_only=True)
 class Case:
-    """So many requests, so many of them at a time; and what came of them, round by round."""
+    """A number of requests and how many are in flight, with the samples of each round."""
 
     name: str
     bodies: list[bytes]
@@ -116,7 +116,7 @@ class Case:
 
 
 def cases_of(num: int, num_paced: int) -> list[Case]:
-    """List what is measured."""
+    """Return the cases to measure."""
     at_once, paced = [body_for(0, 0)], [body_for(FIRST_MS, gap_ms) for gap_ms in GAPS_MS]
     return [
         Case(name="c1", bodies=at_once, num=max(1, num // 3), at_a_time=1),
@@ -126,7 +126,7 @@ def cases_of(num: int, num_paced: int) -> list[Case]:
 
 
 async def measured(engines: list[Part], gateway: Part, cases: list[Case], rounds: int) -> list[dict[str, object]]:
-    """Run everything, direct and through the gateway by turns, so that both see the same machine."""
+    """Run all cases, alternating between direct and routed runs, so that both see the same load."""
     direct_to, through = [origin_of(engine.url) for engine in engines], [origin_of(gateway.url)]
     client = HttpClient()
     warm_up = Case(name="warm-up", bodies=[body_for(0, 0)], num=WARM_UP, at_a_time=16)
@@ -138,7 +138,7 @@ async def measured(engines: list[Part], gateway: Part, cases: list[Case], rounds
 
 
 def results_of(cases: dict[str, Case]) -> Iterator[dict[str, object]]:
-    """Put the samples into numbers with names."""
+    """Yield the results."""
     for name, case in (("", cases["c16"]), (".paced", cases["paced"]), (".c1", cases["c1"])):
         yield median(f"router_cpu_ms_per_request{name}", "ms", case, [sample.cpu_ms() for sample in case.routed])
     paced = cases["paced"]
@@ -157,19 +157,19 @@ def results_of(cases: dict[str, Case]) -> Iterator[dict[str, object]]:
 
 
 def median(name: str, unit: str, case: Case, values: list[float]) -> dict[str, object]:
-    """Write one result down; `n` requests gave it, over all rounds."""
+    """Return one result; `n` is the number of requests over all rounds."""
     return {"name": name, "value": statistics.median(values), "unit": unit, "n": case.num * len(values)}
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Give the value below which so many lie."""
+    """Return a quantile."""
     if fraction == 0.5:
         return statistics.median(values)
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
 async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: Part) -> GatewaySample:
-    """Send requests, so many at a time, and note their times."""
+    """Send the requests of a case, and return their times."""
     sample = GatewaySample()
     rng = random.Random(0)
     left = iter([(number, rng.choice(case.bodies)) for number in range(case.num)])
@@ -187,7 +187,7 @@ async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: P
                 reader.feed(await connection.read(10))
             end_s = time.perf_counter()
             if connection.status != 200 or reader.num_data != NUM_EVENTS + 1:
-                raise RuntimeError(f"an answer with status {connection.status} and {reader.num_data} events")
+                raise RuntimeError(f"a response with status {connection.status} and {reader.num_data} events")
             connection.release()
             sample.ttft_ms.append(1000 * (first_s - start_s))
             sample.e2e_ms.append(1000 * (end_s - start_s))
@@ -201,7 +201,7 @@ async def load(client: HttpClient, origins: list[Origin], case: Case, gateway: P
 
 
 def body_for(first_ms: int, gap_ms: int) -> bytes:
-    """Write a request of 2 KB; the fake engine reads its pace from it."""
+    """Return a request of 2 KB, which tells the stub engine its pace."""
     words = random.Random(0)
     text = " ".join("".join(words.choices("abcdefghij", k=words.randint(2, 9))) for _ in range(400))[:PROMPT_BYTES]
     fields = {"model": "bench", "prompt": text, "max_tokens": NUM_EVENTS, "ignore_eos": True, "stream": True}
@@ -213,23 +213,23 @@ def body_for(first_ms: int, gap_ms: int) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A process that serves something."""
+    """A process that serves on a port."""
 
     process: subprocess.Popen[str]
     port: int
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL of the process."""
         return f"http://{PLACE}:{self.port}"
 
     def cpu_s(self) -> float:
-        """Processor time that it has taken, all its threads, in user and system mode."""
+        """The processor time of the process so far, of all threads, user and system."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
     async def settled(self) -> None:
-        """Wait until what it does in the background is done."""
+        """Wait until its background work is done."""
         client = HttpClient()
         origin = origin_of(self.url)
         for _ in range(200):
@@ -242,7 +242,7 @@ class Part:
 
 @contextmanager
 def part(name: str, environment: dict[str, str] | None = None) -> Iterator[Part]:
-    """Run a part of this script as a process; its first line is its port."""
+    """Run a part of this script as a process, which prints its port as the first line."""
     command = [sys.executable, __file__, "--part", name]
     with started(command, environment or {}, stdout=subprocess.PIPE) as process:
         line = process.stdout.readline() if process.stdout else ""
@@ -251,7 +251,7 @@ def part(name: str, environment: dict[str, str] | None = None) -> Iterator[Part]
 
 @contextmanager
 def gateway_before(scheduler_port: int) -> Iterator[Part]:
-    """Run the gateway as its users do; its log says where it listens."""
+    """Run the gateway by its command, and read its port from its log."""
     command = [str(Path(sys.executable).with_name("block")), "serve", "gateway", "--port", "0", "--log-format", "json"]
     command += ["--scheduler", f"{PLACE}:{scheduler_port}"]
     with started(command, {}, stderr=subprocess.PIPE) as process:
@@ -265,7 +265,7 @@ def gateway_before(scheduler_port: int) -> Iterator[Part]:
 
 @contextmanager
 def started(command: list[str], environment: dict[str, str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a command until the block ends."""
+    """Run a command for the duration of the block."""
     root = str(Path(__file__).parents[1])
     process = subprocess.Popen(  # type: ignore[call-overload]
         command, text=True, cwd=root, env={**os.environ, **environment, "PYTHONPATH": root}, **streams
@@ -277,23 +277,23 @@ def started(command: list[str], environment: dict[str, str], **streams: int) -> 
         process.wait(10)
 
 
-# The fake engine.
+# The stub engine.
 
 
 class StubEngine(asyncio.Protocol):
-    """Answers every request with a stream of events, at the pace that the request asks for."""
+    """Answers every request with a stream of events, at the pace that the request has."""
 
     def __init__(self) -> None:
-        """Have no connection yet."""
+        """Start without a connection."""
         self._parser = httptools.HttpRequestParser(self)
         self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection."""
+        """Store the connection."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse received data."""
         self._parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
@@ -301,7 +301,7 @@ class StubEngine(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Begin to answer."""
+        """Start the response."""
         _, first_ms, gap_ms, _ = self._body[self._body.rindex(b"pace") :].split(b" ", 3)
         self._body = b""
         if first_ms == b"0":
@@ -321,12 +321,12 @@ class StubEngine(asyncio.Protocol):
 
 
 def chunk(text: bytes) -> bytes:
-    """Frame a piece of a body."""
+    """Return a chunk of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(text), text)
 
 
 def events() -> Iterator[bytes]:
-    """Write a stream as vLLM does."""
+    """Yield the events of a stream as vLLM does."""
     for number in range(NUM_EVENTS):
         reason = '"length"' if number == NUM_EVENTS - 1 else "null"
         choice = f'{{"index":0,"text":" token{number}","logprobs":null,"finish_reason":{reason},"stop_reason":null}}'
@@ -343,7 +343,7 @@ EVENTS = tuple(events())
 
 
 async def engine_part() -> None:
-    """Serve as an engine."""
+    """Run the stub engine."""
     server = await asyncio.get_running_loop().create_server(StubEngine, PLACE, 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -356,7 +356,7 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
     """Sends each request to the next engine."""
 
     def __init__(self, urls: list[str]) -> None:
-        """Know the engines."""
+        """Store the engines' URLs."""
         self._instances = [
             common_pb2.Instance(instance_id=f"engine-{number}", engine_url=url, models=["bench"])
             for number, url in enumerate(urls)
@@ -368,7 +368,7 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.ScheduleRequest,
         context: grpc.aio.ServicerContext[scheduler_pb2.ScheduleRequest, scheduler_pb2.ScheduleResponse],  # noqa: ARG002
     ) -> scheduler_pb2.ScheduleResponse:
-        """Decide."""
+        """Return the next engine."""
         self._turn += 1
         here = self._turn % len(self._instances)
         decision = common_pb2.Decision(
@@ -381,23 +381,23 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def _stay_away(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Refuse: the bench sends nothing there."""
+    def _unused(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Reject calls that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = _stay_away
+    Generate = Explain = ListInstances = UsePolicy = _unused
 
     async def Release(  # noqa: N802 - the wire's name
         self,
         request: common_pb2.ReleaseRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[common_pb2.ReleaseRequest, common_pb2.ReleaseResponse],  # noqa: ARG002
     ) -> common_pb2.ReleaseResponse:
-        """Forget."""
+        """Ignore a release."""
         return common_pb2.ReleaseResponse(released=True)
 
 
 async def scheduler_part() -> None:
-    """Serve as a scheduler."""
+    """Run the stub scheduler."""
     server = grpc.aio.server()
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(InTurn(os.environ["BLOCK_BENCH_ENGINES"].split(",")), server)
     port = server.add_insecure_port(f"{PLACE}:0")

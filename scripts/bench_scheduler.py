@@ -1,14 +1,13 @@
-"""What a scheduler that serves costs: time until a decision, and processor time, over sidecars that answer at once.
+"""The cost of a served scheduler: decision time and processor time, with stub sidecars that answer at once.
 
-The scheduler runs as its users run it; the sidecars are all in one other process, where they forecast nothing but count
-promises as real ones do, `--engines-per-sidecar` of them behind one port; requests come at random (Poisson) at a fixed
-rate, and are released after a while. Everything stays on loopback, so the times include what the sidecars and the load
-take from the same cores.
+The scheduler is started by its command. All stub sidecars run in one other process, `--engines-per-sidecar` of them
+behind one port; they count reservations as real ones do, but make no forecasts. Requests arrive as a Poisson process
+and are released after a while. Everything is on loopback, so the times include the load on the same cores.
 
-- `decision_ms.{policy}.{instances}.p50|p99`: from the scheduler's taking a request to its decision, as it says itself.
-- `schedule_ms.{policy}.{instances}.p50|p99`: the same as its client sees it.
+- `decision_ms.{policy}.{instances}.p50|p99`: from the request's arrival at the scheduler to its decision.
+- `schedule_ms.{policy}.{instances}.p50|p99`: the same from the client.
 - `scheduler_cpu_us.{policy}.{instances}`: processor time of the scheduler's process, all threads, user and system, per
-  request scheduled and released; what `bench_decision.py` measures is the part of it that is no communication.
+  request scheduled and released; `bench_decision.py` measures the part of it without communication.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure one policy over so many instances."""
+    """Measure one policy with `num` instances."""
     with ExitStack() as stack:
         sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
         scheduler = stack.enter_context(scheduler_over(sidecars, policy))
@@ -78,12 +77,12 @@ def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def name_of(policy: str) -> str:
-    """Write a policy with its parameters as a part of a name: block-k8."""
+    """Return a policy with its parameters as part of a result name, such as block-k8."""
     return "".join(letter for letter in policy.replace(":", "-") if letter.isalnum() or letter in "-_")
 
 
 async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
-    """Let requests come and go, and put what they saw into numbers."""
+    """Send requests, and return the results."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
     took_s: list[float] = []
@@ -94,7 +93,7 @@ async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds:
         await load(stub, rng, rate, seconds, (decisions, took_s))
         cpu_s = scheduler.cpu_s() - cpu_s
     if not all(decision.HasField("reserved_for_s") for decision in decisions):
-        raise RuntimeError("some decisions hold no place")
+        raise RuntimeError("some decisions have no reservation")
     n = len(decisions)
     decision_ms = sorted(1e3 * decision.decision_s for decision in decisions)
     schedule_ms = sorted(1e3 * one for one in took_s)
@@ -109,7 +108,7 @@ async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds:
 
 
 def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Give the value below which so many lie."""
+    """Return a quantile."""
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
@@ -120,7 +119,7 @@ async def load(
     seconds: float,
     seen: tuple[list[common_pb2.Decision], list[float]],
 ) -> None:
-    """Send requests at their own times, whatever becomes of those before; wait for the last to be released."""
+    """Send requests in an open loop; wait until the last one is released."""
     decisions, took_s = seen
 
     async def one(number: int) -> None:
@@ -158,19 +157,19 @@ class SchedulerProcess:
     """The scheduler's process."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        """Remember where it listens."""
+        """Store the process and its port."""
         self.port = port
         self._stat = Path(f"/proc/{process.pid}/stat")
 
     def cpu_s(self) -> float:
-        """Processor time that it has taken, all its threads, in user and system mode."""
+        """Return the processor time so far, of all threads, user and system."""
         fields = self._stat.read_text(encoding="ascii").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 @contextmanager
 def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[SchedulerProcess]:
-    """Run a scheduler; its log says where it listens."""
+    """Run a scheduler, and read its port from its log."""
     command = [str(Path(sys.executable).with_name("block")), "serve", "scheduler", "--port", "0"]
     command += ["--log-format", "json", "--policy", policy, "--sidecar-deadline-ms", "1000"]
     command += [f"--instance=i{place}=http://{PLACE}:1,{PLACE}:{port}" for place, port in enumerate(sidecars)]
@@ -185,7 +184,7 @@ def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[SchedulerPr
 
 @contextmanager
 def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
-    """Run sidecars in one process; its first line is the port of each."""
+    """Run stub sidecars in one process, which prints their ports as its first line."""
     command = [sys.executable, __file__, "--sidecars", str(num), "--engines-per-sidecar", str(together)]
     with started(command, stdout=subprocess.PIPE) as process:
         yield [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
@@ -193,7 +192,7 @@ def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
 
 @contextmanager
 def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a command until the block ends."""
+    """Run a command for the duration of the block."""
     root = str(Path(__file__).parents[1])
     process = subprocess.Popen(  # type: ignore[call-overload]
         command, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root}, **streams
@@ -209,10 +208,10 @@ def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str
 
 
 class StubSidecar:
-    """Forecasts a time that grows with each promise; all else that it says stays as it is."""
+    """Returns a forecast that grows with each reservation, and otherwise constant indicators."""
 
     def __init__(self, name: str) -> None:
-        """Have promised nothing."""
+        """Start without reservations."""
         self._held: set[str] = set()
         self._answer = predictor_pb2.PredictResponse(
             instance_id=name,
@@ -241,11 +240,11 @@ class StubSidecar:
         return self._answer
 
     def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
-        """Answer one question."""
+        """Return a forecast."""
         return self._forecast(request.requests[0]) if request.requests else self._answer
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
-        """Tell of itself whenever a promise was made or taken back."""
+        """Stream the indicators whenever the reservations change."""
         sequence, told = 0, -1
         while True:
             if len(self._held) != told:
@@ -263,7 +262,7 @@ class StubSidecar:
             await asyncio.sleep(request.min_interval_s)
 
     def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
-        """Promise a place, unless others came first."""
+        """Make a reservation, unless the version has changed."""
         response = predictor_pb2.ReserveResponse(
             instance_id=self._answer.instance_id, epoch=7, expires_in_s=request.ttl_s
         )
@@ -279,51 +278,51 @@ class StubSidecar:
         return response
 
     def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
+        """Release a reservation."""
         self._held.discard(request.request_id)
         return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
 
 
 class StubNode:
-    """Sidecars behind one port."""
+    """Stub sidecars behind one port."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Serve for some instances."""
+        """Create a stub sidecar per instance."""
         self._sidecars = {name: StubSidecar(name) for name in names}
 
     async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
-        """Answer one question, for one instance or for several."""
+        """Return forecasts for one or several instances."""
         if request.instance_ids:
             answers = [self._sidecars[name].predict(request) for name in request.instance_ids]
             return predictor_pb2.PredictResponse(answers=answers)
         return self._sidecars[request.instance_id].predict(request)
 
     async def predict_stream(self, requests: Any, context: Any) -> Any:
-        """Answer one question after the other."""
+        """Return forecasts over a stream."""
         async for request in requests:
             yield await self.predict(request, context)
 
     async def watch(self, request: predictor_pb2.WatchRequest, _: Any) -> Any:
-        """Tell of one instance."""
+        """Stream the indicators of one instance."""
         async for response in self._sidecars[request.instance_id].watch(request):
             yield response
 
     async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
-        """Promise a place."""
+        """Make a reservation."""
         return self._sidecars[request.instance_id].reserve(request)
 
     async def reserve_stream(self, requests: Any, context: Any) -> Any:
-        """Promise one place after the other."""
+        """Make reservations over a stream."""
         async for request in requests:
             yield await self.reserve(request, context)
 
     async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
+        """Release a reservation."""
         return self._sidecars[request.instance_id].release(request)
 
 
 async def serve_sidecars(num: int, together: int) -> None:
-    """Serve on one port for each node, say which for each sidecar, and go on."""
+    """Serve one port per node, print the port of each sidecar, and run until stopped."""
     ports, servers = [], []
     names = [f"i{place}" for place in range(num)]
     for first in range(0, num, together):
@@ -338,7 +337,7 @@ async def serve_sidecars(num: int, together: int) -> None:
 
 
 def handlers_of(one: StubNode) -> grpc.GenericRpcHandler:
-    """Put the methods of a node where the wire has them."""
+    """Return the gRPC handlers of a node."""
     question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
     handlers: dict[str, Any] = {
         "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),

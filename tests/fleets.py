@@ -1,4 +1,4 @@
-"""Instances as policies see them, from lists of numbers and at random."""
+"""Candidates for policies, from lists of numbers or random."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LETTERS = "abcdefghijklmnop"
 
 
 def fleet(*, now_s: float = 0.0, facts: Facts = ANY_REQUEST, **columns: Sequence[float | None]) -> Candidates:
-    """Instances a, b, c and so on, with these indicators, told or of the request; None is what is not known."""
+    """Return instances a, b, c and so on with these indicators; None is unknown."""
     (num,) = {len(values) for values in columns.values()}
     told = {name: values for name, values in columns.items() if name in ROW_OF}
     table = InstanceTable(LETTERS[:num])
@@ -34,7 +34,7 @@ def fleet(*, now_s: float = 0.0, facts: Facts = ANY_REQUEST, **columns: Sequence
 
 
 def random_fleet(rng: np.random.Generator, *, unknown: float = 0.1) -> Candidates:
-    """Up to sixteen instances in any state, of which anything may not be known; small numbers, so that many tie."""
+    """Return up to sixteen random instances with unknown indicators; numbers are small, so that many are equal."""
     num = int(rng.integers(1, 17))
     table = InstanceTable(LETTERS[:num])
     values = rng.integers(0, 6, (len(TOLD), num)).astype(float)

@@ -46,8 +46,8 @@ def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bo
     from dataclasses import replace
 
     from length_tagger.linear import save
+    from length_tagger.linear_network import Recipe
     from length_tagger.linear_training import fit
-    from length_tagger.network import Recipe
 
     require_writable(output)
     samples = samples_from(data)
