@@ -19,7 +19,7 @@ class CachedTagger:
 
     def __init__(self, *, max_prompts: int) -> None:
         """Start empty."""
-        self._most_prompts = max_prompts
+        self._max_prompts = max_prompts
         self._lengths: OrderedDict[int, deque[int]] = OrderedDict()
 
     def estimate(self, query: Query) -> Estimate | None:
@@ -48,7 +48,7 @@ class CachedTagger:
             return
         self._lengths.setdefault(name, deque(maxlen=MAX_LENGTHS)).append(outcome.output_tokens)
         self._lengths.move_to_end(name)
-        while len(self._lengths) > self._most_prompts:
+        while len(self._lengths) > self._max_prompts:
             self._lengths.popitem(last=False)
 
     def __len__(self) -> int:

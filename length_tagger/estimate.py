@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,13 @@ class Tagger(Protocol):
 
     def observe(self, outcome: LengthOutcome) -> None:
         """Learn from an outcome, if the estimator learns."""
+
+
+class BatchTagger(Protocol):
+    """An estimator that estimates several requests at once."""
+
+    def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
+        """Return an estimate per query, or None."""
 
 
 def require_length(name: str, value: int | None, *, at_least: int) -> None:

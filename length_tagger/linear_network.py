@@ -100,7 +100,7 @@ def averaged(networks: Sequence[Network]) -> Network:
     """Join networks to one whose outputs are the means of theirs (for spreads: the means of the logarithms)."""
     one, num = networks[0], len(networks)
 
-    def beside(name: str) -> Array:
+    def joined(name: str) -> Array:
         return np.concatenate([getattr(network, name) for network in networks], axis=-1)
 
     def mean(name: str) -> Array:
@@ -112,11 +112,11 @@ def averaged(networks: Sequence[Network]) -> Network:
         rarity=one.rarity,
         count_means=one.count_means,
         count_scales=one.count_scales,
-        words=beside("words"),
-        from_counts=beside("from_counts"),
-        factor_bias=beside("factor_bias"),
+        words=joined("words"),
+        from_counts=joined("from_counts"),
+        factor_bias=joined("factor_bias"),
         hidden=hidden.astype(np.float32),
-        hidden_bias=beside("hidden_bias"),
+        hidden_bias=joined("hidden_bias"),
         out=(np.concatenate([network.out for network in networks]) / num).astype(np.float32),
         straight=mean("straight"),
         out_bias=mean("out_bias"),

@@ -1,7 +1,7 @@
 """Compares the cluster simulator with the live system: both serve the same requests.
 
 Emulated engines (Llama-2-7B on A30), their sidecars, a scheduler and a gateway run as processes of this machine, as in
-`bench_live`. The simulated requests arrive at the times at which they came to the live gateway, and a simulated decision
+`bench_live`. Simulated requests arrive at the times at which they came to the live gateway, and a simulated decision
 takes as long as the median live one.
 """
 

@@ -104,9 +104,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="the Python interpreter that has vLLM"
-    )
+    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
     parser.add_argument("--records", metavar="FILE", help="a JSON line for each request")
     arguments = parser.parse_args()
     if not Path(arguments.vllm).exists():

@@ -75,9 +75,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="duration of the load, engine time")
     parser.add_argument("--speed", type=float, default=0.5, help="engine seconds per second")
     parser.add_argument("--policy", default="block")
-    parser.add_argument(
-        "--lengths", choices=("known", "tagged"), default="known", help="how the scheduler gets lengths"
-    )
+    parser.add_argument("--lengths", choices=("known", "tagged"), default="known", help="how lengths are known")
     parser.add_argument("--sample", type=float, default=0.05, help="share of decisions that are sampled")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

@@ -109,25 +109,30 @@ def recommend(
         ]
         return max(value for _, value in runner(share_used, requests))
 
-    answers = []
+    recommendations = []
     start = 1
     for policy in policies:
         on_progress(policy)
-        answer = _smallest(policy, used, start, max_instances)
+        recommendation = _smallest(policy, used, start, max_instances)
         grid = GRIDS.get(policy, ())
-        if grid and answer.num_instances is not None:
-            tight = max(1, answer.num_instances - 1)
+        if grid and recommendation.num_instances is not None:
+            tight = max(1, recommendation.num_instances - 1)
             on_progress(f"{policy}: tuning parameters")
             best = min(grid, key=lambda one: used(one, tight, TUNING_SEED))
             tuned = _smallest(best, used, tight, max_instances)
-            answer = min((tuned, answer), key=_rank)
-        answers.append(answer)
-        start = answer.num_instances or start
-    return sorted(answers, key=_rank)
+            recommendation = min((tuned, recommendation), key=_rank)
+        recommendations.append(recommendation)
+        start = recommendation.num_instances or start
+    return sorted(recommendations, key=_rank)
 
 
-def _rank(answer: Recommendation) -> tuple[bool, int, float, str]:
-    return answer.num_instances is None, answer.num_instances or 0, answer.used, answer.policy
+def _rank(recommendation: Recommendation) -> tuple[bool, int, float, str]:
+    return (
+        recommendation.num_instances is None,
+        recommendation.num_instances or 0,
+        recommendation.used,
+        recommendation.policy,
+    )
 
 
 def _smallest(policy: str, used: Callable[[str, int], float], start: int, max_instances: int) -> Recommendation:

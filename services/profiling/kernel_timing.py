@@ -124,15 +124,15 @@ class _Budget:
     ) -> dict[P, T]:
         """Time one point after another; skip those that would end after the share `until` of the budget."""
         found: dict[P, T] = {}
-        most_work = took_s = 0.0
+        max_work = took_s = 0.0
         for point in points:
             self._num_done += 1
             work = work_of(point)
-            if found and self.spent_s + took_s * max(1.0, work / most_work) > until * self._budget_s:
+            if found and self.spent_s + took_s * max(1.0, work / max_work) > until * self._budget_s:
                 continue
             begin_s = time.monotonic()
             found[point] = timed(point)
-            if work >= most_work:
-                most_work, took_s = work, time.monotonic() - begin_s
+            if work >= max_work:
+                max_work, took_s = work, time.monotonic() - begin_s
             self._progress(min(1.0, self._num_done / self._num_points))
         return found

@@ -58,8 +58,8 @@ class PromptSender:
             self._model = str(json.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             raise PromptRefusedError(f"engine_url: /v1/models answers with status {status} and no model") from None
-        body = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
-        reply = await self._post_json(b"/tokenize", body)
+        fields = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
+        reply = await self._post_json(b"/tokenize", fields)
         token_ids = sorted(set(reply.get("tokens", ())))
         if len(token_ids) < MIN_TOKENS:
             raise PromptRefusedError("engine_url: /tokenize returns too few tokens to make prompts")

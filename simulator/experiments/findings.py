@@ -202,8 +202,8 @@ def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> F
     found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     summaries: list[dict[str, Any] | None] = [None] * len(points)
     run = forecast_point if experiment.kind == FORECASTS else run_point
-    for done, (index, one) in enumerate(runner(run, points), 1):
-        summaries[index] = one
+    for done, (index, summarised) in enumerate(runner(run, points), 1):
+        summaries[index] = summarised
         on_progress(done, len(points))
     for key, one in zip(cases, summaries, strict=True):
         assert one is not None

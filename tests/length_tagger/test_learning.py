@@ -196,7 +196,7 @@ def test_invalid_model_files_are_refused(model: LinearModel, tmp_path: Path) -> 
         ("out_bias", np.full_like(good["out_bias"], np.inf)),
     ):
         np.savez(path, **{**good, name: value})
-        with pytest.raises(ValueError, match="is no model of `linear`"):
+        with pytest.raises(ValueError, match="is not a model of `linear`"):
             load(path)
     assert not (tmp_path / "ran").exists()
 
@@ -234,7 +234,7 @@ def test_features_are_the_same_in_every_process() -> None:
 
 def test_cached_estimates_a_repeated_prompt() -> None:
     """More responses give less spread; other prompts, other models and cut responses do not count."""
-    tagger = CachedTagger(most_prompts=2)
+    tagger = CachedTagger(max_prompts=2)
     keys = prompt_keys("m", "How are you?")
     tagger.observe(LengthOutcome(output_tokens=900, model="m", keys=keys, cut=True))
     assert tagger.estimate(Query(keys=keys)) is None
