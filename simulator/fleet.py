@@ -53,9 +53,14 @@ def noise_factors(spread: float, generator: np.random.Generator) -> npt.NDArray[
 
 
 def make_fleet(
-    units: Sequence[Unit], *, num_contents: int, noise: npt.NDArray[np.float64], residual: npt.NDArray[np.float64],
-    knows_lengths: bool, generator: np.random.Generator,
-) -> EngineArrays:  # fmt: skip
+    units: Sequence[Unit],
+    *,
+    num_contents: int,
+    noise: npt.NDArray[np.float64],
+    residual: npt.NDArray[np.float64],
+    knows_lengths: bool,
+    generator: np.random.Generator,
+) -> EngineArrays:
     """Stack idle engines; without prompt contents, KV blocks are only counted."""
     if not units:
         raise ValueError("instances: must not be empty")
