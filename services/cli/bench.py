@@ -17,8 +17,9 @@ from services.cli.server_options import use_file
 if TYPE_CHECKING:
     from services.http.client import Origin
     from services.load.asking import Manner
-    from services.load.running import LoadLimits, RequestResult
+    from services.load.running import LoadLimits
     from simulator.load_plan import Planned
+    from simulator.load_report import RequestResult
 
 SHOW_BAR_S = 2.0
 MODELS_S = 10.0
@@ -94,8 +95,8 @@ def bench(url: str, **flags: Any) -> int:
     from predictor.request import Slo
     from services.http.client import origin_of
     from services.load.asking import Manner, headers_from
-    from services.load.report import summary, table, write_csv
     from services.load.running import LoadLimits
+    from simulator.load_report import summary, table, write_csv
 
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
     slo = Slo(ttft_s=seconds(flags, "slo_ttft_ms"), tpot_s=seconds(flags, "slo_tpot_ms"))

@@ -64,7 +64,7 @@ def capacity(
         resolution=resolution,
         precision=precision,
         seeds=seeds,
-        most_seeds=max(seeds, most_seeds or seeds),
+        max_seeds=max(seeds, most_seeds or seeds),
         first_rate=first_rate or 2.5 * num,
         paired=len(chosen) > 1,
     )

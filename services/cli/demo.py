@@ -15,7 +15,7 @@ from services.cli.warm import warmed
 from services.logs import configure
 
 if TYPE_CHECKING:
-    from services.load.running import RequestResult
+    from simulator.load_report import RequestResult
 
 
 @click.command()

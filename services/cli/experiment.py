@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from services.cli.simulate_options import bar, runner_for
+from services.result_files import ResultCache, write_report
 from simulator.experiments.experiment import experiment_named, experiment_names
 from simulator.experiments.findings import measure
-from simulator.experiments.ledger import Ledger
 from simulator.experiments.report import as_json as findings_json
-from simulator.experiments.report import as_markdown, write
+from simulator.experiments.report import as_markdown
 
 
 @click.command()
@@ -59,10 +59,10 @@ def experiment(
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out: {target} cannot be made: {error.strerror}") from None
-    ledger = Ledger(target / "measured.jsonl")
+    cache = ResultCache(target / "measured.jsonl")
     with runner_for(workers, ray) as runner, bar(1000, wanted.name) as at:
-        findings = measure(wanted, ledger.over(runner), lambda done, of: at(1000 * done // of))
-    write(wanted, findings, target)
+        findings = measure(wanted, cache.cached(runner), lambda done, of: at(1000 * done // of))
+    write_report(wanted, findings, target)
     if as_json:
         print(json.dumps(findings_json(wanted, findings)))
     else:

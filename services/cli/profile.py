@@ -139,7 +139,7 @@ def timed_kernels(
     config.json is read.
     """
     from predictor.fitting.kernel_profile import Told
-    from services.profiling.kernels_command import KernelOrders, kernel_profile
+    from services.profiling.kernels_command import KernelOptions, kernel_profile
     from services.profiling.measure_command import seconds_of
 
     told = Told(
@@ -147,7 +147,7 @@ def timed_kernels(
         all_reduce_s=all_reduce_us / 1e6,
         link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
     )
-    given = KernelOrders(budget_s=seconds_of(budget, "budget"), told=told, **orders)
+    given = KernelOptions(budget_s=seconds_of(budget, "budget"), told=told, **orders)
     _require_folder(output)
     with _bar("timing") as progress:
         report = kernel_profile(given, progress)

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
-from simulator.scenario import TRACE
 from simulator.sizing import Recommendation, Target, recommend
+from simulator.traffic import TRACE
 
 ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
 
@@ -69,8 +69,8 @@ def recommend_command(
     with runner_for(workers, None) as runner:
         for profile, scenario in kinds.items():
             answers = recommend(
-                scenario, chosen, target, rate=rate, seeds=seeds, most=most_instances, runner=runner,
-                told=partial(_told, profile),
+                scenario, chosen, target, rate=rate, seeds=seeds, max_instances=most_instances, runner=runner,
+                on_progress=partial(_told, profile),
             )  # fmt: skip
             found += [(profile, answer) for answer in answers]
     if sys.stderr.isatty():

@@ -12,10 +12,12 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.result_files import write_rows
 from simulator.assembly import simulate as simulate_once
-from simulator.metrics import SloTarget, summary, write_rows
+from simulator.metrics import SloTarget, summary
 from simulator.result import RunResult
-from simulator.scenario import TRACE, Scenario
+from simulator.scenario import Scenario
+from simulator.traffic import TRACE
 from simulator.workload import Workload
 
 COLUMNS = (

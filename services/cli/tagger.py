@@ -46,8 +46,8 @@ def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bo
     from dataclasses import replace
 
     from length_tagger.linear import save
+    from length_tagger.linear_network import Recipe
     from length_tagger.linear_training import fit
-    from length_tagger.network import Recipe
 
     require_writable(output)
     samples = samples_from(data)
@@ -127,11 +127,12 @@ def evaluate(
     the same prompt. `roberta` is judged where torch is installed. `cached` has been told one answer to each prompt,
     `history` those to the prompts not held out.
     """
-    from services.tagger_server.evaluation import evaluated, evaluated_outcomes, outcomes_from
+    from length_tagger.evaluation import outcome_rows
+    from services.tagger_server.evaluation import evaluated, outcomes_from
 
     recorded = outcomes_from(data) if data != CASTILLO else None
     if recorded is not None:
-        results = evaluated_outcomes(recorded)
+        results = outcome_rows(recorded)
     else:
         results = evaluated(
             samples_from(data), linear_model=linear_model, encoder=encoder, seed=seed, held_out=part == "held-out",

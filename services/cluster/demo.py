@@ -14,9 +14,9 @@ from predictor.request import Slo
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.report import summary
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned, Timing, planned, synthetic
+from simulator.load_report import RequestResult, summary
 
 MODEL = "demo"
 POLICIES = ("block", "round_robin", "random")

@@ -53,7 +53,7 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         query = query_from(request)
         if self._batches is not None and self._chain.reaches(query, ENCODER):
             said = await self._batches.ask(query)
-            query = query if said is None else replace(query, foretold=(said,))
+            query = query if said is None else replace(query, precomputed=(said,))
         estimate = self._chain.estimate(query)
         self._tags.labels("none" if estimate is None else estimate.estimator).inc()
         if estimate is None:

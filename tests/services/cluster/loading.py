@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from services.http.client import origin_of
 from services.load.asking import Manner, body_of
-from services.load.running import LoadLimits, LoadSender, RequestResult
+from services.load.running import LoadLimits, LoadSender
 from simulator.load_plan import Planned
+from simulator.load_report import RequestResult
 from tests.services.cluster.living import MODEL
 from tests.services.waiting import PATIENCE_S
 

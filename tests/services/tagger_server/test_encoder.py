@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from length_tagger import TAGGERS, chained
-from length_tagger.estimate import MOST_SPREAD, MOST_TOKENS
+from length_tagger.estimate import MAX_SPREAD, MAX_TOKENS
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.rpc.server import ServerSettings, serving
 from services.tagger_server.batches import ENCODER, SMALL, Batches, Encoder
@@ -129,9 +129,9 @@ async def serving_one(estimator: str) -> AsyncIterator[Any]:
 def require_bounded(tag: common_pb2.Tag) -> None:
     """A tag that any forecast can work with."""
     assert math.isfinite(tag.median_tokens)
-    assert 1 <= tag.median_tokens <= MOST_TOKENS
+    assert 1 <= tag.median_tokens <= MAX_TOKENS
     assert math.isfinite(tag.spread)
-    assert 0 <= tag.spread <= MOST_SPREAD
+    assert 0 <= tag.spread <= MAX_SPREAD
     assert 0 <= tag.confidence <= 1
 
 

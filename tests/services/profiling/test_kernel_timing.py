@@ -1,4 +1,4 @@
-"""Timing kernels on the processor: against a real stack of layers, and what larger shapes cost."""
+"""Timing kernels on the CPU: against a real stack of layers, and for larger shapes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from predictor.fitting.kernel_profile import Timings, Told, composed, fit_kernel
 from predictor.fitting.model_shard import share_of
 from predictor.fitting.regression import predict
 from predictor.step_time import StepTime
-from services.profiling.stopwatch import CpuStopwatch
-from services.profiling.timing_kernels import KernelWish, Timed, _Budget, time_kernels
-from services.profiling.torch_attention import (
-    AttentionInARow,
-    AttentionOverPages,
+from services.profiling.kernel_timing import TimedKernels, TimingOptions, _Budget, time_kernels
+from services.profiling.torch_device import CpuStopwatch
+from services.profiling.torch_kernels import (
+    ContiguousAttention,
+    PagedAttention,
+    TorchLayer,
     attention_for,
     has_paged_kernel,
 )
-from services.profiling.torch_layer import TorchLayer
 from tests.services.profiling.real_stack import RealStack
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
 }
 SHARE = share_of(CONFIG)
 REACH = Reach(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, kv_tokens=16384)
-ENDLESS_S = 3600.0  # the plan ends long before, on any machine
+NO_LIMIT_S = 3600.0  # the plan ends long before, on any machine
 BATCHES = (
     *(AttentionBatch(num_decodes=num, context=context) for num in (4, 12) for context in (50, 300, 900)),
     *(AttentionBatch(chunk=chunk, before=before) for chunk in (32, 100, 250) for before in (0, 300, 700)),
@@ -55,7 +55,7 @@ BATCHES = (
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread: two that wait for each other on a busy machine take a hundred times as long."""
+    """Use one thread: several threads that wait for each other on a busy machine take a hundred times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -65,37 +65,37 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """Have a processor time that tells what the same work takes, whatever else the machine does."""
+def always_one_thread() -> Iterator[None]:
+    """Make processor times independent of the machine's load."""
     with one_thread():
         yield
 
 
 def in_processor_time(_: torch.device, sample_s: float) -> CpuStopwatch:
-    """A stopwatch that stands still while others run."""
+    """Return a stopwatch of processor time."""
     return CpuStopwatch(sample_s, clock=time.thread_time)
 
 
 @pytest.fixture(scope="module")
-def timed() -> Timed:
+def timed() -> TimedKernels:
     """All kernels of a small model."""
-    wish = KernelWish(share=SHARE, reach=REACH, device=CPU, budget_s=ENDLESS_S)
-    return time_kernels(wish, lambda _: None, in_processor_time)
+    options = TimingOptions(share=SHARE, reach=REACH, device=CPU, budget_s=NO_LIMIT_S)
+    return time_kernels(options, lambda _: None, in_processor_time)
 
 
-def test_the_composed_profile_foretells_a_real_stack_of_layers(timed: Timed) -> None:
-    """Told what Python takes for a step of one token, it foretells all others within a factor of two, most much closer."""
+def test_the_composed_profile_predicts_a_real_stack_of_layers(timed: TimedKernels) -> None:
+    """Given Python's time for a step of one token, all other steps are predicted within a factor of two."""
     stack, smallest = RealStack(SHARE, REACH.kv_tokens), AttentionBatch(num_decodes=1, context=16)
     kernels, _, _ = fit_kernels(timed.timings, SHARE, Told())
-    of_python = seconds_of(stack, smallest) - foretold(kernels, [smallest])[0]
-    step_time, _, _ = fit_kernels(timed.timings, SHARE, Told(cpu_s=max(0.0, of_python)))
-    ratios = foretold(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
+    python_s = seconds_of(stack, smallest) - predicted_s(kernels, [smallest])[0]
+    step_time, _, _ = fit_kernels(timed.timings, SHARE, Told(cpu_s=max(0.0, python_s)))
+    ratios = predicted_s(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
     assert np.all((ratios > 0.5) & (ratios < 2.0)), ratios
     assert 0.67 < np.median(ratios) < 1.5
 
 
 def seconds_of(stack: RealStack, batch: AttentionBatch) -> float:
-    """Processor time of a step, the median of five."""
+    """Return the processor time of a step, the median of five."""
     stack.run(batch)
     taken = []
     for _ in range(5):
@@ -105,8 +105,8 @@ def seconds_of(stack: RealStack, batch: AttentionBatch) -> float:
     return float(np.median(taken))
 
 
-def foretold(step_time: StepTime, batches: Sequence[AttentionBatch]) -> np.ndarray:
-    """What a step time says of batches; how long they are said to have taken is of no matter."""
+def predicted_s(step_time: StepTime, batches: Sequence[AttentionBatch]) -> np.ndarray:
+    """Return the predicted times of batches; their measured times do not matter."""
     nothing = Timings(
         dense={name: {1: 0.0, 10**6: 0.0} for name in times_a_step(SHARE)},
         head={1: 0.0, 10**6: 0.0},
@@ -115,8 +115,8 @@ def foretold(step_time: StepTime, batches: Sequence[AttentionBatch]) -> np.ndarr
     return predict(step_time, composed(nothing, SHARE))
 
 
-def test_all_kernels_were_timed_at_all_counts(timed: Timed) -> None:
-    """Nothing took no time, and what is larger takes longer, by far where it is much larger."""
+def test_all_kernels_were_timed_at_all_counts(timed: TimedKernels) -> None:
+    """All times are positive, and larger shapes take longer."""
     timings = timed.timings
     assert set(timings.dense) == set(times_a_step(SHARE))
     for name in ("qkv", "o", "gate_up", "down"):
@@ -130,8 +130,8 @@ def test_all_kernels_were_timed_at_all_counts(timed: Timed) -> None:
     assert any(batch.chunk and batch.num_decodes for batch in timings.attention)
 
 
-def test_a_share_costs_less_than_the_whole() -> None:
-    """Half of the heads and of the MLP take about half the time, once there are tokens enough."""
+def test_a_shard_takes_less_than_the_whole_model() -> None:
+    """Half of the heads and of the MLP take about half the time, with enough tokens."""
     whole = SHARE
     half = share_of(CONFIG, tensor_parallel=2)
     watch = CpuStopwatch(0.02, clock=time.thread_time)
@@ -144,23 +144,23 @@ def test_a_share_costs_less_than_the_whole() -> None:
         assert seconds[1][name] < 0.8 * seconds[0][name], name
 
 
-def test_what_would_not_end_in_time_is_left_out(timed: Timed) -> None:
-    """A budget that is spent at once leaves the first of everything, and a bar that still reaches its end."""
+def test_kernels_beyond_the_budget_are_left_out(timed: TimedKernels) -> None:
+    """With a tiny budget only the first kernel of each kind is timed, and progress still reaches 1."""
     shares: list[float] = []
-    wish = KernelWish(share=SHARE, reach=REACH, device=CPU, budget_s=1e-3)
-    little = time_kernels(wish, shares.append)
-    assert len(little.timings.attention) < len(timed.timings.attention) / 10
-    assert list(little.timings.dense["qkv"]) == [1]
+    options = TimingOptions(share=SHARE, reach=REACH, device=CPU, budget_s=1e-3)
+    first_only = time_kernels(options, shares.append)
+    assert len(first_only.timings.attention) < len(timed.timings.attention) / 10
+    assert list(first_only.timings.dense["qkv"]) == [1]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     with pytest.raises(ValueError, match="budget: .* too few"):
-        fit_kernels(little.timings, SHARE, Told())
+        fit_kernels(first_only.timings, SHARE, Told())
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0.5, 5000.0), st.floats(0.1, 1.0))
 @settings(deadline=None)
 def test_a_budget_is_kept_where_time_grows_with_work(works: list[int], budget_s: float, until: float) -> None:
-    """Cheapest first, and no point is begun that would end too late, but for the first; none that would fit is missed."""
+    """All points that fit into the budget are timed, cheapest first, and no others except the first."""
     now_s = 0.0
 
     def timed(work: int) -> float:
@@ -168,7 +168,7 @@ def test_a_budget_is_kept_where_time_grows_with_work(works: list[int], budget_s:
         now_s += work
         return now_s
 
-    with patch("services.profiling.timing_kernels.time.monotonic", lambda: now_s):
+    with patch("services.profiling.kernel_timing.time.monotonic", lambda: now_s):
         budget = _Budget(budget_s, len(works), lambda _: None)
         points = sorted(set(works))
         found = budget.spend(until, points, float, timed)
@@ -177,11 +177,11 @@ def test_a_budget_is_kept_where_time_grows_with_work(works: list[int], budget_s:
     assert len(found) == len(points) or sum(points[: len(found) + 1]) > until * budget_s * (1 - 1e-9)
 
 
-def test_attention_in_a_row_computes_attention() -> None:
-    """Queries put side by side see the same keys as apart."""
+def test_contiguous_attention() -> None:
+    """Joined queries of a KV head give outputs of the right shape."""
     batch = AttentionBatch(num_decodes=3, context=40)
     with torch.inference_mode():
-        attention = AttentionInARow(SHARE, CPU, [batch])
+        attention = ContiguousAttention(SHARE, CPU, [batch])
         assert attention_for(SHARE, CPU, [batch]).name == attention.name
         parts = attention.of(batch)(1)
     assert [tuple(part.shape) for part in parts] == [(3, SHARE.num_kv_heads, 4, 32)]
@@ -190,16 +190,16 @@ def test_attention_in_a_row_computes_attention() -> None:
         assert part.std() > 0
 
 
-@pytest.mark.skipif(not has_paged_kernel(), reason="this torch has no attention over pages")
-def test_attention_over_pages_is_asked_for_as_torch_wants_it() -> None:
-    """Where there is no GPU, torch still checks the call and tells the shape of what would come."""
+@pytest.mark.skipif(not has_paged_kernel(), reason="this torch version has no paged attention")
+def test_paged_attention_is_called_correctly() -> None:
+    """Without a GPU, torch's meta device checks the call and its shapes."""
     batch = AttentionBatch(chunk=300, before=500, num_decodes=5, context=700)
-    attention = AttentionOverPages(share_of({**CONFIG, "torch_dtype": "bfloat16"}), torch.device("meta"), [batch])
+    attention = PagedAttention(share_of({**CONFIG, "torch_dtype": "bfloat16"}), torch.device("meta"), [batch])
     for turn in range(3):
         attention.of(batch)(turn)
 
 
-def test_layers_take_turns_with_weights_that_no_cache_holds() -> None:
-    """Of small weights there is a copy for each layer, so that the next run finds none of it in a cache."""
+def test_weights_have_copies_that_exceed_the_caches() -> None:
+    """Small weights have a copy for each layer, so that a run does not find them in a cache."""
     layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}), CPU)
     assert len({copy.data_ptr() for copy in layer._qkv}) == 3

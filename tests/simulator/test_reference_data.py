@@ -1,4 +1,4 @@
-"""The engine model against what a real vLLM was measured to do."""
+"""The engine model against measured runs of a real vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 
 from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from simulator.measured_runs import MEASURED_RUNS
-from simulator.reference_data import data_folder
+from simulator.reference_data import MEASURED_RUNS, data_folder
 from simulator.replay import replay
 
 CALIBRATED = 30
@@ -17,8 +16,8 @@ BIAS = 0.02
 
 
 @pytest.mark.parametrize("name", MEASURED_RUNS)
-def test_a_measured_run_is_replayed_request_by_request(name: str) -> None:
-    """Medians of the errors stay within 2 % (TTFT 5 %), and neither they nor the makespan lean to one side."""
+def test_a_replay_agrees_with_a_measured_run(name: str) -> None:
+    """The median errors stay within 2 % (TTFT 5 %), and neither they nor the makespan are biased."""
     try:
         data = data_folder()
     except ValueError as error:

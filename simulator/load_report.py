@@ -1,4 +1,4 @@
-"""What a load comes to: latencies, goodput, failures; as numbers, as a table, as CSV."""
+"""Reports of a load: latencies, goodput and failures, as numbers, as a table and as CSV."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import csv
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, TextIO
 
 import numpy as np
 
 from predictor.request import Slo
-from services.load.asking import target_of
-from services.load.running import RequestResult
+from simulator.load_plan import Planned, target_of
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 COLUMNS = (
@@ -22,8 +22,26 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def met(result: RequestResult, slo: Slo) -> bool:
-    """Tell whether a request was served, and as fast as it should be."""
+@dataclass(slots=True, kw_only=True)
+class RequestResult:
+    """The outcome of one request; times are seconds since it was due, None if it did not get that far."""
+
+    plan: Planned
+    sent_s: float = 0.0  # how late it was sent
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int = 0
+    failure: str | None = None  # the kind of failure
+    note: str = ""  # the server's error message
+    instance: str = ""
+    predicted_ttft_s: float | None = None  # from the decision on
+    predicted_e2e_s: float | None = None
+    decision_s: float | None = None  # by the wall clock
+
+
+def meets_slo(result: RequestResult, slo: Slo) -> bool:
+    """Whether a request succeeded and met its SLO targets."""
     for name in ("ttft_s", "tpot_s"):
         target_s = target_of(name, result.plan, slo)
         if target_s is not None and (getattr(result, name) or 0.0) > target_s:
@@ -32,38 +50,38 @@ def met(result: RequestResult, slo: Slo) -> bool:
 
 
 def summary(results: Sequence[RequestResult], slo: Slo) -> dict[str, Any]:
-    """Sum a run up; times in seconds."""
-    good = [result for result in results if result.failure is None]
+    """Summarise a run; times are in seconds."""
+    successful = [result for result in results if result.failure is None]
     begin_s = min((result.plan.due_s for result in results), default=0.0)
     end_s = max((result.plan.due_s + (result.e2e_s or result.sent_s) for result in results), default=0.0)
     last_due_s = max((result.plan.due_s for result in results), default=0.0)
     duration_s = max(end_s - begin_s, 1e-9)
-    num_met = sum(met(result, slo) for result in results)
-    wrong_length = sum(result.output_tokens != result.plan.output_tokens for result in good)
+    num_met = sum(meets_slo(result, slo) for result in results)
+    wrong_length = sum(result.output_tokens != result.plan.output_tokens for result in successful)
     spread_s = last_due_s - begin_s
     return {
         "num_requests": len(results),
-        "num_ok": len(good),
-        "num_failed": len(results) - len(good),
+        "num_ok": len(successful),
+        "num_failed": len(results) - len(successful),
         "failures": dict(Counter(result.failure for result in results if result.failure is not None).most_common()),
         "failure_notes": {result.failure: result.note for result in reversed(results) if result.failure is not None},
         "num_wrong_length": wrong_length,
         "duration_s": duration_s,
         "offered_requests_per_s": (len(results) - 1) / spread_s if spread_s > 0 else None,
-        "requests_per_s": len(good) / duration_s,
-        "output_tokens_per_s": sum(result.output_tokens for result in good) / duration_s,
+        "requests_per_s": len(successful) / duration_s,
+        "output_tokens_per_s": sum(result.output_tokens for result in successful) / duration_s,
         "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
         "goodput_requests_per_s": num_met / duration_s,
         "goodput_share": num_met / len(results) if results else 0.0,
-        **{name: spread(getattr(result, name) for result in good) for name in LATENCIES},
+        **{name: spread(getattr(result, name) for result in successful) for name in LATENCIES},
         "sent_late_s": spread(result.sent_s for result in results),
-        "forecast_error": forecast_error(good),
+        "forecast_error": forecast_error(successful),
         "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
     }
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean and percentiles; None where there is nothing."""
+    """Return mean and percentiles; None without values."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -72,7 +90,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def forecast_error(results: Sequence[RequestResult]) -> dict[str, Any] | None:
-    """Compare what the replies' headers predicted with what was measured from the sending on; None without any."""
+    """Compare the forecasts in reply headers with the latencies from sending on; None without forecasts."""
     errors: dict[str, Any] = {}
     for name in ("ttft_s", "e2e_s"):
         pairs = [
@@ -90,7 +108,7 @@ def forecast_error(results: Sequence[RequestResult]) -> dict[str, Any] | None:
 
 
 def table(total: dict[str, Any]) -> Iterator[str]:
-    """Write a summary for people, line by line."""
+    """Yield the lines of a summary for people."""
     yield f"{'':12}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99"))
     for name in LATENCIES:
         if total[name] is not None:
@@ -115,7 +133,7 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     if total["instances"]:
         yield "requests by instance: " + ", ".join(f"{name} {num}" for name, num in total["instances"].items())
     if total["num_wrong_length"]:
-        yield f"{total['num_wrong_length']} answers had another length than was asked for"
+        yield f"{total['num_wrong_length']} responses did not have the requested length"
     late = total["sent_late_s"]
     if late is not None and late["p99"] > 0.05:
         yield f"sent late: p99 {1000 * late['p99']:.0f} ms (latencies count from when a request was due)"
@@ -125,7 +143,7 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
 
 
 def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
-    """Write a line per request."""
+    """Write one line per request."""
     writer = csv.writer(out)
     writer.writerow(COLUMNS)
     column: Callable[[float | None], str] = lambda value: "" if value is None else f"{value:.6f}"  # noqa: E731
@@ -133,6 +151,6 @@ def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
         writer.writerow((
             result.plan.request_id, column(result.plan.due_s), column(result.sent_s), result.plan.prompt_tokens,
             result.plan.output_tokens, result.output_tokens, column(result.ttft_s), column(result.tpot_s),
-            column(result.e2e_s), int(met(result, slo)), result.instance, column(result.predicted_ttft_s),
+            column(result.e2e_s), int(meets_slo(result, slo)), result.instance, column(result.predicted_ttft_s),
             column(result.predicted_e2e_s), result.failure or "", result.note,
         ))  # fmt: skip

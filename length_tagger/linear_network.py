@@ -1,6 +1,6 @@
-"""The arithmetic of `linear`: word weights added up, one small hidden layer, a median and a spread for each model.
+"""The network of `linear`: a sum of word weights, one small hidden layer, and a median and a spread per served model.
 
-Everything is numpy, trained and used alike, so that neither needs more than numpy and scipy.
+Training and inference need only numpy and scipy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, Features
 
 Array: TypeAlias = npt.NDArray[np.float32]
 
-NUM_FACTORS = 64  # directions in which words pull, in each of the networks that are averaged
+NUM_FACTORS = 64  # width of the first layer, in each of the networks that are averaged
 NUM_HIDDEN = 64
-LONG = 0.5  # power of its length by which an error of an answer's logarithm counts: at 1 tokens count, at 0 shares
-USUAL = 5.7  # logarithm of a length at which an error counts once
+LENGTH_POWER = 0.5  # an error of the logarithm is weighted by this power of the length: 1 for tokens, 0 for ratios
+UNIT_LOG = 5.7  # logarithm of the length with weight 1
 LOG_LENGTHS = (1.0, 9.0)
-LOG_SPREADS = (-4.0, 0.3)  # from less than sampling noise to more than all data have
+LOG_SPREADS = (-4.0, 0.3)  # from below sampling noise to above the spread of all data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Weights, and what prompts are scaled by before they meet them."""
+    """The weights, and the scales of the features."""
 
-    rarity: Array  # of buckets: how telling each is
+    rarity: Array  # of buckets: inverse document frequency
     count_means: Array
     count_scales: Array
     words: Array  # buckets x factors
@@ -41,23 +41,23 @@ class Network:
     straight: Array  # counts x 2 models
     out_bias: Array
 
-    def prepared(self, seen: Features) -> tuple[sparse.csr_array, Array]:
-        """Scale features as the weights expect them."""
-        num = len(seen.counts)
-        weights: Array = seen.weights * self.rarity[seen.buckets]
+    def prepared(self, prompt_features: Features) -> tuple[sparse.csr_array, Array]:
+        """Scale features for the weights."""
+        num = len(prompt_features.counts)
+        weights: Array = prompt_features.weights * self.rarity[prompt_features.buckets]
         squares = np.add.reduceat(
-            np.append(weights * weights, np.float32(0)), np.minimum(seen.starts[:-1], len(weights))
+            np.append(weights * weights, np.float32(0)), np.minimum(prompt_features.starts[:-1], len(weights))
         )
-        squares[seen.starts[:-1] == seen.starts[1:]] = 0
+        squares[prompt_features.starts[:-1] == prompt_features.starts[1:]] = 0
         lengths = np.sqrt(np.maximum(squares, 1e-12)).astype(np.float32)
-        scaled = (weights / np.repeat(lengths, np.diff(seen.starts))).astype(np.float32)
-        rows = sparse.csr_array((scaled, seen.buckets, seen.starts), shape=(num, NUM_BUCKETS))
-        counts = (seen.counts - self.count_means) / self.count_scales
+        scaled = (weights / np.repeat(lengths, np.diff(prompt_features.starts))).astype(np.float32)
+        rows = sparse.csr_array((scaled, prompt_features.buckets, prompt_features.starts), shape=(num, NUM_BUCKETS))
+        counts = (prompt_features.counts - self.count_means) / self.count_scales
         return rows, np.clip(counts, -5, 5).astype(np.float32)
 
-    def outputs(self, seen: Features) -> tuple[Array, Array]:
-        """Give medians and spreads of the logarithm of the length: prompts x models."""
-        rows, counts = self.prepared(seen)
+    def outputs(self, prompt_features: Features) -> tuple[Array, Array]:
+        """Return medians and spreads of the logarithm of the length: prompts x models."""
+        rows, counts = self.prepared(prompt_features)
         factors = np.maximum(rows @ self.words + counts @ self.from_counts + self.factor_bias, 0)
         hidden = np.maximum(factors @ self.hidden + self.hidden_bias, 0)
         out = hidden @ self.out + counts @ self.straight + self.out_bias
@@ -69,12 +69,12 @@ TRAINED = ("words", "from_counts", "factor_bias", "hidden", "hidden_bias", "out"
 DECAYED = ("words", "from_counts", "hidden", "out", "straight")
 
 
-def fresh(seen: Features, log_lengths: Array, rng: np.random.Generator) -> Network:
-    """Start: features scaled by what there is, every model at its own middle."""
+def untrained(prompt_features: Features, log_lengths: Array, rng: np.random.Generator) -> Network:
+    """Return an untrained network: features are scaled by the data, every model starts at its own median."""
     num_models = log_lengths.shape[1]
-    num_prompts = len(seen.counts)
-    in_prompts = np.bincount(seen.buckets, minlength=NUM_BUCKETS)
-    rarity = np.where(in_prompts > 1, np.log((1 + num_prompts) / (1 + in_prompts)) + 1, 0)  # once teaches nothing
+    num_prompts = len(prompt_features.counts)
+    in_prompts = np.bincount(prompt_features.buckets, minlength=NUM_BUCKETS)
+    rarity = np.where(in_prompts > 1, np.log((1 + num_prompts) / (1 + in_prompts)) + 1, 0)  # once is too rare
     medians = [_median(log_lengths[:, place]) for place in range(num_models)]
     spreads = np.log([_mean_deviation(log_lengths[:, place]) for place in range(num_models)])
 
@@ -83,8 +83,8 @@ def fresh(seen: Features, log_lengths: Array, rng: np.random.Generator) -> Netwo
 
     return Network(
         rarity=rarity.astype(np.float32),
-        count_means=seen.counts.mean(0),
-        count_scales=np.maximum(seen.counts.std(0), 1e-3),
+        count_means=prompt_features.counts.mean(0),
+        count_scales=np.maximum(prompt_features.counts.std(0), 1e-3),
         words=normal(NUM_BUCKETS, NUM_FACTORS, 0.02) * (rarity > 0)[:, None].astype(np.float32),
         from_counts=normal(NUM_COUNTS, NUM_FACTORS, NUM_COUNTS**-0.5),
         factor_bias=np.zeros(NUM_FACTORS, np.float32),
@@ -97,10 +97,10 @@ def fresh(seen: Features, log_lengths: Array, rng: np.random.Generator) -> Netwo
 
 
 def averaged(networks: Sequence[Network]) -> Network:
-    """Put networks side by side as one, whose outputs are the means of theirs (but for the spreads: of their logs)."""
+    """Join networks to one whose outputs are the means of theirs (for spreads: the means of the logarithms)."""
     one, num = networks[0], len(networks)
 
-    def beside(name: str) -> Array:
+    def joined(name: str) -> Array:
         return np.concatenate([getattr(network, name) for network in networks], axis=-1)
 
     def mean(name: str) -> Array:
@@ -112,11 +112,11 @@ def averaged(networks: Sequence[Network]) -> Network:
         rarity=one.rarity,
         count_means=one.count_means,
         count_scales=one.count_scales,
-        words=beside("words"),
-        from_counts=beside("from_counts"),
-        factor_bias=beside("factor_bias"),
+        words=joined("words"),
+        from_counts=joined("from_counts"),
+        factor_bias=joined("factor_bias"),
         hidden=hidden.astype(np.float32),
-        hidden_bias=beside("hidden_bias"),
+        hidden_bias=joined("hidden_bias"),
         out=(np.concatenate([network.out for network in networks]) / num).astype(np.float32),
         straight=mean("straight"),
         out_bias=mean("out_bias"),
@@ -134,7 +134,7 @@ def _mean_deviation(values: Array) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How `linear` learns."""
+    """The hyperparameters of `linear`."""
 
     epochs: int = 40
     batch: int = 128
@@ -142,25 +142,24 @@ class Recipe:
     decay: float = 0.1
     drop_words: float = 0.5
     drop: float = 0.2
-    members: int = 3  # networks from different starts that are averaged
+    members: int = 3  # networks with different seeds that are averaged
     seed: int = 0
 
 
 def train(
     network: Network,
-    seen: Features,
+    prompt_features: Features,
     log_lengths: Array,
     recipe: Recipe,
     after_epoch: Callable[[int, Network], None],
 ) -> None:
-    """Improve a network in place; `log_lengths` is prompts x models x answers, NaN where there is none.
+    """Train a network in place; `log_lengths` is prompts x models x responses, NaN if missing.
 
-    Medians learn from the absolute error, about that of the square root: long tails cannot pull it away, and an error
-    of ten percent is worse where the answer is long. Spreads learn from the likelihood of a Laplace distribution of the
-    logarithm.
+    Medians minimise an absolute error, weighted by length: it is robust to long tails, and a relative error counts more
+    for long responses. Spreads maximise the likelihood of a Laplace distribution of the logarithm.
     """
     rng = np.random.default_rng((recipe.seed, 1))
-    rows, counts = network.prepared(seen)
+    rows, counts = network.prepared(prompt_features)
     num = len(counts)
     steps = -(-num // recipe.batch)
     moments = {name: (np.zeros_like(getattr(network, name)), np.zeros_like(getattr(network, name))) for name in TRAINED}
@@ -176,7 +175,7 @@ def train(
 
 
 def _rate(recipe: Recipe, done: float) -> float:
-    """Warm up over the first fifth, then cool down as a cosine."""
+    """Return the learning rate: linear warm-up over the first fifth, then a cosine."""
     warm = 0.2
     if done < warm:
         return recipe.rate * done / warm
@@ -184,9 +183,14 @@ def _rate(recipe: Recipe, done: float) -> float:
 
 
 def _gradients(
-    network: Network, rows: sparse.csr_array, counts: Array, wanted: Array, recipe: Recipe, rng: np.random.Generator
+    network: Network,
+    rows: sparse.csr_array,
+    counts: Array,
+    log_lengths: Array,
+    recipe: Recipe,
+    rng: np.random.Generator,
 ) -> dict[str, Array]:
-    """Go forth and back through the network, once."""
+    """Compute the gradients of one batch."""
     keep = 1 - recipe.drop
     raw_factors = rows @ network.words + counts @ network.from_counts + network.factor_bias
     open_factors = ((raw_factors > 0) * (rng.random(raw_factors.shape) < keep) / keep).astype(np.float32)
@@ -196,17 +200,19 @@ def _gradients(
     hidden = raw_hidden * open_hidden
     out = hidden @ network.out + counts @ network.straight + network.out_bias
 
-    num_models = wanted.shape[1]
-    errors = wanted - out[:, :num_models, None]
+    num_models = log_lengths.shape[1]
+    errors = log_lengths - out[:, :num_models, None]
     known = np.isfinite(errors)
     share = known / np.maximum(1, known.sum())
     errors = np.where(known, errors, 0)
     log_spreads = np.clip(out[:, num_models:, None], *LOG_SPREADS)
-    of_medians = -(np.sign(errors) * share).sum(2) * np.exp(LONG * (np.clip(out[:, :num_models], *LOG_LENGTHS) - USUAL))
+    of_medians = -(np.sign(errors) * share).sum(2) * np.exp(
+        LENGTH_POWER * (np.clip(out[:, :num_models], *LOG_LENGTHS) - UNIT_LOG)
+    )
     of_spreads = ((1 - np.abs(errors) * np.exp(-log_spreads)) * share).sum(2)
-    raw = out[:, num_models:]  # beyond the bounds nothing is gained by going farther
-    outwards = ((raw >= LOG_SPREADS[1]) & (of_spreads < 0)) | ((raw <= LOG_SPREADS[0]) & (of_spreads > 0))
-    of_spreads[outwards] = 0
+    raw = out[:, num_models:]  # no gradient away from the bounds
+    out_of_bounds = ((raw >= LOG_SPREADS[1]) & (of_spreads < 0)) | ((raw <= LOG_SPREADS[0]) & (of_spreads > 0))
+    of_spreads[out_of_bounds] = 0
     of_out = np.concatenate((of_medians, of_spreads), axis=1).astype(np.float32)
 
     of_hidden = (of_out @ network.out.T) * open_hidden
@@ -231,7 +237,7 @@ def _step(
     rate: float,
     decay: float,
 ) -> None:
-    """Take one step of Adam with decoupled weight decay."""
+    """Apply one step of Adam with decoupled weight decay."""
     for name in TRAINED:
         weights, gradient = getattr(network, name), gradients[name]
         first, second = moments[name]
@@ -246,9 +252,9 @@ def _step(
 
 
 def arranged(rows: Sequence[tuple[int, int, Sequence[float]]], num_prompts: int, num_models: int) -> Array:
-    """Lay log lengths out as prompts x models x answers, NaN where there is none."""
-    most = max(len(values) for _, _, values in rows)
-    laid = np.full((num_prompts, num_models, most), np.nan, np.float32)
+    """Arrange log lengths as prompts x models x responses, NaN if missing."""
+    width = max(len(values) for _, _, values in rows)
+    arranged_lengths = np.full((num_prompts, num_models, width), np.nan, np.float32)
     for prompt, model, values in rows:
-        laid[prompt, model, : len(values)] = values
-    return laid
+        arranged_lengths[prompt, model, : len(values)] = values
+    return arranged_lengths
