@@ -44,9 +44,9 @@ HEAD = """\
 Every metric that Block exposes to Prometheus. This page is generated from the code by
 `scripts/generate_metrics_reference.py`. Which of them to watch is in [Operate](../operate.md#metrics-to-watch).
 
-The gateway and emulated engines serve `/metrics` on their own port, the gRPC servers on `--metrics-port`. Histograms have
-`_bucket`, `_sum` and `_count`; summaries have `_sum` and `_count`. Python's and the process's own metrics (`process_*`)
-stand beside them at the gateway.
+The gateway and emulated engines serve `/metrics` on their own port, the gRPC servers on `--metrics-port`. Histograms
+have `_bucket`, `_sum` and `_count`; summaries have `_sum` and `_count`. The gateway also exposes `process_*`,
+the metrics of its own process.
 """
 EMULATED = """\
 An emulated engine also exposes vLLM's metrics under vLLM's names (`vllm:num_requests_running`,

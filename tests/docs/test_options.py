@@ -126,7 +126,15 @@ def test_metrics_that_pages_name() -> None:
     """The manual names only metrics that the reference lists."""
     listed = set(NAME.findall((ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")))
     others = set(POLICIES) | {"block_tag_tokens", "block_tag_spread"}
-    for page in ("operate.md", "concepts.md", "policies.md", "profiles.md", "tagger.md", "provisioning.md", "deploy.md"):
+    for page in (
+        "operate.md",
+        "concepts.md",
+        "policies.md",
+        "profiles.md",
+        "tagger.md",
+        "provisioning.md",
+        "deploy.md",
+    ):
         for code in inline_of(ROOT / "docs" / page):
             for name in NAME.findall(code):
                 assert name in listed | others, f"{page}: {name} is no metric"

@@ -21,6 +21,7 @@ from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
 
 RUNNABLE = [(page, name) for page, name in zip(PAGES, IDS, strict=True) if any(one.run for one in blocks_of(page))]
 PATIENCE_S = 300.0  # a busy machine; usually a few seconds
+BASH = shutil.which("bash") or "/bin/bash"
 ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):8000\b")
 
 pytestmark = [
@@ -61,7 +62,7 @@ def server(text: str, folder: Path, port: int) -> Iterator[None]:
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["bash", "-c", script], cwd=folder, env=environment(folder), stdout=output, stderr=output,
+            [BASH, "-c", script], cwd=folder, env=environment(folder), stdout=output, stderr=output,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -94,7 +95,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 def run(text: str, folder: Path) -> None:
     """Run a block as bash would, and stop at the first failure; HTTP statuses that it prints are 200."""
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment(folder), timeout=PATIENCE_S,
+        [BASH, "-euo", "pipefail", "-c", text], cwd=folder, env=environment(folder), timeout=PATIENCE_S,
         capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
