@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from services.rpc.server import refuse_taken
+from services.rpc.channels import refuse_taken
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # clients' idle connections
