@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2
+from scheduler.backoff import Backoff
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16
-PAUSES_S = (0.1, 0.5, 2.0)  # between attempts, while nobody listens
+ATTEMPTS = 4
+PAUSES = Backoff(first_s=0.4, max_s=2.0, random=random.random)  # between attempts
 
 
 class ReleaseQueue:
@@ -79,10 +82,10 @@ class ReleaseQueue:
                 self._lose(release, "no scheduler took it")
 
     async def _told_in_the_end(self, release: common_pb2.ReleaseRequest) -> bool:
-        for pause_s in PAUSES_S:
+        for attempt in range(ATTEMPTS - 1):
             if await self._tell(release):
                 return True
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(PAUSES.pause_s(attempt))
         return await self._tell(release)
 
     def _lose(self, release: common_pb2.ReleaseRequest, why: str) -> None:
