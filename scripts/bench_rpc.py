@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,49 +131,36 @@ async def called(pid: int, ports: Sequence[int], turns: int, calls: int) -> list
 # The server.
 
 
-class Servicer(predictor_pb2_grpc.PredictorServicer):
-    """Returns the same response at once."""
+async def predict(request: Any, context: Any) -> predictor_pb2.PredictResponse:  # noqa: ARG001
+    """Respond to one request."""
+    return RESPONSE
 
-    async def Predict(self, request: Any, context: Any) -> predictor_pb2.PredictResponse:  # noqa: ARG002, N802
-        """Respond to one request."""
-        return RESPONSE
 
-    async def PredictStream(  # noqa: N802
-        self,
-        requests: AsyncIterator[Any],
-        context: Any,  # noqa: ARG002
-    ) -> AsyncIterator[predictor_pb2.PredictResponse]:
-        """Respond to each request of a stream."""
-        async for _ in requests:
-            yield RESPONSE
+async def predict_stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: ARG001
+    """Respond to each request of a stream."""
+    async for _ in requests:
+        yield RESPONSE
 
 
 async def serve() -> None:
     """Serve all variants, print their ports, and continue."""
+    parse, write = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
+    bare: dict[str, Any] = {
+        "Predict": grpc.unary_unary_rpc_method_handler(predict, parse, write),
+        "PredictStream": grpc.stream_stream_rpc_method_handler(predict_stream, parse, write),
+    }
     servers = []
     for variant in VARIANTS:
         interceptor = CallInterceptor(1024, CollectorRegistry(), [SERVICE])
         server = make_server(max_message_bytes=2**24, interceptors=(interceptor,) if variant == "interceptor" else ())
+        handlers = bare
         if variant == "wrapped":
-            server.add_generic_rpc_handlers((wrapped(interceptor.guard),))
-        else:
-            predictor_pb2_grpc.add_PredictorServicer_to_server(Servicer(), server)
+            handlers = {name: interceptor.guard(f"/{SERVICE}/{name}", handler) for name, handler in bare.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         servers.append((server, bind_server(server, HOST, 0)))
         await server.start()
     print(*(port for _, port in servers), flush=True)
     await asyncio.gather(*(server.wait_for_termination() for server, _ in servers))
-
-
-def wrapped(guard: Callable[[str, Any], Any]) -> grpc.GenericRpcHandler:
-    """Put the same code as the interceptor's around each handler when it is registered."""
-    parse, write = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
-    handlers: dict[str, Any] = {
-        "Predict": grpc.unary_unary_rpc_method_handler(Servicer().Predict, parse, write),
-        "PredictStream": grpc.stream_stream_rpc_method_handler(Servicer().PredictStream, parse, write),
-    }
-    return grpc.method_handlers_generic_handler(
-        SERVICE, {name: guard(f"/{SERVICE}/{name}", handler) for name, handler in handlers.items()}
-    )
 
 
 if __name__ == "__main__":

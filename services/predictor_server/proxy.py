@@ -11,13 +11,12 @@ from typing import Any, cast
 from uuid import uuid4
 
 from predictor.mirror.in_flight_request import Arrival
+from services.http.application import REQUEST_ID, ClientLeftError, Receive, Send, receive_body, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
 from services.http.errors import ApiError
-from services.http.headers import REQUEST_ID, without_hops
 from services.http.openai_body import LONGEST_NAME
-from services.http.prompt_sizes import PromptSizes
-from services.http.reply import Send
-from services.http.request_body import ClientLeftError, Receive, received, while_client_stays
+from services.http.prompt_tokens import PromptSizes
+from services.http.proxying import without_hops
 from services.http.sse import StreamReader, ending_of
 from services.logs import log_event
 from services.predictor_server.mirror import MirroredEngine
@@ -135,7 +134,7 @@ class Proxy:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._under_way.add(task)
         try:
-            body = await received(scope["headers"], receive, self._settings.max_body_bytes)
+            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
             asked = proxied_request_from(body, chat=MIRRORED[scope["path"]])
             await while_client_stays(self._see_through(scope, body, asked, reply), receive)
         finally:
@@ -243,7 +242,7 @@ class Proxy:
             raise ApiError(429, f"{self._num_others} requests are under way, as many as may be")
         self._num_others += 1
         try:
-            body = await received(scope["headers"], receive, self._settings.max_body_bytes)
+            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
             await while_client_stays(self._passed(scope, body, reply), receive)
         finally:
             self._num_others -= 1

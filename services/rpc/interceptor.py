@@ -63,7 +63,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wait until no call is under way except endless ones."""
         await self._none_left.wait()
 
-    async def intercept_service(  # type: ignore[override]  # the stubs allow no handler that is missing
+    async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """Replace a method's handler by one behind the limits; it is made once."""

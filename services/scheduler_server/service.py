@@ -15,14 +15,12 @@ import grpc
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.http.client import HttpClient
 from services.http.openai_body import OpenAIRequest
-from services.http.prompt_sizes import PromptSizes
-from services.http.prompt_tokens import PromptTokens
+from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.logs import log_event
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
 from services.scheduler_server.decision_log import DecisionLog
 from services.scheduler_server.decision_recorder import DecisionRecorder
-from services.scheduler_server.engines import EngineError, EngineRequest, answer, question_from
 from services.scheduler_server.explanation import decision_message
 from services.scheduler_server.forecast_calibration import ForecastCalibration
 from services.scheduler_server.generation_tracker import GenerationTracker
@@ -34,6 +32,7 @@ from services.scheduler_server.placement_request import BASES, Placement, Placem
 from services.scheduler_server.placing import Placer
 from services.scheduler_server.provisioner_reports import ProvisionerReports
 from services.scheduler_server.settings import SchedulerSettings
+from services.scheduler_server.upstream_engine import EngineError, EngineRequest, answer, question_from
 
 log = logging.getLogger(__name__)
 
