@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.backoff import Backoff
+
 
 @dataclass(slots=True, kw_only=True)
 class CircuitState:
@@ -53,5 +55,5 @@ class CircuitState:
 
     def pause_s(self) -> float:
         """How long to leave the part alone."""
-        doublings = min(30, max(0, self.num_failures - self.failures_to_open))
-        return min(self.longest_pause_s, self.first_pause_s * 2.0**doublings)
+        backoff = Backoff(first_s=min(self.first_pause_s, self.longest_pause_s), max_s=self.longest_pause_s)
+        return backoff.pause_s(self.num_failures - self.failures_to_open)

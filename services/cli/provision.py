@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.instances import require_address
+from services.rpc.channels import open_blocking_channel
 
 ANSWER_S = 10.0
 
@@ -86,7 +87,7 @@ def history(address: str, most: int, *, follow: bool, as_json: bool) -> None:
 
 def _asked(ask: Any, address: str) -> Any:
     require_address("address", address)
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address) as channel:
         try:
             return ask(provisioner_pb2_grpc.ProvisionerStub(channel))
         except grpc.RpcError as error:
@@ -95,7 +96,7 @@ def _asked(ask: Any, address: str) -> Any:
 
 def _streamed(address: str, request: pb.HistoryRequest, within_s: float | None) -> Iterator[pb.HistoryResponse]:
     require_address("address", address)
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address) as channel:
         try:
             yield from provisioner_pb2_grpc.ProvisionerStub(channel).History(request, timeout=within_s)
         except grpc.RpcError as error:

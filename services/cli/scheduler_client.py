@@ -12,6 +12,7 @@ import grpc
 from protos.block.v1 import scheduler_pb2_grpc
 from services.cli.serve_scheduler import PORT
 from services.instances import require_address
+from services.rpc.channels import open_channel
 
 T = TypeVar("T")
 WITHIN_S = 5.0
@@ -32,7 +33,7 @@ def asked(addresses: Sequence[str], ask: Callable[[Any], Awaitable[T]]) -> list[
     """Ask each scheduler; give what each said, or why it said nothing."""
 
     async def one(address: str) -> T | grpc.aio.AioRpcError:
-        async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        async with open_channel(address) as channel:
             try:
                 return await asyncio.wait_for(ask(scheduler_pb2_grpc.SchedulerStub(channel)), WITHIN_S)
             except grpc.aio.AioRpcError as error:

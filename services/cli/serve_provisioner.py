@@ -101,10 +101,10 @@ def hook_from(flags: dict[str, Any], folder: Path) -> Callable[[], Any]:
         hook = Webhook(url, secret, timeout_s=timeout_s)
         return lambda: hook
     if kind == "kubernetes":
-        from services.provisioner_server.hooks.kubernetes import Scale, api_client
+        from services.provisioner_server.hooks.kubernetes import Scale, cluster_configuration
 
         namespace, resource, name = parts_of("kubernetes", target, 3, "NAMESPACE/deployment/NAME")
-        return partial(Scale, api_client(), namespace=namespace, kind=resource, name=name, **ports)
+        return partial(Scale, cluster_configuration(), namespace=namespace, kind=resource, name=name, **ports)
     from services.provisioner_server.hooks.process import Processes
 
     return partial(Processes, folder / "instances", keep=keep, **engine)
@@ -114,12 +114,12 @@ def lease_from(text: str) -> Callable[[str], Any] | None:
     """Make a Kubernetes Lease, where one is named."""
     if not text:
         return None
-    from services.provisioner_server.hooks.kubernetes import api_client
-    from services.provisioner_server.kubernetes_lease import KubernetesLease
+    from services.provisioner_server.hooks.kubernetes import cluster_configuration
+    from services.provisioner_server.lease import KubernetesLease
 
     namespace, name = parts_of("lease", text, 2, "NAMESPACE/NAME")
-    client = api_client()
-    return lambda own_id: KubernetesLease(client, namespace=namespace, name=name, own_id=own_id)
+    configuration = cluster_configuration()
+    return lambda own_id: KubernetesLease(configuration, namespace=namespace, name=name, own_id=own_id)
 
 
 def parts_of(field: str, text: str, num: int, form: str) -> list[str]:

@@ -17,7 +17,7 @@ from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_shown
 from services.cluster.settings import ClusterSettings, VllmSettings
-from services.rpc.server import refuse_taken
+from services.rpc.channels import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
 

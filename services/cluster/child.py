@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+from scheduler.backoff import Backoff
 from services.cluster.programs import OurServer, Program
 from services.http.client import HttpClient, origin_of
 from services.logs import log_event
@@ -23,7 +25,7 @@ from services.supervised_task import supervised
 log = logging.getLogger(__name__)
 
 STOP_S = 40.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 WELL_S = 30.0  # a process that lived so long is started again at once when it dies
 LONGEST_LINE = 1 << 20
 MOST_LINES, MOST_TOLD = 200, 20  # kept, to tell what was wrong
@@ -148,7 +150,7 @@ class Child:
 
     async def _keep_alive(self) -> None:
         """Start the process again whenever it ends unasked."""
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(first_s=FIRST_PAUSE_S, max_s=MAX_PAUSE_S, random=random.random)
         while True:
             assert self._process is not None
             born_s = time.monotonic()
@@ -157,7 +159,9 @@ class Child:
                 return
             self._serving.clear()
             _signal_all(self._process, signal.SIGKILL)  # what it has left behind, such as a vLLM's engine
-            pause_s = FIRST_PAUSE_S if time.monotonic() - born_s > WELL_S else min(LONGEST_PAUSE_S, 2 * pause_s)
+            if time.monotonic() - born_s > WELL_S:
+                backoff.reset()
+            pause_s = backoff.next_s()
             log_event(log, logging.WARNING, "ended unasked", part=self.name, status=status, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
             self.num_restarts += 1

@@ -1,4 +1,4 @@
-"""What an emulated engine answers: words without sense, as many as they should be, the same for the same prompt."""
+"""Answers of an emulated engine: random words, the same for the same prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from services.emulator.tokens import token_ids
 
 STOP, LENGTH = "stop", "length"
-MOST_SPREAD = 10.0
+MAX_SPREAD = 10.0
 LONGEST_DRAW = 1 << 30
 
 WORDS = (
@@ -32,9 +32,9 @@ IDS = tuple(token_ids(piece)[0] for piece in PIECES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedAnswer:
-    """One answer: a stretch of the endless text from `offset` on.
+    """One answer: a section of the endless text, which starts at `offset`.
 
-    Where a stop string cuts it short, only its first `num_whole` tokens show, and behind them `tail`.
+    Where a stop string cuts it, its text is that of its first `num_whole` tokens, and `tail`.
     """
 
     offset: int
@@ -45,19 +45,19 @@ class EmulatedAnswer:
     tail: str = ""
 
     def text(self, start: int, end: int) -> str:
-        """The text of its tokens from `start` to before `end`."""
+        """Return the text of its tokens from `start` to before `end`."""
         if end <= self.num_whole:
             return stretch(self.offset + start, end - start)
         whole = stretch(self.offset + start, max(0, self.num_whole - start))
         return whole + self.tail if start <= self.num_whole else whole
 
     def token_ids(self) -> list[int]:
-        """All its tokens."""
+        """Return all its tokens."""
         return [IDS[(self.offset + place) % PERIOD] for place in range(self.num_tokens)]
 
 
 def stretch(offset: int, num_tokens: int) -> str:
-    """So many tokens of the endless text."""
+    """Return a number of tokens of the endless text."""
     if num_tokens == 1:
         return PIECES[offset % PERIOD]
     return "".join([PIECES[place % PERIOD] for place in range(offset, offset + num_tokens)])
@@ -65,36 +65,36 @@ def stretch(offset: int, num_tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLengths:
-    """How long answers are that nobody asked to be of a certain length: log-normal, drawn by the prompt."""
+    """Lengths of answers whose requests set none: log-normal, drawn by the prompt."""
 
     median_tokens: float = 200.0
     spread: float = 0.8  # standard deviation of the logarithm
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution of lengths."""
+        """Refuse impossible distributions, naming the field."""
         if not (math.isfinite(self.median_tokens) and 1 <= self.median_tokens <= LONGEST_DRAW):
             raise ValueError(f"output_median: must lie between 1 and {LONGEST_DRAW}, not {self.median_tokens}")
-        if not (math.isfinite(self.spread) and 0 <= self.spread <= MOST_SPREAD):
-            raise ValueError(f"output_spread: must lie between 0 and {MOST_SPREAD:g}, not {self.spread}")
+        if not (math.isfinite(self.spread) and 0 <= self.spread <= MAX_SPREAD):
+            raise ValueError(f"output_spread: must lie between 0 and {MAX_SPREAD:g}, not {self.spread}")
 
-    def draw(self, luck: float) -> int:
-        """Turn a number between 0 and 1 into a length."""
-        exponent = self.spread * NormalDist().inv_cdf(luck)
+    def draw(self, chance: float) -> int:
+        """Return the length at a quantile, a number between 0 and 1."""
+        exponent = self.spread * NormalDist().inv_cdf(chance)
         return max(1, round(min(LONGEST_DRAW, self.median_tokens * math.exp(exponent))))
 
 
-def fate(prompt: Sequence[int], seed: int) -> tuple[float, int]:
-    """Give a prompt its luck and its answer's offset: the same ones wherever it is sent."""
+def seeded_draw(prompt: Sequence[int], seed: int) -> tuple[float, int]:
+    """Draw a quantile and an offset for a prompt, the same ones on every engine."""
     data = np.asarray(prompt, np.int64).tobytes()
     digest = hashlib.blake2b(data, digest_size=16, salt=(seed % 2**64).to_bytes(8)).digest()
-    luck = (int.from_bytes(digest[:6]) + 0.5) / 2**48
-    return luck, int.from_bytes(digest[6:]) % PERIOD
+    chance = (int.from_bytes(digest[:6]) + 0.5) / 2**48
+    return chance, int.from_bytes(digest[6:]) % PERIOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """Where an answer stops: after `min_tokens`, at the first of these strings, which then `shows` or does not."""
+    """An answer stops at the first of these strings after `min_tokens`; `shows`: the string is part of the text."""
 
     strings: Sequence[str] = ()
     min_tokens: int = 0
@@ -102,7 +102,7 @@ class StopRule:
 
 
 def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> EmulatedAnswer:
-    """Make the answer that ends by itself after so many tokens, at `max_tokens`, or where a rule stops it."""
+    """Make an answer that ends after `num_tokens`, at `max_tokens`, or where the rule stops it."""
     num_tokens = min(max_tokens, max(num_tokens, stop.min_tokens))
     reason = LENGTH if num_tokens == max_tokens else STOP
     if stop.strings:
@@ -129,7 +129,7 @@ def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Emu
 
 
 def tokens_within(offset: int, num_characters: int) -> int:
-    """Count the tokens that so many characters of the endless text take."""
+    """Count the tokens that contain a number of characters of the endless text."""
     num_tokens = 0
     while num_characters > 0:
         num_characters -= len(PIECES[(offset + num_tokens) % PERIOD])

@@ -1,85 +1,108 @@
-"""The HTTP surface of an emulated engine: an ASGI application with vLLM 0.32's paths."""
+"""The HTTP surface of an emulated engine: vLLM 0.32's paths, and faults on request."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
+import math
 import os
-import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from services.emulator.connections import connection_of, write_chunk
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from predictor.suggestions import require_known
 from services.emulator.driver import Driver
-from services.emulator.faults import Faults, faults_from
+from services.emulator.errors import DetailError, VllmError, bad_value, unavailable
 from services.emulator.jobs import Job
 from services.emulator.metrics import Exposition
 from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, ask_from, parsed, prompt_of
-from services.emulator.refusals import VllmError, bad_value, unavailable
-from services.emulator.replies import CompletionReply, failed
+from services.emulator.replies import CompletionReply
 from services.emulator.tokens import VOCABULARY, text_of, token_text
+from services.http.application import JSON, Application, Call, while_client_stays
+from services.http.client import Headers
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Header = tuple[bytes, bytes]
-
 VERSION = "0.32.0+block.emulator"
-JSON, EVENTS, METRICS = b"application/json", b"text/event-stream; charset=utf-8", b"text/plain; version=1.0.0"
-
-
-class LeftError(Exception):
-    """The client has left before its request was whole."""
+EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
+CONNECTION = "block.connection"  # an ASGI extension
+LARGEST_FACTOR = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One HTTP request: where it came from, what it says, and the id by which it goes."""
+class Faults:
+    """Faults of an engine: a factor of its steps' times, no steps at all, no new requests, sudden death."""
 
-    scope: Scope
-    receive: Receive
-    send: Send
-    headers: Mapping[str, str]
-    request_id: str
+    slow: float = 1.0
+    hang: bool = False
+    refuse: bool = False
+    crash: bool = False
 
-    async def answer(
-        self, body: bytes, *, status: int = 200, kind: bytes | None = JSON, more: tuple[Header, ...] = ()
-    ) -> None:
-        """Answer in one piece."""
-        headers = [(b"content-length", b"%d" % len(body)), *more]
-        await self.start(status, headers, kind)
-        await self.send({"type": "http.response.body", "body": body})
-
-    async def start(self, status: int, headers: list[Header], kind: bytes | None) -> None:
-        """Begin an answer."""
-        every = [(b"x-request-id", self.request_id.encode("latin-1"))]
-        if kind is not None:
-            every.append((b"content-type", kind))
-        await self.send({"type": "http.response.start", "status": status, "headers": [*every, *headers]})
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if isinstance(self.slow, bool) or not isinstance(self.slow, int | float):
+            raise ValueError(f"slow: must be a number, not {self.slow!r}")
+        if not (math.isfinite(self.slow) and 0 < self.slow <= LARGEST_FACTOR):
+            raise ValueError(f"slow: must lie above 0 and at most at {LARGEST_FACTOR:g}, not {self.slow}")
+        for name in ("hang", "refuse", "crash"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
 
 
-class App:
-    """Answers for one engine."""
+FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
 
-    def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, most_body_bytes: int) -> None:
-        """Stand before an engine; `paths` says what is answered."""
+
+def faults_from(data: Any) -> Faults:
+    """Read faults; those that are not named are switched off."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"fault: must be an object with some of {', '.join(FAULT_NAMES)}")
+    require_known(data, FAULT_NAMES, "fault")
+    return Faults(**data)
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with the connection added to the scope: see `write_chunk`."""
+
+    def on_message_begin(self) -> None:
+        """Add the connection to the scope."""
+        super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION: {"protocol": self}}
+
+
+def write_chunk(connection: HttpToolsProtocol, data: bytes) -> bool:
+    """Write a piece of a chunked reply without waking its task; False where the client reads slowly, or is gone.
+
+    A turn of the event loop for each token costs more than the token itself.
+    """
+    if connection.flow.write_paused or connection.transport.is_closing():
+        return False
+    connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
+
+
+class Emulator(Application):
+    """Serves one emulated engine."""
+
+    error = VllmError
+    name = "engine"
+
+    def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, max_body_bytes: int) -> None:
+        """Serve the engine of a driver."""
+        super().__init__()
         self.driver = driver
         self._served = served
         self._exposition = exposition
-        self._most_body_bytes = most_body_bytes
+        self._max_body_bytes = max_body_bytes
         self._faults = Faults()
         self._created_s = int(time.time())
-        self._driving: asyncio.Task[None] | None = None
-        self.paths: dict[str, dict[str, Callable[[Call], Awaitable[None]]]] = {
+        self.routes = {
             "/v1/completions": {"POST": self._complete},
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/models": {"GET": self._models},
@@ -90,53 +113,22 @@ class App:
             "/metrics": {"GET": self._metrics},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
-            "/admin/fault": {"GET": self._show_faults, "POST": self._order_faults},
+            "/admin/fault": {"GET": self._show_faults, "POST": self._set_faults},
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or run along with the server."""
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "http":
-            await self._route(scope, receive, send)
+    def request_id_of(self, call: Call) -> str:
+        """Return the id that the client gives its request, cut to vLLM's length."""
+        return super().request_id_of(call)[:LONGEST_ID]
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        self._driving = asyncio.create_task(self.driver.run())
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        self._driving.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._driving
-        self.driver.close()
-        await send({"type": "lifespan.shutdown.complete"})
+    def not_found(self, path: str) -> VllmError:  # noqa: ARG002
+        """Make the error for a path that is not served."""
+        return DetailError(404, "Not Found")
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(
-            scope=scope,
-            receive=receive,
-            send=send,
-            headers=headers,
-            request_id=headers.get("x-request-id", "")[:LONGEST_ID] or secrets.token_hex(16),
-        )
-        methods = self.paths.get(scope["path"])
-        if methods is None:
-            await call.answer(b'{"detail":"Not Found"}', status=404)
-            return
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        if method not in methods:
-            allowed = (b"allow", ", ".join(methods).encode())
-            await call.answer(b'{"detail":"Method Not Allowed"}', status=405, more=(allowed,))
-            return
-        try:
-            await methods[method](call)
-        except VllmError as error:
-            # what is left of a body that is too large is not read
-            more = ((b"connection", b"close"),) if error.status == 413 else ()
-            await call.answer(error.body(), status=error.status, more=more)
-        except LeftError:
-            pass
+    def not_allowed(self, path: str, method: str, allowed: list[str]) -> VllmError:  # noqa: ARG002
+        """Make the error for a method that a path does not take."""
+        return DetailError(405, "Method Not Allowed", allowed=allowed)
+
+    # Completions.
 
     async def _complete(self, call: Call) -> None:
         await self._generate(call, COMPLETION)
@@ -146,21 +138,19 @@ class App:
 
     async def _generate(self, call: Call, kind: str) -> None:
         if self._faults.refuse:
-            raise unavailable("The engine refuses requests, as it was told to.")
+            raise unavailable("The engine refuses requests: the fault `refuse` is set.")
         data = await self._json(call)
-        job = self.driver.submit(ask_from(kind, data, call.headers, call.request_id, self._served))
-        leaving = asyncio.create_task(self._abort_when_gone(call, job))
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
+        job = self.driver.submit(ask_from(kind, data, headers, call.request_id, self._served))
         try:
-            if job.ask.stream:
-                await self._stream(call, job)
-            else:
-                await self._answer_whole(call, job)
+            with self.admitted():
+                reply = self._stream(call, job) if job.ask.stream else self._reply_whole(call, job)
+                await while_client_stays(reply, call.receive)
         finally:
-            leaving.cancel()
             self.driver.abort(job)
 
     async def _stream(self, call: Call, job: Job) -> None:
-        reply, connection = CompletionReply(job.ask, int(time.time())), connection_of(call.scope)
+        reply, connection = CompletionReply(job.ask, int(time.time())), call.scope["extensions"][CONNECTION]["protocol"]
         num_tokens = job.ask.answer.num_tokens
 
         def push() -> bool:
@@ -171,119 +161,92 @@ class App:
             job.num_sent = num_ready
             return True
 
-        await call.start(200, [], EVENTS)  # as vLLM does, before the first token
-        try:
-            while job.num_sent < num_tokens:
-                if not await job.more(push if job.num_sent else None):  # the client left
-                    return
-                body = reply.events(job.num_sent, job.num_ready, job.cached_tokens)
-                if job.num_sent == 0:
-                    body = reply.first() + body
-                job.num_sent = job.num_ready
-                await call.send({"type": "http.response.body", "body": body, "more_body": job.num_sent < num_tokens})
-        except VllmError as error:
-            await call.send({"type": "http.response.body", "body": failed(error)})
+        await call.start(200, EVENTS)  # as vLLM does, before the first token
+        while job.num_sent < num_tokens:
+            if not await job.more(push if job.num_sent else None):
+                return
+            body = reply.events(job.num_sent, job.num_ready, job.cached_tokens)
+            if job.num_sent == 0:
+                body = reply.first() + body
+            job.num_sent = job.num_ready
+            await (call.write(body) if job.num_sent < num_tokens else call.end(body))
 
-    async def _answer_whole(self, call: Call, job: Job) -> None:
+    async def _reply_whole(self, call: Call, job: Job) -> None:
         num_tokens = job.ask.answer.num_tokens
         await job.more(lambda: job.num_ready < num_tokens)
-        if job.num_ready == num_tokens:  # else the client left
-            await call.answer(CompletionReply(job.ask, int(time.time())).whole(job.cached_tokens))
+        if job.num_ready == num_tokens:
+            await call.reply(200, JSON, CompletionReply(job.ask, int(time.time())).whole(job.cached_tokens))
 
-    async def _abort_when_gone(self, call: Call, job: Job) -> None:
-        """Wait until the client leaves, or all has been said."""
-        while (await call.receive())["type"] != "http.disconnect":
-            pass
-        self.driver.abort(job)
+    # Everything else.
 
     async def _models(self, call: Call) -> None:
         card = {
             "id": self._served.model, "object": "model", "created": self._created_s, "owned_by": "vllm",
             "root": self._served.model, "parent": None, "max_model_len": self._served.max_model_len, "permission": [],
         }  # fmt: skip
-        await call.answer(_json({"object": "list", "data": [card]}))
+        await call.reply(200, JSON, _json({"object": "list", "data": [card]}))
 
     async def _health(self, call: Call) -> None:
-        is_well = self.driver.failure is None and not self._faults.refuse
-        await call.answer(b"", status=200 if is_well else 503, kind=None)
+        is_healthy = self.driver.failure is None and not self._faults.refuse
+        await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.answer(_json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": VERSION}))
 
     async def _load(self, call: Call) -> None:
-        await call.answer(_json({"server_load": self.driver.num_jobs}))
+        await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.answer(self._exposition.text(self.driver.gauges()), kind=METRICS)
+        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
 
     async def _tokenize(self, call: Call) -> None:
         ids, wants_texts = prompt_of(await self._json(call))
         texts = [token_text(token) for token in ids] if wants_texts else None
         limit = self._served.max_model_len
-        await call.answer(_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}))
+        body = {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
+        await call.reply(200, JSON, _json(body))
 
     async def _detokenize(self, call: Call) -> None:
         data = await self._json(call)
         ids = data.get("tokens") if isinstance(data, dict) else None
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < VOCABULARY for token in ids):
             raise bad_value("tokens must be a list of token ids.", "tokens")
-        await call.answer(_json({"prompt": text_of(ids)}))
+        await call.reply(200, JSON, _json({"prompt": text_of(ids)}))
 
     async def _show_faults(self, call: Call) -> None:
-        _refuse_strangers(call)
-        await call.answer(_json(asdict(self._faults)))
+        _require_local(call)
+        await call.reply(200, JSON, _json(asdict(self._faults)))
 
-    async def _order_faults(self, call: Call) -> None:
-        _refuse_strangers(call)
+    async def _set_faults(self, call: Call) -> None:
+        _require_local(call)
         try:
             self._faults = faults_from(await self._json(call))
-        except VllmError:
-            raise
         except ValueError as error:
             raise bad_value(str(error)) from None
-        log_event(log, logging.WARNING, "faults ordered", **asdict(self._faults))
+        log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
         self.driver.pace.slow = self._faults.slow
         self.driver.hang(hangs=self._faults.hang)
-        await call.answer(_json(asdict(self._faults)))
+        await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def _json(self, call: Call) -> Any:
-        """Read and parse a body that says it is JSON."""
-        kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise VllmError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
-        return parsed(await self._body(call))
-
-    async def _body(self, call: Call) -> bytes:
-        said = call.headers.get("content-length", "")
-        if said.isdigit() and int(said[:20]) > self._most_body_bytes:
-            raise self._too_large()
-        parts, size = [], 0
-        while True:
-            message = await call.receive()
-            if message["type"] == "http.disconnect":
-                raise LeftError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> VllmError:
-        return VllmError(f"The body is larger than {self._most_body_bytes} bytes.", status=413)
+        """Receive and parse a body of type JSON."""
+        kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise VllmError(400, "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
+        return parsed(await self.body_of(call, self._max_body_bytes))
 
 
-def _refuse_strangers(call: Call) -> None:
-    """Let only this machine give orders."""
+def _require_local(call: Call) -> None:
+    """Refuse clients on other machines."""
     client = call.scope.get("client")
     try:
         is_local = client is not None and ipaddress.ip_address(client[0]).is_loopback
     except ValueError:
         is_local = False
     if not is_local:
-        raise VllmError("Faults can be ordered from the engine's own machine only.", status=403)
+        raise VllmError(403, "Faults can be set from the engine's own machine only.")
 
 
 def _json(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The engine model on the wall clock: requests go in at any time, tokens come out when their steps end."""
+"""The engine model on the wall clock: requests arrive at any time, tokens are ready when their steps end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, STEP
-from services.emulator.clock import EngineClock
-from services.emulator.contents import Names
-from services.emulator.exporter import EngineStateExporter
+from services.emulator.clock import EngineClock, Pace
+from services.emulator.errors import VllmError, bad_value, busy
+from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
 from services.emulator.metrics import EngineMetrics, Gauges
 from services.emulator.openai import CHAT, ParsedRequest
-from services.emulator.pace import Pace
-from services.emulator.refusals import VllmError, bad_value, busy
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-MOST_LATE_S = 1.0  # of wall clock; a process that was stopped for longer does not make up for it
+MAX_LAG_S = 1.0  # of wall clock; a process that was stopped for longer does not catch up
 ABORTED = "abort"
 
-# of a step of the engine model, what a state file records
+# the fields of a step that a state file records
 RECORDED = itemgetter(
     *map(
         list(STEP.names or ()).index,
@@ -46,7 +44,7 @@ Ended = tuple[float, ...]
 
 
 class Driver:
-    """Drives an engine from step to step as time goes by; all within one event loop."""
+    """Runs an engine step by step as time passes; all within one event loop."""
 
     def __init__(  # noqa: PLR0913 - these are its parts
         self,
@@ -56,32 +54,32 @@ class Driver:
         metrics: EngineMetrics,
         *,
         max_num_queued_reqs: int,
-        exporter_with: Callable[[Names | None], EngineStateExporter] | None = None,
+        exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
     ) -> None:
-        """Stand by; `run` starts it."""
+        """Combine the parts; `run` starts the engine."""
         self.engine = engine
         self.clock = clock
         self.pace = pace
         self.metrics = metrics
         self.failure: VllmError | None = None
-        self._names = Names(engine) if engine.state.engine[0].prefix_caching else None
-        self._exporter = exporter_with(self._names) if exporter_with else None
-        self._most_jobs = max_num_queued_reqs
+        self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
+        self._exporter = exporter_with(self._contents) if exporter_with else None
+        self._max_jobs = max_num_queued_reqs
         self._jobs: dict[int, Job] = {}  # by slot
-        self._ending: list[tuple[Job, str]] = []  # until no step under way has them any more
+        self._ending: list[tuple[Job, str]] = []  # removed once no step under way contains them
         self._serial = 0
         self._next_pace = pace.next()
-        self._under_way: deque[Ended] = deque()  # the launched steps' rows for the record, with their ends
-        self._alarm: asyncio.Future[None] | None = None
-        self._look_at_state()
+        self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
+        self._wake_up: asyncio.Future[None] | None = None
+        self._bind_arrays()
 
     @property
     def num_jobs(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._jobs) - len(self._ending)
 
     def gauges(self) -> Gauges:
-        """How the engine stands."""
+        """Return the engine's gauges."""
         head = self._head
         num_blocks = max(1, self.engine.num_blocks)
         late_s = 0.0
@@ -96,19 +94,19 @@ class Driver:
         )
 
     def submit(self, ask: ParsedRequest) -> Job:
-        """Let a request arrive now; what the engine cannot take is refused."""
+        """Add a request now; VllmError where the engine cannot take it."""
         if self.failure is not None:
             raise self.failure
-        if self.num_jobs >= self._most_jobs:
+        if self.num_jobs >= self._max_jobs:
             self.metrics.num_refused += 1
             raise busy()
         self._serial += 1
         engine_id = f"chatcmpl-{ask.request_id}" if ask.kind == CHAT else f"cmpl-{ask.request_id}-0"
         engine_id = f"{engine_id}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
-        if self._names is not None:
+        if self._contents is not None:
             hashes = content_hashes([*ask.prompt, *ask.answer.token_ids()], self.engine.config.block_size)
-            self._names.learn(hashes)
+            self._contents.learn(hashes)
         arrival_s = self.clock.now_s()
         try:
             slot = self.engine.add(
@@ -124,92 +122,92 @@ class Driver:
             )
         except ValueError as error:
             raise bad_value(str(error)) from None
-        self._look_at_state()
+        self._bind_arrays()
         self._seen[slot] = 0
         job = self._jobs[slot] = Job(ask=ask, engine_id=engine_id, slot=slot, serial=self._serial)
         if self._exporter is not None:
             self._exporter.arrived(job, arrival_s, hashes)
         if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
-            self._ring()
+            self._wake()
         return job
 
     def abort(self, job: Job) -> None:
-        """Drop a request whose client has left; one that has ended stays as it is."""
+        """Abort a request; no effect on one that is over."""
         if job.is_over:
             return
         job.is_over = True
-        job.news.set()
+        job.changed.set()
         self.engine.abort(job.engine_id)
         self._ending.append((job, ABORTED))
-        self._ring()
+        self._wake()
 
     def hang(self, *, hangs: bool) -> None:
-        """Let the engine stand still, or go on."""
+        """Stop the engine, or let it continue."""
         if hangs != self.clock.is_held:
             (self.clock.hold if hangs else self.clock.release)()
-            self._ring()
+            self._wake()
 
     async def run(self) -> None:
-        """Drive the engine until cancelled."""
+        """Run the engine until cancelled."""
         try:
             await self._run()
         except Exception:
             log.exception("engine failed")
-            self.failure = VllmError("The engine has failed.", status=500)
+            self.failure = VllmError(500, "The engine has failed.")
             for job in self._jobs.values():
                 job.failure = self.failure
-                job.news.set()
+                job.changed.set()
 
     def close(self) -> None:
-        """Take the state file away."""
+        """Remove the state file."""
         if self._exporter is not None:
             self._exporter.close()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._alarm = loop.create_future()
-            self._turn()
+            self._wake_up = loop.create_future()
+            self._update()
             timer = None
             if self._head["num_in_flight"][0] and not self.clock.is_held:
                 delay_s = self.clock.wall_s(self._end_of_oldest_s()) - time.monotonic()
-                # timers count whole milliseconds; one that rang too early would have to be set again
-                timer = loop.call_later(max(0.0, math.ceil(delay_s * 1000) / 1000), self._ring)
-            await self._alarm
+                # timers count whole milliseconds; one that fires too early would have to be set again
+                timer = loop.call_later(max(0.0, math.ceil(delay_s * 1000) / 1000), self._wake)
+            await self._wake_up
             if timer is not None:
                 timer.cancel()
 
-    def _ring(self) -> None:
-        """Have a look at the engine now."""
-        if self._alarm is not None and not self._alarm.done():
-            self._alarm.set_result(None)
+    def _wake(self) -> None:
+        """Update the engine now."""
+        if self._wake_up is not None and not self._wake_up.done():
+            self._wake_up.set_result(None)
 
-    def _turn(self) -> None:
-        """Let happen what has happened by now, and tell everybody."""
+    def _update(self) -> None:
+        """Advance the engine to the present, hand out tokens, and publish the state."""
         if not self.clock.is_held:
-            self._make_up_for_nothing()
+            self._skip_stopped_time()
             self._advance(self.clock.now_s())
             self._deliver()
-        self._let_go()
+        self._remove_ended()
         if self._exporter is not None and not self.clock.is_held:
             self._exporter.publish()
 
-    def _make_up_for_nothing(self) -> None:
-        """After a long stop, as of the whole process, go on as if no time had passed."""
+    def _skip_stopped_time(self) -> None:
+        """After a long stop, of the process for example, continue as if no time had passed."""
         if self._head["num_in_flight"][0]:
             due_s = self._end_of_oldest_s()
             late_s = time.monotonic() - self.clock.wall_s(due_s)
-            if late_s > MOST_LATE_S:
+            if late_s > MAX_LAG_S:
                 log_event(log, logging.WARNING, "clock set back", late_s=late_s)
                 self.clock.set_back(due_s)
 
     def _advance(self, now_s: float) -> None:
-        """Run the engine, one step at a time, so that each has its own pace and leaves a record."""
+        """Run the engine one step at a time: each has its own pace and is recorded."""
         engine, head = self.engine, self._head
         while True:
             num_planned = int(head["num_steps"][0])
             head["pace"] = self._next_pace
-            head["steady"] = 0  # repeated steps would leave no record
+            head["steady"] = 0  # repeated steps would not be recorded
             engine.drive(engine.state, now_s, num_planned + 1, NOBODY)
             self._record_ended()
             if int(head["num_steps"][0]) == num_planned:
@@ -234,14 +232,14 @@ class Driver:
                 self._exporter.stepped(tuple(row))
 
     def _deliver(self) -> None:
-        """Hand out the tokens that have come since last time."""
+        """Hand out the tokens that are ready since the last call."""
         rows, seen = self._rows, self._seen
         changed = np.flatnonzero(rows["output_tokens"] != seen)
         if not len(changed):
             return
         now_s = float(self._head["now_s"][0])
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
-            self._jobs[slot].tell(num_ready)
+            self._jobs[slot].set_ready(num_ready)
         first = changed[seen[changed] == 0]
         if len(first):
             self._note_first(first)
@@ -263,8 +261,8 @@ class Driver:
         if self._exporter is not None:
             self._exporter.started(num_prompt_tokens, num_hit_tokens)
 
-    def _let_go(self) -> None:
-        """Forget requests that have ended, once no step under way has them any more."""
+    def _remove_ended(self) -> None:
+        """Remove requests that have ended, once no step under way contains them."""
         if not self._ending:
             return
         still = []
@@ -283,8 +281,8 @@ class Driver:
     def _end_of_oldest_s(self) -> float:
         return float(self._steps["end_s"][int(self._head["oldest"][0])])
 
-    def _look_at_state(self) -> None:
-        """Take hold of the arrays, which the engine replaces by larger ones."""
+    def _bind_arrays(self) -> None:
+        """Bind the engine's arrays, which it replaces when they grow."""
         state = self.engine.state
         self._head = state.engine.view(np.ndarray)
         self._steps = state.steps.view(np.ndarray)

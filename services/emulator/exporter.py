@@ -1,4 +1,4 @@
-"""The emulated engine's state file, kept up with the engine."""
+"""The emulated engine's state file: block contents, copies of the engine's arrays, and the exporter."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
-from predictor.state import NOBODY
+from predictor.state import NOBODY, State
 from services.emulator.clock import EngineClock
-from services.emulator.contents import Names
-from services.emulator.copying import Copies, copy
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
 from services.logs import log_event
@@ -22,38 +21,164 @@ from services.logs import log_event
 log = logging.getLogger(__name__)
 
 NO_HASHES = np.zeros(1, np.uint64)
+SPARE_CONTENTS = 1 << 16  # remembered beyond four for each block
+
+
+class ContentHashes:
+    """The hash of each block content, by the number that the engine gave it."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Start with an engine that knows no content yet."""
+        self._engine = engine
+        self._max_contents = 4 * engine.num_blocks + SPARE_CONTENTS
+        self.hash_of = np.zeros(1024, np.uint64)
+
+    def learn(self, hashes: Sequence[int]) -> None:
+        """Have the engine number contents before the request that has them arrives."""
+        engine = self._engine
+        if len(engine.contents) + len(hashes) > self._max_contents:
+            forget_contents(engine)
+            self.hash_of[: len(engine.contents)] = np.fromiter(engine.contents, np.uint64)
+        engine.know_contents(hashes)
+        if len(engine.contents) > len(self.hash_of):
+            self.hash_of = np.concatenate((self.hash_of, np.zeros(len(engine.contents), np.uint64)))
+        self.hash_of[[engine.contents[value] for value in hashes]] = hashes
+
+
+def forget_contents(engine: Engine) -> None:
+    """Renumber the contents, and keep only those of blocks and of present requests."""
+    state = engine.state
+    rows = [state.hashes[slot, : state.requests[slot].num_hashes] for slot in engine.slots.values()]
+    content = state.blocks["content"]
+    shared = content >= 0
+    kept = np.unique(np.concatenate((content[shared], *rows)))
+    numbers = np.full(len(engine.contents), NOBODY)
+    numbers[kept] = np.arange(len(kept))
+    content[shared] = numbers[content[shared]]
+    for row in rows:
+        row[:] = numbers[row]
+    state.cached[: len(kept)] = state.cached[kept]
+    state.cached[len(kept) :] = NOBODY
+    values = list(engine.contents)
+    engine.contents = {values[old]: new for new, old in enumerate(kept.tolist())}
+
+
+class Copies(NamedTuple):
+    """The arrays that the state is copied to; without `blocks` contents are not exported."""
+
+    state: np.ndarray  # this and the next four are arrays of the file
+    running: np.ndarray
+    waiting: np.ndarray
+    live: np.ndarray
+    blocks: np.ndarray
+    tables: np.ndarray  # blocks of each slot that the file has already
+    new_hashes: np.ndarray  # by slot, the number of blocks with known tokens so far, NOBODY where nothing is new
+    new_blocks: np.ndarray  # by slot, the first changed entry of its table, or NOBODY
+
+
+@kernel
+def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
+    """Copy everything but the steps under way; `hash_of` has the hashes of contents by number."""
+    head, out = state.engine[0], into.state[0]
+    out.num_running = head.num_running
+    out.num_waiting = head.num_waiting
+    out.num_in_flight = head.num_in_flight
+    out.num_blocks = head.num_blocks
+    out.num_free_blocks = head.num_free_blocks
+    out.decodes_since_look = head.decodes_since_look
+    out.num_planned = head.num_steps
+    out.num_preemptions = head.num_preemptions
+    for place in range(head.num_running):
+        into.running[place] = state.running[place]
+    for place in range(head.num_waiting):
+        into.waiting[place] = state.waiting[(head.waiting_head + place) % len(state.waiting)]
+    for slot in range(len(into.live)):
+        _copy_request(state, into, slot)
+    if len(into.blocks) > 0:
+        _copy_blocks(state, into, hash_of)
+
+
+@kernel
+def _copy_request(state: State, into: Copies, slot: int) -> None:
+    """Copy a slot, and note which of its blocks the file does not have yet."""
+    row, live = state.requests[slot], into.live[slot]
+    live.output_tokens = row.output_tokens
+    live.computed_tokens = row.computed_tokens
+    live.placeholders = row.placeholders
+    live.in_flight_tokens = row.in_flight_tokens
+    live.stale_tokens = row.stale_tokens
+    live.num_blocks = row.num_blocks
+    live.full_blocks = row.full_blocks
+    live.num_preemptions = row.num_preemptions
+    live.hit_tokens = row.hit_tokens
+    live.prefill_tokens = row.prefill_tokens
+    live.scheduled_s = row.scheduled_s
+    live.first_token_s = row.first_token_s
+    into.new_hashes[slot] = into.new_blocks[slot] = NOBODY
+    if len(into.blocks) == 0 or live.serial == 0:
+        live.num_hashes = 0
+        return
+    # only blocks whose tokens exist: a real engine does not know future tokens
+    known = min((row.prompt_tokens + row.output_tokens) // state.engine[0].block_size, row.num_hashes)
+    if known > live.num_hashes:
+        into.new_hashes[slot] = live.num_hashes
+    live.num_hashes = known
+    for place in range(max(row.num_blocks, row.full_blocks)):
+        block = state.tables[slot, place]
+        if into.tables[slot, place] != block:
+            into.tables[slot, place] = block
+            if into.new_blocks[slot] == NOBODY:
+                into.new_blocks[slot] = place
+
+
+@kernel
+def _copy_blocks(state: State, into: Copies, hash_of: np.ndarray) -> None:
+    """Copy the content of each block, and number the free ones from 1 in the order of reuse."""
+    for block in range(len(into.blocks)):
+        content = state.blocks[block].content
+        into.blocks[block].content = into.blocks[block].reuse = 0
+        if content >= 0:
+            into.blocks[block].content = hash_of[content]  # with the 0 in one expression it would be a float
+    rank, block = 0, state.engine[0].free_head
+    while block != NOBODY:
+        rank += 1
+        into.blocks[block].reuse = rank
+        block = state.blocks[block].next_free
+
+
+copy = direct(_copy)
 
 
 def settings_of(engine: Engine, about: dict[str, Any]) -> dict[str, Any]:
-    """What a state file tells of the engine once and for all."""
+    """Return the constant part of a state file."""
     return {"engine": asdict(engine.config), **about}
 
 
 class EngineStateExporter:
-    """Copies the engine's state into its file; an error of the file's stops the copying, not the engine."""
+    """Copies the engine's state into its file; an error of the file stops the export, not the engine."""
 
     def __init__(
-        self, path: str, engine: Engine, clock: EngineClock, *, names: Names | None, about: dict[str, Any]
+        self, path: str, engine: Engine, clock: EngineClock, *, contents: ContentHashes | None, about: dict[str, Any]
     ) -> None:  # fmt: skip
-        """Put the file of an idle engine in place; without `names` it tells nothing of what blocks hold."""
+        """Create the file of an idle engine; without `contents` the contents of blocks are not exported."""
         self._engine = engine
         self._clock = clock
-        self._names = names
+        self._contents = contents
         config = engine.config
         self._writer: Writer | None = Writer(
             path,
             settings_of(engine, about),
             num_slots=len(engine.state.requests),
-            num_blocks=engine.num_blocks if names else 0,
-            blocks_per_request=-(-config.max_model_len // config.block_size) if names else 0,
+            num_blocks=engine.num_blocks if contents else 0,
+            blocks_per_request=-(-config.max_model_len // config.block_size) if contents else 0,
         )
         self._hashes: dict[int, np.ndarray] = {}
         self._prefix = [0, 0]
-        self._copies = self._place_copies(self._writer)
+        self._copies = self._bind_arrays(self._writer)
         self.publish()
 
     def arrived(self, job: Job, arrival_s: float, hashes: Sequence[int]) -> None:
-        """Note a new request."""
+        """Add a request."""
         num_slots = len(self._engine.state.requests)
         if self._writer is not None and self._writer.num_slots < num_slots:
             self._guarded(partial(self._grow, self._writer, num_slots))
@@ -79,12 +204,12 @@ class EngineStateExporter:
         self._prefix[1] += num_hit_tokens
 
     def stepped(self, row: tuple[float, ...]) -> None:
-        """Note a step that was taken."""
+        """Add a completed step."""
         if self._writer is not None:
             self._writer.add_step(row)
 
     def ended(self, job: Job, outcome: Outcome, reason: str) -> None:
-        """Note what became of a request, and that its slot is free."""
+        """Add the outcome of a request, and free its slot."""
         self._hashes.pop(job.slot, None)
         if self._writer is None:
             return
@@ -104,11 +229,11 @@ class EngineStateExporter:
         )
 
     def publish(self) -> None:
-        """Let sidecars see the engine as it is."""
+        """Publish the present state to sidecars."""
         self._guarded(self._publish)
 
     def close(self) -> None:
-        """Take the file away."""
+        """Remove the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -118,12 +243,12 @@ class EngineStateExporter:
             return
         state = self._engine.state
         if len(writer.blocks) and state.tables.shape != self._copies.tables.shape:
-            self._copies = self._place_copies(writer)  # its table has become wider
+            self._copies = self._bind_arrays(writer)  # the table was widened
         into = writer.state
         into["clock_origin_s"] = self._clock.origin_s
         into["clock_rate"] = self._clock.speed
         into["prefix_queries"], into["prefix_hits"] = self._prefix
-        copy(state, self._copies, self._names.hash_of if self._names else NO_HASHES)
+        copy(state, self._copies, self._contents.hash_of if self._contents else NO_HASHES)
         self._copy_steps(writer)
         if len(writer.blocks):
             self._put_blocks(writer)
@@ -141,7 +266,7 @@ class EngineStateExporter:
             writer.batch[place, :num_scheduled] = batch[index, :num_scheduled]
 
     def _put_blocks(self, writer: Writer) -> None:
-        """Write what is new of the requests' blocks and of what they hold."""
+        """Write the new blocks of requests and their hashes."""
         copies, live = self._copies, writer.live
         for slot in np.flatnonzero(copies.new_hashes != NOBODY).tolist():
             start = int(copies.new_hashes[slot])
@@ -153,10 +278,10 @@ class EngineStateExporter:
 
     def _grow(self, writer: Writer, num_slots: int) -> None:
         writer.grow(num_slots)
-        self._copies = self._place_copies(writer)
+        self._copies = self._bind_arrays(writer)
 
-    def _place_copies(self, writer: Writer) -> Copies:
-        """Take hold of the writer's arrays; the file's tables count as unknown, and will be written anew."""
+    def _bind_arrays(self, writer: Writer) -> Copies:
+        """Bind the writer's arrays; all tables count as unknown, and are written again."""
         tables = np.full_like(self._engine.state.tables, NOBODY)
         num_slots = len(writer.live)
         new_hashes, new_blocks = np.full(num_slots, NOBODY), np.full(num_slots, NOBODY)
@@ -167,5 +292,5 @@ class EngineStateExporter:
         try:
             act()
         except OSError as error:
-            log_event(log, logging.ERROR, "state file given up", reason=error.strerror or str(error))
+            log_event(log, logging.ERROR, "state file closed after an error", reason=error.strerror or str(error))
             self.close()

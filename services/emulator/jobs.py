@@ -1,4 +1,4 @@
-"""A request on its way through an emulated engine, as its client sees it."""
+"""A request in an emulated engine, as its client's task sees it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.emulator.errors import VllmError
 from services.emulator.openai import ParsedRequest
-from services.emulator.refusals import VllmError
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the engine: how many tokens there are, how many its client has got, whether more will come.
+    """A request in the engine: the tokens that are ready, those that are sent, and whether it is over.
 
-    While its task waits for `more`, `push` may send what is ready in its place; where that cannot be it says so, and
-    the task is woken.
+    While its task waits in `more`, `push` may send ready tokens without waking it; where that is not possible `push`
+    returns False, and the task is woken.
     """
 
     ask: ParsedRequest
@@ -28,20 +28,20 @@ class Job:
     is_over: bool = False
     failure: VllmError | None = None
     push: Callable[[], bool] | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, num_ready: int) -> None:
-        """Note how many tokens there are now."""
+    def set_ready(self, num_ready: int) -> None:
+        """Update the number of ready tokens."""
         self.num_ready = num_ready
         if self.push is None or not self.push():
-            self.news.set()
+            self.changed.set()
 
     async def more(self, push: Callable[[], bool] | None = None) -> bool:
-        """Wait for tokens that have to be sent; tell whether there are any, or no more will come."""
+        """Wait for tokens to send; False where no more will come."""
         self.push = push
         while self.num_ready <= self.num_sent and not self.is_over and self.failure is None:
-            self.news.clear()
-            await self.news.wait()
+            self.changed.clear()
+            await self.changed.wait()
         self.push = None
         if self.failure is not None:
             raise self.failure

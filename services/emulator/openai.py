@@ -1,4 +1,4 @@
-"""From an OpenAI request body to what the engine is asked for, with vLLM's checks and defaults."""
+"""OpenAI request bodies as an emulated engine reads them, with vLLM's checks and defaults."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
-from services.emulator.refusals import VllmError, bad_value, invalid, malformed, mistyped
+from services.emulator.errors import VllmError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
+from services.http.openai_body import MessageError, read_messages
 
 COMPLETION, CHAT = "completion", "chat"
 DEFAULT_COMPLETION_TOKENS = 16
 LONGEST_ID = 512
-MOST_STOP_STRINGS = 64
+MAX_STOP_STRINGS = 64
 OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
-MOST_DIGITS = 9
+MAX_DIGITS = 9
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
 NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
 
 
 class StreamOptions(BaseModel):
-    """How a stream tells of usage."""
+    """Whether a stream reports usage, and how often."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class _Body(BaseModel):
-    """What both kinds of requests have; other fields are let pass, as nothing here depends on them."""
+    """The fields of both kinds of requests; other fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +68,7 @@ class ChatBody(_Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What requests are checked against."""
+    """The served model, against which requests are checked."""
 
     model: str
     max_model_len: int
@@ -76,7 +77,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """One request, checked: its prompt, the answer that it will get, and the manner in which it wants it."""
+    """A checked request: its prompt, its answer, and the form of the reply."""
 
     kind: str
     request_id: str
@@ -103,12 +104,12 @@ def parsed(data: bytes) -> Any:
 
 
 def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
-    """Check a request, and decide what it will be answered."""
+    """Check a request, and make its answer."""
     body = _body(kind, data)
     if body.model not in (None, served.model):
         raise VllmError(
+            404,
             f"The model `{body.model}` does not exist. Valid aliases: {served.model}.",
-            status=404,
             kind="NotFoundError",
             param="model",
         )
@@ -118,8 +119,8 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
     max_tokens = _max_tokens(body, len(prompt), served.max_model_len, wanted)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _check(body, stop, max_tokens)
-    luck, offset = answers.fate(prompt, served.lengths.seed + (body.seed or 0))
-    num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(luck)
+    chance, offset = answers.seeded_draw(prompt, served.lengths.seed + (body.seed or 0))
+    num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(chance)
     options = body.stream_options or StreamOptions()
     tag_tokens, tag_spread = _tag(body.vllm_xargs or {})
     return ParsedRequest(
@@ -144,7 +145,7 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
 
 
 def prompt_of(data: Any) -> tuple[list[int], bool]:
-    """Tokenize what /tokenize was sent; and tell whether the tokens' texts are wanted too."""
+    """Tokenize the prompt of /tokenize; return whether the tokens' texts are requested too."""
     found = data if isinstance(data, dict) else {}
     if not isinstance(found.get("prompt"), str) and "messages" not in found:
         raise invalid(
@@ -178,7 +179,7 @@ def _prompt(body: CompletionBody | ChatBody) -> list[int]:
     if isinstance(body, ChatBody):
         if not body.messages:
             raise bad_value("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        return token_ids(chat_text([_message(one, place) for place, one in enumerate(body.messages)]))
+        return token_ids(chat_text(_messages(body.messages)))
     prompt = body.prompt
     if prompt is None or prompt == "":
         raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
@@ -208,29 +209,31 @@ def _checked_ids(prompt: Any) -> list[int]:
     return prompt
 
 
-def _message(message: Mapping[str, Any], place: int) -> tuple[str, str]:
-    role, content = message.get("role"), message.get("content")
-    where = f"body.messages.{place}"
-    if not isinstance(role, str):
-        kind, text = (
-            ("missing", "Field required") if role is None else ("string_type", "Input should be a valid string")
-        )
-        raise invalid([{"type": kind, "loc": f"{where}.role", "msg": text, "input": role}])
-    if content is None or isinstance(content, str):
-        return role, content or ""
-    if not isinstance(content, list):
-        text = "Input should be a valid string or a list of parts"
-        raise invalid([{"type": "string_type", "loc": f"{where}.content", "msg": text, "input": content}])
-    texts = []
-    for number, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise bad_value("Only parts of type text can be read by this model.", f"{where}.content.{number}")
-        texts.append(part["text"])
-    return role, "\n".join(texts)
+def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
+    """Read roles and texts; other parts than text are refused."""
+    try:
+        return [
+            (role, "\n".join(_text(part, place, number) for number, part in enumerate(parts)))
+            for place, (role, parts) in enumerate(read_messages(messages))
+        ]
+    except MessageError as error:
+        kind, text = "string_type", "Input should be a valid string"
+        if error.field == "content":
+            text += " or a list of parts"
+        elif error.value is None:
+            kind, text = "missing", "Field required"
+        where = f"body.messages.{error.place}.{error.field}"
+        raise invalid([{"type": kind, "loc": where, "msg": text, "input": error.value}]) from None
+
+
+def _text(part: Any, place: int, number: int) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise bad_value("Only parts of type text can be read by this model.", f"body.messages.{place}.content.{number}")
+    return str(part["text"])
 
 
 def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len: int, wanted: int | None) -> int:
-    """Where the answer is cut; mirrors vLLM's checks of prompt and `max_tokens` against `max_model_len`."""
+    """Return the maximum length of the answer, with vLLM's checks of prompt and `max_tokens`."""
     if num_prompt > max_model_len:
         raise bad_value(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {num_prompt}"
@@ -264,8 +267,8 @@ def _check(body: CompletionBody | ChatBody, stop: list[str], max_tokens: int) ->
         raise bad_value(text, "n" if body.n > 1 else None)
     if "" in stop:
         raise bad_value("stop cannot contain an empty string.")
-    if len(stop) > MOST_STOP_STRINGS:
-        raise bad_value(f"stop cannot have more than {MOST_STOP_STRINGS} strings.", "stop")
+    if len(stop) > MAX_STOP_STRINGS:
+        raise bad_value(f"stop cannot have more than {MAX_STOP_STRINGS} strings.", "stop")
     if body.min_tokens < 0:
         raise bad_value(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
     if body.min_tokens > max_tokens:
@@ -278,7 +281,7 @@ def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
     text = headers.get(OUTPUT_TOKENS_HEADER)
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) == 0:
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) == 0:
         raise bad_value(f"{OUTPUT_TOKENS_HEADER} must be a whole number above 0, not {text[:32]!r}.")
     return int(text)
 

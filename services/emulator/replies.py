@@ -1,23 +1,22 @@
-"""The words of vLLM 0.32's replies, whole or as server-sent events, field for field."""
+"""Replies of vLLM 0.32, whole or as server-sent events, field for field."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from services.emulator.errors import DONE
 from services.emulator.openai import CHAT, ParsedRequest
-from services.emulator.refusals import VllmError
 
 FINGERPRINT = "block-emulator"
-DONE = b"data: [DONE]\n\n"
-TEXT = "\0"  # stands for an event's text while what is around it is spelled out
+TEXT = "\0"  # placeholder of an event's text while the rest of the event is written
 
 
 class CompletionReply:
-    """Writes one answer; what does not change from token to token is spelled out once."""
+    """Writes one response; the parts that do not change from token to token are written once."""
 
     def __init__(self, ask: ParsedRequest, created_s: int) -> None:
-        """Prepare to answer."""
+        """Write the constant parts."""
         self._ask = ask
         self._answer = ask.answer
         self._is_chat = ask.kind == CHAT
@@ -31,7 +30,7 @@ class CompletionReply:
             self._head, self._tail = self._around_text(is_last=False)
 
     def first(self) -> bytes:
-        """The event before a chat's first token; nothing before that of a completion."""
+        """Return the event before a chat's first token; nothing for a completion."""
         if not self._is_chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -39,10 +38,10 @@ class CompletionReply:
         return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": None, "prompt_text": None})
 
     def events(self, start: int, end: int, cached_tokens: int = 0) -> bytes:
-        """The events of tokens from `start` to before `end`; behind the last one also what closes the stream."""
+        """Return the events of tokens from `start` to before `end`; after the last one, also the stream's end."""
         num_tokens = self._answer.num_tokens
         if end == start + 1 < num_tokens:
-            return self._token(start)  # as nearly always
+            return self._token(start)  # the usual case
         events = [self._token(place) for place in range(start, min(end, num_tokens - 1))]
         if end >= num_tokens:
             events.append(self._last_token())
@@ -56,7 +55,7 @@ class CompletionReply:
         return b"".join(events)
 
     def whole(self, cached_tokens: int) -> bytes:
-        """The answer in one piece."""
+        """Return the response in one piece."""
         cached = {
             "cached_tokens": cached_tokens, "created_cache_tokens": 0 if self._is_chat else None,
             "multimodal_tokens": None,
@@ -95,7 +94,7 @@ class CompletionReply:
         return head + self._answer.text(num_tokens - 1, num_tokens).encode() + tail
 
     def _around_text(self, *, is_last: bool) -> tuple[bytes, bytes]:
-        """What stands before and behind the text of an event."""
+        """Return what is before and after the text of an event."""
         reason, stop = (self._answer.finish_reason, self._answer.stop_reason) if is_last else (None, None)
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": TEXT}} if self._is_chat else {"text": TEXT}
@@ -115,17 +114,12 @@ class CompletionReply:
         }  # fmt: skip
 
     def _usage_after(self, num_tokens: int) -> dict[str, Any]:
-        """Usage as events tell it that are not the last."""
+        """Return the usage in events that are not the last."""
         return {**self._usage(num_tokens), **({"completion_tokens_details": None} if self._is_chat else {})}
 
 
-def failed(error: VllmError) -> bytes:
-    """The events that end a stream whose engine has failed."""
-    return b"data: " + error.body() + b"\n\n" + DONE
-
-
 def _with(tail: bytes, name: str, value: Any) -> bytes:
-    """Add a field behind the others of an event."""
+    """Append a field to an event."""
     return tail.removesuffix(b"}\n\n") + b"," + _json(name) + b":" + _json(value) + b"}\n\n"
 
 

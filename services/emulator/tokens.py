@@ -13,27 +13,27 @@ VOCABULARY = 1 << 40  # five bytes
 
 
 def token_ids(text: str) -> list[int]:
-    """Cut a text into tokens; a token's id is its bytes."""
+    """Tokenize a text; a token's id is its bytes."""
     return [int.from_bytes(piece) for piece in PIECE.findall(text.encode("utf-8", "surrogatepass"))]
 
 
 def token_text(token_id: int) -> str:
-    """Spell a token out."""
+    """Return the text of a token."""
     return token_id.to_bytes(max(1, (token_id.bit_length() + 7) // 8)).decode("utf-8", "replace")
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Put tokens together again, characters that were cut apart too."""
+    """Return the text of tokens, including characters that were split."""
     data = b"".join(token_id.to_bytes(max(1, (token_id.bit_length() + 7) // 8)) for token_id in ids)
     return data.decode("utf-8", "replace")
 
 
 def content_hashes(ids: Sequence[int], block_size: int) -> tuple[int, ...]:
-    """Name what full blocks of these tokens hold, as a state file does."""
+    """Hash the contents of the full blocks of these tokens, as a state file does."""
     return tuple(map(short_hash, kv_block_hashes(ids, block_size)))
 
 
 def chat_text(messages: Sequence[tuple[str, str]]) -> str:
-    """Apply the chat template; what follows a conversation begins with the conversation."""
+    """Apply the chat template; a continued conversation has the earlier one as its prefix."""
     turns = "".join(f"<|{role}|>\n{content}\n" for role, content in messages)
     return turns + "<|assistant|>\n"

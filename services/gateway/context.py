@@ -13,8 +13,7 @@ from services.gateway.retry_budget import RetryBudget
 from services.gateway.schedulers import Schedulers
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
-from services.http.prompt_sizes import PromptSizes
-from services.http.prompt_tokens import PromptTokens
+from services.http.prompt_tokens import PromptSizes, PromptTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,78 +1,190 @@
-"""A request as it came in: a message for schedulers, bytes for engines."""
+"""A client's request as the gateway reads it: headers, a message for schedulers, and the bytes for engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.gateway.request_headers import RequestHeaders
+from services.http.application import REQUEST_ID
 from services.http.client import Headers
-from services.http.headers import REQUEST_ID, without_hops
-from services.http.openai_body import OpenAIRequest
+from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded
+from services.http.proxying import without_hops
+
+CLASSES = {"real-time": common_pb2.REQUEST_CLASS_REAL_TIME, "best-effort": common_pb2.REQUEST_CLASS_BEST_EFFORT}
+
+# Header names with the same meaning; of llm-d, the newer and the older spelling.
+SLO_TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
+SLO_TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+SESSION = (b"x-session-id", b"x-block-session-id")
+FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+PRIORITY = b"x-block-priority"
+CLASS = b"x-block-class"
+EXPLAIN = b"x-block-explain"
+READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, EXPLAIN))
+TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 AUTHORIZATION = b"authorization"
-OURS = frozenset((b"accept-encoding", REQUEST_ID))  # answers are read, and named by us
+NOT_PASSED = frozenset((b"accept-encoding", REQUEST_ID))  # the gateway reads responses, and names requests itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """A request that has been read and let in."""
+    """A request that has been read and admitted."""
 
     arrived_s: float  # monotonic
-    ask: OpenAIRequest
-    request: common_pb2.Request  # under a name that no other has that is under way
+    openai: OpenAIRequest
+    request: common_pb2.Request  # its request_id is unique among those under way
     target: bytes  # path and query
-    headers: Headers  # to pass on
-    body: bytes  # likewise
-    explain: bool = False  # say in the reply what the decision rests on
+    headers: Headers  # for the engine
+    body: bytes  # for the engine
+    explain: bool = False  # whether the reply explains the decision
 
 
-def request_message(
-    ask: OpenAIRequest, wishes: RequestHeaders, *, request_id: str, client_id: str, prompt_tokens: int
-) -> common_pb2.Request:
-    """Write a request down for schedulers."""
-    return common_pb2.Request(
-        request_id=request_id,
-        model=ask.model,
-        prompt_tokens=prompt_tokens,
-        max_tokens=ask.max_tokens,
-        min_tokens=ask.min_tokens,
-        ignore_eos=ask.ignore_eos,
-        expected_output_tokens=ask.expected_tokens,
-        priority=priority_of(ask, wishes),
-        request_class=wishes.request_class,
-        slo=wishes.slo,
-        session_id=wishes.session_id,
-        client_id=client_id or wishes.fairness_id,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHeaders:
+    """The values that a request's headers add to its body."""
+
+    slo: common_pb2.Slo | None
+    session_id: str
+    fairness_id: str
+    priority: int | None
+    request_class: common_pb2.RequestClass.ValueType
+    explain: bool = False
+
+
+NO_HEADERS = RequestHeaders(
+    slo=None,
+    session_id="",
+    fairness_id="",
+    priority=None,
+    request_class=common_pb2.REQUEST_CLASS_UNSPECIFIED,
+)
+
+
+def request_id_of(headers: Headers) -> str:
+    """Read the id that a client gives its request; empty where it gives none."""
+    return next((_as_text(name, value) for name, value in headers if name == REQUEST_ID), "")
+
+
+def read_headers(headers: Headers) -> RequestHeaders:
+    """Read the headers that placing needs."""
+    given = {name: value for name, value in headers if name in READ}
+    if not given:
+        return NO_HEADERS
+    ttft_s, tpot_s = _milliseconds(given, SLO_TTFT), _milliseconds(given, SLO_TPOT)
+    request_class = common_pb2.REQUEST_CLASS_UNSPECIFIED
+    if CLASS in given:
+        name = _text(given, (CLASS,))
+        if name not in CLASSES:
+            raise ValueError(f"{CLASS.decode()}: must be one of {', '.join(CLASSES)}, not {name!r}")
+        request_class = CLASSES[name]
+    return RequestHeaders(
+        slo=None if ttft_s is None and tpot_s is None else common_pb2.Slo(ttft_s=ttft_s, tpot_s=tpot_s),
+        session_id=_text(given, SESSION),
+        fairness_id=_text(given, FAIRNESS),
+        priority=_whole(given, PRIORITY),
+        request_class=request_class,
+        explain=_flag(given, EXPLAIN),
     )
 
 
-def priority_of(ask: OpenAIRequest, wishes: RequestHeaders) -> int:
-    """Choose among the body's priority, the header's and a hint's, in this order; lower runs first."""
-    given = (ask.priority, wishes.priority, ask.hinted_priority)
+def _flag(given: Mapping[bytes, bytes], name: bytes) -> bool:
+    text = _text(given, (name,)).lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError(f"{name.decode()}: must be true or false, not {text!r}")
+    return text in TRUE
+
+
+def _text(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:
+    for name in names:
+        value = given.get(name)
+        if value is not None:
+            return _as_text(name, value)
+    return ""
+
+
+def _as_text(name: bytes, value: bytes) -> str:
+    text = value.decode("latin-1").strip()
+    if len(text) > LONGEST_NAME or not text.isascii() or not text.isprintable():
+        raise ValueError(f"{name.decode()}: must be at most {LONGEST_NAME} printable ASCII characters")
+    return text
+
+
+def _milliseconds(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> float | None:
+    for name in names:
+        value = given.get(name)
+        if value is not None:
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name.decode()}: must be a number of milliseconds above 0")
+            return number / 1000
+    return None
+
+
+def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError(f"{name.decode()}: must be a whole number") from None
+    return bounded(number, name.decode())
+
+
+# What schedulers and engines receive.
+
+
+def request_message(
+    openai: OpenAIRequest, headers: RequestHeaders, *, request_id: str, client_id: str, prompt_tokens: int
+) -> common_pb2.Request:
+    """Write a request as a message for schedulers."""
+    return common_pb2.Request(
+        request_id=request_id,
+        model=openai.model,
+        prompt_tokens=prompt_tokens,
+        max_tokens=openai.max_tokens,
+        min_tokens=openai.min_tokens,
+        ignore_eos=openai.ignore_eos,
+        expected_output_tokens=openai.expected_tokens,
+        priority=priority_of(openai, headers),
+        request_class=headers.request_class,
+        slo=headers.slo,
+        session_id=headers.session_id,
+        client_id=client_id or headers.fairness_id,
+    )
+
+
+def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int:
+    """Take the body's priority, else the header's, else a hint's; lower runs first."""
+    given = (openai.priority, headers.priority, openai.hinted_priority)
     return next((priority for priority in given if priority is not None), 0)
 
 
-def body_to_pass(body: bytes, ask: OpenAIRequest, priority: int) -> bytes:
-    """Give the engine the body as it came; a priority from elsewhere goes in front, for the engine to heed it."""
-    if ask.priority is not None or priority == 0:
+def body_to_pass(body: bytes, openai: OpenAIRequest, priority: int) -> bytes:
+    """Return the body for the engine, unchanged but for a priority that comes from a header or a hint."""
+    if openai.priority is not None or priority == 0:
         return body
     inside = body.index(b"{") + 1
     return b'%s"priority":%d,%s' % (body[:inside], priority, body[inside:])
 
 
 def target_of(scope: Mapping[str, Any]) -> bytes:
-    """Give path and query."""
+    """Return path and query."""
     query: bytes = scope["query_string"]
-    path: bytes = scope["path"].encode()  # one of our endpoints, however it was spelt
+    path: bytes = scope["path"].encode()  # one of the gateway's routes, however it was escaped
     return path + b"?" + query if query else path
 
 
 def headers_to_pass(headers: Headers, request_id: str, *, with_authorization: bool) -> Headers:
-    """Leave out what is between the client and us."""
-    passed = without_hops(headers, OURS)
+    """Return the headers for the engine."""
+    passed = without_hops(headers, NOT_PASSED)
     if not with_authorization:
         passed = [pair for pair in passed if pair[0] != AUTHORIZATION]
     passed.append((REQUEST_ID, request_id.encode()))

@@ -1,4 +1,4 @@
-"""Who may come in: API keys, compared in constant time, never logged."""
+"""API keys of the gateway's clients: compared in constant time, never logged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LONGEST_KEY = 512
 
 
 class ApiKeys:
-    """The keys, by digest, each with the name of who holds it."""
+    """The accepted keys by digest, each with the name of its holder."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """Read lines of `key` or `name key`; what begins with # is a comment."""
+        """Read lines of `key` or `name key`; a line that starts with # is a comment."""
         self._holders: list[tuple[bytes, str]] = []
         for number, line in enumerate(lines, 1):
             words = line.split()
@@ -29,23 +29,23 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: str) -> ApiKeys:
-        """Read a file; one without keys would let nobody in, and is refused."""
+        """Read a file; one without keys would refuse every client, and is an error."""
         keys = cls(read_text(path).splitlines())
         if not keys:
             raise ValueError(f"api_key_file: {path} holds no keys")
         return keys
 
     def __len__(self) -> int:
-        """How many there are; none means that everybody may come in."""
+        """Return the number of keys; without any, every client is admitted."""
         return len(self._holders)
 
     def holder(self, authorization: bytes | None) -> str | None:
-        """Name the holder of the key in an Authorization header; None where it is nobody's."""
+        """Return the holder of the key in an Authorization header; None where the key is not known."""
         if authorization is None or authorization[: len(BEARER)].lower() != BEARER:
             return None
         digest = _digest(authorization[len(BEARER) :].strip())
         found = None
-        for known, name in self._holders:  # all of them, whichever matches
+        for known, name in self._holders:  # always all of them, so that the time tells nothing
             if hmac.compare_digest(known, digest):
                 found = name
         return found

@@ -1,4 +1,4 @@
-"""What a gateway counts."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5
 
 
 class GatewayMetrics:
-    """Counters and histograms under block_gateway_*; children are made once, for the hot path."""
+    """Counters and histograms under block_gateway_*; labelled children are made once, as they are used per request."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register everything."""
         ProcessCollector(registry=registry)
         self.registry = registry
         self.requests = Counter(
-            "block_gateway_requests", "Requests answered, by path and status.", ("path", "status"), registry=registry
+            "block_gateway_requests", "Replies, by path and status.", ("path", "status"), registry=registry
         )
         self.ttft = Histogram(
             "block_gateway_ttft_seconds", "From a request's arrival to the first event of its stream.",
@@ -31,38 +31,45 @@ class GatewayMetrics:
             buckets=LATENCIES_S, registry=registry,
         )  # fmt: skip
         self.decision = Histogram(
-            "block_gateway_decision_seconds", "From asking the schedulers to knowing where to go.",
+            "block_gateway_decision_seconds", "Time until the destination of a request is known.",
             buckets=DECISIONS_S, registry=registry,
         )  # fmt: skip
         self.output_tokens = Counter("block_gateway_output_tokens", "Tokens passed on.", registry=registry)
         self.retries = Counter(
-            "block_gateway_retries", "Requests sent to another engine, by why.", ("why",), registry=registry
+            "block_gateway_retries", "Requests sent to another engine, by reason.", ("why",), registry=registry
         )
         self.broken = Counter("block_gateway_streams_broken", "Streams that ended in an error.", registry=registry)
-        self.clients_left = Counter("block_gateway_clients_left", "Clients that did not wait.", registry=registry)
+        self.clients_left = Counter(
+            "block_gateway_clients_left",
+            "Clients that disconnected early.",
+            registry=registry,
+        )
         self.last_resort = Counter(
-            "block_gateway_last_resort", "Requests placed without a scheduler's word.", ("how",), registry=registry
+            "block_gateway_last_resort", "Requests placed without a scheduler.", ("how",), registry=registry
         )
         self.scheduler_failures = Counter(
-            "block_gateway_scheduler_failures", "Calls that a scheduler did not answer.", ("scheduler", "code"),
+            "block_gateway_scheduler_failures", "Calls to schedulers that failed.", ("scheduler", "code"),
             registry=registry,
         )  # fmt: skip
         self.releases = Counter(
-            "block_gateway_releases", "Ends of requests, told to a scheduler or lost.", ("result",), registry=registry
+            "block_gateway_releases",
+            "Ends of requests: reported (told) or lost.",
+            ("result",),
+            registry=registry,
         )
         self.released = self.releases.labels("told")
         self.lost = self.releases.labels("lost")
         self._under_way = Gauge("block_gateway_requests_under_way", "Requests in the gateway.", registry=registry)
-        self._waiting = Gauge("block_gateway_releases_waiting", "Ends not told yet.", registry=registry)
+        self._waiting = Gauge("block_gateway_releases_waiting", "Ends of requests not reported yet.", registry=registry)
         self._counts: dict[tuple[str, int], Counter] = {}
 
     def watch(self, under_way: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Read gauges when they are asked for."""
+        """Read the gauges when metrics are collected."""
         self._under_way.set_function(under_way)
         self._waiting.set_function(waiting)
 
-    def answered(self, path: str, status: int) -> None:
-        """Count an answer."""
+    def replied(self, path: str, status: int) -> None:
+        """Count a reply."""
         child = self._counts.get((path, status))
         if child is None:
             child = self._counts[path, status] = self.requests.labels(path, str(status))

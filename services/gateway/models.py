@@ -1,4 +1,4 @@
-"""Which models there are: those of the settings; else those that the schedulers' instances say they serve."""
+"""The served models: those of the settings, else those that the instances report."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-KEEP_S = 5.0  # a list is good for so long
-ENGINE_S = 2.0
-MOST_ASKED = 32  # engines that are asked themselves
+MAX_AGE_S = 5.0  # of a list
+ENGINE_TIMEOUT_S = 2.0
+MAX_ENGINES = 32  # that are called for one list
 
 
 class Models:
-    """The list behind /v1/models, made when somebody asks for it."""
+    """The list behind /v1/models, made when it is requested."""
 
     def __init__(
         self, names: Iterable[str], schedulers: Schedulers, last_resort: Fallback, engines: HttpClient
     ) -> None:
-        """Know whom to ask."""
+        """Take the models from the settings, or collect them from schedulers and engines."""
         self._names = list(names)
         self._schedulers = schedulers
         self._last_resort = last_resort
@@ -39,43 +39,43 @@ class Models:
         self._lock = asyncio.Lock()
 
     async def listed(self) -> list[dict[str, Any]]:
-        """Give OpenAI's model objects, by id."""
+        """Return OpenAI's model objects, ordered by id."""
         if self._names:
             return [described(name) for name in self._names]
         async with self._lock:
             if self._loop.time() >= self._until_s:
-                self._listed = await self._ask()
-                self._until_s = self._loop.time() + KEEP_S
+                self._listed = await self._collect()
+                self._until_s = self._loop.time() + MAX_AGE_S
         return self._listed
 
-    async def _ask(self) -> list[dict[str, Any]]:
-        """Collect from instances what they serve; from engines, where their instances do not say."""
+    async def _collect(self) -> list[dict[str, Any]]:
+        """Collect the models of instances, and call the engines whose instances report none."""
         models: dict[str, dict[str, Any]] = {}
         instances = await self._instances()
         for instance in instances:
             models.update((name, described(name)) for name in instance.models)
-        silent = {instance.engine_url for instance in instances if not instance.models}
-        urls = sorted({*silent, *self._last_resort.urls})
-        for told in await asyncio.gather(*(self._of_engine(url) for url in urls[:MOST_ASKED])):
-            models.update((model["id"], model) for model in told)
+        unknown = {instance.engine_url for instance in instances if not instance.models}
+        urls = sorted({*unknown, *self._last_resort.urls})
+        for found in await asyncio.gather(*(self._of_engine(url) for url in urls[:MAX_ENGINES])):
+            models.update((model["id"], model) for model in found)
         return [models[name] for name in sorted(models)]
 
     async def _instances(self) -> Sequence[common_pb2.Instance]:
-        """Ask the schedulers; where none answers, those that decisions named must do."""
+        """Return the schedulers' instances; where none responds, those of recent decisions."""
         try:
             return await self._schedulers.instances()
         except NobodyError as error:
             if not self._last_resort:
-                raise ApiError(503, f"the models are not known now: {error}") from None
+                raise ApiError(503, f"the models are not known at the moment: {error}") from None
             return self._last_resort.named()
 
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:
         try:
-            status, body = await self._engines.get(origin_of(url), b"/v1/models", within_s=ENGINE_S)
+            status, body = await self._engines.get(origin_of(url), b"/v1/models", within_s=ENGINE_TIMEOUT_S)
             data = json.loads(body)["data"] if status == 200 else []
             return [model for model in data if isinstance(model["id"], str)]
         except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
-            log_event(log, logging.INFO, "engine does not tell its models", engine=url, why=str(error))
+            log_event(log, logging.INFO, "engine reports no models", engine=url, why=str(error))
             return []
 
 

@@ -54,7 +54,7 @@ class Placing:
         next_best = (
             place for place in unreserved_destinations(self._next_best, NEXT_BEST) if not self._was_tried(place)
         )
-        place = next(next_best, None) or shared.last_resort.next(self.incoming.ask.model, self._tried, avoided)
+        place = next(next_best, None) or shared.last_resort.next(self.incoming.openai.model, self._tried, avoided)
         if place is None:
             raise refused
         shared.metrics.last_resort.labels(place.policy).inc()
@@ -79,7 +79,7 @@ class Placing:
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
         question = scheduler_pb2.ScheduleRequest(
             request=request,
-            prompt=self.incoming.ask.prompt,
+            prompt=self.incoming.openai.prompt,
             exclude_instance_ids=excluded,
             explain=self.incoming.explain,
         )

@@ -1,24 +1,24 @@
-"""How many retries there may be."""
+"""How many retries requests may have together."""
 
 from __future__ import annotations
 
 
 class RetryBudget:
-    """A bucket of retries: full at first, and each request puts a part of one in.
+    """A bucket of retries: full at first, and each request adds a fraction of one.
 
-    One engine's death costs one retry per request that it had, which must be had; a failure of everything must not
-    multiply the load.
+    One engine's failure costs one retry for each request that it had, and these must be possible; a failure of all
+    engines must not multiply the load.
     """
 
-    def __init__(self, *, most: int, per_request: float) -> None:
-        """Hold at most so many."""
-        self._most = float(most)
-        self._left = float(most)
+    def __init__(self, *, max_retries: int, per_request: float) -> None:
+        """Start full."""
+        self._max_retries = float(max_retries)
+        self._left = float(max_retries)
         self._per_request = per_request
 
     def earn(self) -> None:
         """Count a request."""
-        self._left = min(self._most, self._left + self._per_request)
+        self._left = min(self._max_retries, self._left + self._per_request)
 
     def spend(self) -> bool:
         """Take a retry; False where none is left."""

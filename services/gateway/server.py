@@ -1,4 +1,4 @@
-"""The gateway as a process: uvicorn on uvloop, a socket of its own, and an end that lets streams finish."""
+"""The gateway's process: its parts, its socket, and a shutdown that lets streams finish."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from services.gateway.retry_budget import RetryBudget
 from services.gateway.schedulers import Schedulers
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
-from services.http.prompt_sizes import PromptSizes
-from services.http.prompt_tokens import PromptTokens
+from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import ServerSettings, metrics_served, stop_signal
@@ -37,14 +36,14 @@ FLUSH_S = 5.0  # for the last releases
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningGateway:
-    """A gateway that can be reached."""
+    """A running gateway and its port."""
 
     port: int
     gateway: Gateway
 
 
 def serve(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> None:
-    """Run the gateway until it is told to stop."""
+    """Run the gateway until SIGTERM or SIGINT."""
     uvloop.run(serve_until_signalled(settings, server, keys))
 
 
@@ -53,7 +52,7 @@ async def serve_until_signalled(settings: GatewaySettings, server: ServerSetting
     stop = stop_signal()
     async with serving(settings, server, keys) as here:
         gc.collect()
-        gc.freeze()  # what is there now stays
+        gc.freeze()  # modules need not be collected again and again
         log_event(log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port)
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
@@ -62,7 +61,7 @@ async def serve_until_signalled(settings: GatewaySettings, server: ServerSetting
 
 @asynccontextmanager
 async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> AsyncIterator[RunningGateway]:
-    """Serve while the block runs; then take nothing new, and let what is under way end, `drain_s` at most."""
+    """Serve while the block runs; then refuse new requests and let those under way end, at most `drain_s`."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     sizes = PromptSizes(settings.bytes_per_token)
@@ -76,18 +75,18 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
     with listening(server.host, server.port) as own, metrics_served(server, registry):
         schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
         releases = ReleaseQueue(
-            schedulers.release, most=settings.releases_kept, told=metrics.released, lost=metrics.lost
+            schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
         engines = HttpClient(connect_s=settings.connect_s)
         loop = asyncio.get_running_loop()
         last_resort = Fallback(settings.engine_urls, loop.time)
-        shared = GatewayContext(
+        context = GatewayContext(
             settings=settings,
             metrics=metrics,
             schedulers=schedulers,
             engines=engines,
             releases=releases,
-            budget=RetryBudget(most=settings.max_concurrency, per_request=settings.retry_ratio),
+            budget=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.retry_ratio),
             sizes=sizes,
             prompts=prompts,
             last_resort=last_resort,
@@ -95,7 +94,7 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
             models=Models(settings.models, schedulers, last_resort, engines),
             loop=loop,
         )
-        gateway = Gateway(shared, keys)
+        gateway = Gateway(context, keys)
         try:
             async with answering(gateway, own, server.drain_s):
                 yield RunningGateway(port=own.getsockname()[1], gateway=gateway)

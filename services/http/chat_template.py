@@ -1,4 +1,4 @@
-"""Conversations as text, as engines write them before they cut them into tokens."""
+"""Conversations as text, by the model's chat template, as engines write them before they tokenise them."""
 
 from __future__ import annotations
 
@@ -15,77 +15,82 @@ log = logging.getLogger(__name__)
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"  # beside a model's tokenizer.json
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-NEVER_WITH = ("chat_template", "documents", "add_special_tokens", "truncate_prompt_tokens")  # of a body: ask the engine
+ENGINE_ONLY = (
+    "chat_template",
+    "documents",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+)  # fields that only engines apply
 
 
 class ChatTemplate:
-    """A model's chat template, rendered by transformers in a sandbox, given what vLLM 0.32 gives it.
+    """A model's chat template, rendered by transformers in a sandbox with the arguments that vLLM 0.32 passes.
 
-    vllm/renderers/hf.py and chat_utils.py. Of a conversation with more than text in it, or that the template refuses,
-    it gives nothing. A text that is not quite the engine's costs cache hits in forecasts, and nothing else.
+    Mirrors vllm/renderers/hf.py and chat_utils.py. A conversation with more than text, or one that the template
+    refuses, has no text. A text that differs from the engine's costs cache hits in forecasts, and nothing else.
     """
 
     def __init__(self, template: str | Mapping[str, str], special: Mapping[str, str]) -> None:
-        """Take a template, or several by name, and special tokens' names; ImportError where a package is missing."""
-        import jinja2  # noqa: F401 - which transformers would miss only when the first chat comes
+        """Load a template, or several by name, and the special tokens; ImportError where a package is missing."""
+        import jinja2  # noqa: F401 - or transformers would fail only at the first chat
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
 
-        nobody = Tokenizer(models.WordLevel({}, unk_token=""))  # the text is cut into tokens elsewhere
+        no_words = Tokenizer(models.WordLevel({}, unk_token=""))  # only the template is used
         self._tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=nobody, chat_template=template, **special
+            tokenizer_object=no_words, chat_template=template, **special
         )
-        self._arguments = frozenset(signature(self._tokenizer.apply_chat_template).parameters)
+        self._own_arguments = frozenset(signature(self._tokenizer.apply_chat_template).parameters)
 
-    def text_of(self, asked: Mapping[str, Any]) -> str | None:
-        """Write down the conversation of a request's body; None where only the engine can."""
-        if any(asked.get(name) is not None for name in NEVER_WITH):
+    def text_of(self, body: Mapping[str, Any]) -> str | None:
+        """Write the conversation of a request's body; None where only the engine can."""
+        if any(body.get(name) is not None for name in ENGINE_ONLY):
             return None
-        given = asked.get("chat_template_kwargs") or {}
-        if not isinstance(given, Mapping) or self._arguments & given.keys():
+        arguments = body.get("chat_template_kwargs") or {}
+        if not isinstance(arguments, Mapping) or self._own_arguments & arguments.keys():
             return None
-        effort = asked.get("reasoning_effort")
+        effort = body.get("reasoning_effort")
         if effort is not None:
-            given = {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
+            arguments = {"enable_thinking": effort != "none", **arguments, "reasoning_effort": effort}
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_message(one) for one in asked["messages"]],
-                    tools=[_tool(one) for one in asked.get("tools") or ()] or None,
-                    add_generation_prompt=asked.get("add_generation_prompt", True),
-                    continue_final_message=asked.get("continue_final_message", False),
+                    [_message(one) for one in body["messages"]],
+                    tools=[_tool(one) for one in body.get("tools") or ()] or None,
+                    add_generation_prompt=body.get("add_generation_prompt", True),
+                    continue_final_message=body.get("continue_final_message", False),
                     tokenize=False,
-                    **given,
+                    **arguments,
                 )
             )
-        except Exception:  # noqa: BLE001 - a template raises what it likes, and the engine tells the client
+        except Exception:  # noqa: BLE001 - a template may raise anything; the engine reports it to the client
             return None
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Take what templates see of a message."""
+    """Keep the fields of a message that templates read."""
     role, content = message["role"], message.get("content")
-    told: dict[str, Any] = {"role": role, "content": content if isinstance(content, str) else _text(content or ())}
+    fields: dict[str, Any] = {"role": role, "content": content if isinstance(content, str) else _text(content or ())}
     if role == "assistant":
         if message.get("tool_calls"):
-            told["tool_calls"] = [_call(one) for one in message["tool_calls"]]
+            fields["tool_calls"] = [_call(one) for one in message["tool_calls"]]
         if message.get("reasoning") is not None:
-            told["reasoning"] = told["reasoning_content"] = message["reasoning"]
+            fields["reasoning"] = fields["reasoning_content"] = message["reasoning"]
     elif role == "tool" and "tool_call_id" in message:
-        told["tool_call_id"] = message["tool_call_id"]
+        fields["tool_call_id"] = message["tool_call_id"]
     if isinstance(message.get("name"), str):
-        told["name"] = message["name"]
-    return told
+        fields["name"] = message["name"]
+    return fields
 
 
 def _text(parts: Sequence[Mapping[str, Any]]) -> str:
     if any(part.get("type", "text") != "text" for part in parts):
-        raise ValueError("content: is more than text")
+        raise ValueError("content: contains more than text")
     return "\n".join(part["text"] for part in parts)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Take a call of a tool, with arguments read."""
+    """Parse the arguments of a tool call."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}
     function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -93,16 +98,16 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Take a tool with the fields that the engine knows, in the order in which it writes them."""
+    """Keep the fields of a tool that vLLM keeps, in its order."""
     function = tool["function"]
-    told = {name: function.get(name) for name in ("name", "description", "parameters")}
+    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
     if function.get("strict") is not None:
-        told["strict"] = function["strict"]
-    return {"type": "function", "function": told}
+        fields["strict"] = function["strict"]
+    return {"type": "function", "function": fields}
 
 
 def template_beside(tokenizer_file: str, template_file: str = "") -> ChatTemplate | None:
-    """Find the chat template of a model's folder, or take the one that is named; ValueError where that cannot be."""
+    """Load the named chat template, else the one in the model's folder; ValueError where it cannot be read."""
     folder = Path(tokenizer_file).parent
     try:
         config = json.loads(_read(folder / CONFIG) or "{}")
@@ -119,7 +124,7 @@ def template_beside(tokenizer_file: str, template_file: str = "") -> ChatTemplat
         if template_file:
             raise ValueError(f"chat_template: needs the package {error.name!r}, which is not installed") from None
         log_event(
-            log, logging.WARNING, "chats get no token blocks", reason=f"the package {error.name!r} is not installed"
+            log, logging.WARNING, "chats have no KV block names", reason=f"the package {error.name!r} is not installed"
         )
         return None
 
@@ -129,7 +134,7 @@ def _read(path: Path) -> str:
 
 
 def _named(template: Any) -> Any:
-    """Read one template, or a list of several with their names."""
+    """Return one template, or several by name."""
     return {one["name"]: one["template"] for one in template} if isinstance(template, list) else template
 
 

@@ -1,16 +1,16 @@
-"""What a client is told when its request is not served, in OpenAI's shape."""
+"""Errors as HTTP replies, in OpenAI's shape."""
 
 from __future__ import annotations
 
 import json
 import re
-from http import HTTPStatus
+from collections.abc import Sequence
 
 from services.rpc.errors import message_of, status_of
 
 RETRY_AFTER_S = 1
 
-# By status: OpenAI's type, and the code where no better one is known.
+# By status: OpenAI's type, and the code where the error names none.
 KINDS = {
     400: ("invalid_request_error", None),
     401: ("invalid_request_error", "invalid_api_key"),
@@ -24,44 +24,73 @@ KINDS = {
     503: ("server_error", "unavailable"),
     504: ("server_error", "engine_timeout"),
 }
-PASSING = (429, 503)  # worth trying again soon
 
 _FIELD = re.compile(r"^([a-z][\w.\[\]-]*): ")
 
 
-class ApiError(Exception):
-    """A request that gets an error for an answer, with the status to tell."""
+class HttpError(Exception):
+    """A refused request: the status of its reply, and the parts of its body."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        """Say what is wrong; a message that begins with a field's name and a colon names its parameter by itself."""
+    def __init__(  # noqa: PLR0913 - the parts of an error
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        allowed: Sequence[str] = (),
+    ) -> None:
+        """Note what the client receives; `allowed` are the methods that a path takes."""
         super().__init__(message)
         self.status = status
         self.message = message
-        kind, usual_code = KINDS.get(status, KINDS[500])
-        self.kind = kind
-        self.code = code or usual_code
-        field = _FIELD.match(message)
-        self.param = param or (field[1] if field else None)
+        usual_kind, usual_code, usual_param = self.usual(status, message)
+        self.kind, self.code, self.param = kind or usual_kind, code or usual_code, param or usual_param
+        self._allowed = allowed
 
-    @classmethod
-    def of(cls, error: Exception) -> ApiError:
-        """Put any failure into words, by the table of all statuses."""
-        return error if isinstance(error, ApiError) else cls(status_of(error).http_code, message_of(error))
+    @staticmethod
+    def usual(status: int, message: str) -> tuple[str | None, str | int | None, str | None]:
+        """Return the type, the code and the parameter of an error that names none itself."""
+        raise NotImplementedError
 
     def body(self) -> bytes:
         """Write the error object."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return json.dumps({"error": error}, separators=(",", ":")).encode()
 
     def event(self) -> bytes:
-        """Write the error as an event of a stream that has begun already."""
+        """Write the error as the last event of a stream that has started."""
         return b"data: " + self.body() + b"\n\n"
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Give the headers that go with it."""
+        """Return the headers of the reply."""
         headers = [(b"content-type", b"application/json")]
-        if self.status in PASSING:
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-        if self.status == HTTPStatus.UNAUTHORIZED:
+        if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        elif self.status == 405:
+            headers.append((b"allow", ", ".join(self._allowed).encode()))
+        return headers
+
+
+class ApiError(HttpError):
+    """An error in OpenAI's shape; a message that starts with a field's name and a colon names its parameter."""
+
+    @staticmethod
+    def usual(status: int, message: str) -> tuple[str | None, str | int | None, str | None]:
+        """Return OpenAI's type and code of a status."""
+        kind, code = KINDS.get(status, KINDS[500])
+        field = _FIELD.match(message)
+        return kind, code, field[1] if field else None
+
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """Turn any exception into an error, by the table of all statuses."""
+        return error if isinstance(error, ApiError) else cls(status_of(error).http_code, message_of(error))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the reply; 429 and 503 are worth a retry soon."""
+        headers = super().headers()
+        if self.status in (429, 503):
+            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         return headers

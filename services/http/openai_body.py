@@ -1,39 +1,39 @@
-"""What placing a request needs to know of its body; what is wrong is named as the client wrote it."""
+"""OpenAI request bodies: the values that placing a request needs; errors name the field as the client wrote it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
 
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
-MOST_TOKEN_IDS = 8192  # of a prompt that came as token ids, that are kept
-MESSAGE_TOKENS = 4  # what a chat template puts around each message, about
+MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
+MESSAGE_TOKENS = 4  # that a chat template adds to each message, approximately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest:
-    """A request as far as placing it needs to know."""
+    """The values of a request that placing it needs."""
 
     model: str
     stream: bool
-    prompt: bytes  # head and tail at least; empty where the client sent token ids
-    prompt_bytes: int  # of the whole
+    prompt: bytes  # at least its head and tail; empty where the client sent token ids
+    prompt_bytes: int  # of the whole prompt
     prompt_tokens: int | None  # where the client sent token ids
     num_messages: int
     max_tokens: int | None
     min_tokens: int | None
     ignore_eos: bool
     expected_tokens: int | None
-    priority: int | None  # as the engine will read it: lower runs first
+    priority: int | None  # as engines read it: lower runs first
     hinted_priority: int | None  # likewise, from a hint that engines do not read
-    token_ids: tuple[int, ...] = ()  # the first of them, where the client sent those of one prompt
+    token_ids: tuple[int, ...] = ()  # the first ones, where the client sent those of one prompt
     num_prompts: int = 1
-    conversation: Mapping[str, Any] | None = None  # the whole body, where it has messages
+    conversation: Mapping[str, Any] | None = None  # the whole body of a chat
 
 
 def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
@@ -46,7 +46,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         raise ValueError("the body must be a JSON object")
     prompts: list[list[int]] = []
     if chat:
-        parts, num_messages = _messages(data)
+        parts, num_messages = _conversation(data)
     else:
         (parts, prompts), num_messages = _prompt(data), 0
     text = "\n".join(parts).encode("utf-8", "replace")
@@ -65,13 +65,13 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         expected_tokens=_hinted_length(hints),
         priority=_signed(data.get("priority"), "priority"),
         hinted_priority=_hinted_priority(hints),
-        token_ids=tuple(prompts[0][:MOST_TOKEN_IDS]) if len(prompts) == 1 else (),
+        token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=1 if chat else max(len(parts), len(prompts)),
         conversation=data if chat else None,
     )
 
 
-# JSON's null means that a field is not given, as everywhere in OpenAI's.
+# As everywhere in OpenAI's API, null means that a field is absent.
 
 
 def _model(data: Mapping[str, Any]) -> str:
@@ -79,14 +79,14 @@ def _model(data: Mapping[str, Any]) -> str:
     if model is None:
         return ""
     if not isinstance(model, str):
-        raise ValueError(f"model: must be a string, not {_kind(model)}")
+        raise ValueError(f"model: must be a string, not {description_of(model)}")
     if len(model) > LONGEST_NAME:
         raise ValueError(f"model: is longer than {LONGEST_NAME} characters")
     return model
 
 
 def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
-    """Read a text, token ids, or a list of either; give texts or token ids."""
+    """Read a text, token ids, or a list of either; return texts or token ids."""
     prompt = data.get("prompt")
     if prompt is None:
         raise ValueError("prompt: is missing")
@@ -102,31 +102,55 @@ def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
     raise ValueError("prompt: must be a string, a list of token ids, or a list of either")
 
 
-def _messages(data: Mapping[str, Any]) -> tuple[list[str], int]:
-    """Write a conversation down about as a chat template would."""
+def _conversation(data: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Read tools and messages; return their texts, approximately as a chat template writes them."""
     messages = data.get("messages")
     if messages is None:
         raise ValueError("messages: is missing")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages: must be a list of at least one message")
-    parts: list[str] = []
     tools = data.get("tools")
-    if tools:
-        parts.append(json.dumps(tools))
+    return [*([json.dumps(tools)] if tools else []), *conversation_texts(messages)], len(messages)
+
+
+class MessageError(ValueError):
+    """A message of a conversation that cannot be read."""
+
+    def __init__(self, place: int, field: str, value: Any, expected: str) -> None:
+        """Note the message's place, its field (empty: the message itself) and the value."""
+        super().__init__(
+            f"messages[{place}]{'.' if field else ''}{field}: must be {expected}, not {description_of(value)}"
+        )
+        self.place = place
+        self.field = field
+        self.value = value
+
+
+def read_messages(messages: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Give the role of each message and the parts of its content, a plain text as one part."""
     for place, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ValueError(f"messages[{place}]: must be an object, not {_kind(message)}")
+            raise MessageError(place, "", message, "an object")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
-            raise ValueError(f"messages[{place}].role: must be a string, not {_kind(role)}")
-        parts.append(role)
-        if isinstance(content, str):
-            parts.append(content)
+            raise MessageError(place, "role", role, "a string")
+        if content is None:
+            yield role, []
+        elif isinstance(content, str):
+            yield role, [{"type": "text", "text": content}]
         elif isinstance(content, list):
-            parts += [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        elif content is not None:
-            raise ValueError(f"messages[{place}].content: must be a string or a list of parts, not {_kind(content)}")
-    return parts, len(messages)
+            yield role, content
+        else:
+            raise MessageError(place, "content", content, "a string or a list of parts")
+
+
+def conversation_texts(messages: Sequence[Any]) -> list[str]:
+    """Write a conversation approximately as a chat template does: roles and texts; other parts are left out."""
+    texts: list[str] = []
+    for role, parts in read_messages(messages):
+        texts.append(role)
+        texts += [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts
 
 
 def _flag(data: Mapping[str, Any], name: str) -> bool:
@@ -134,7 +158,7 @@ def _flag(data: Mapping[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: must be true or false, not {_kind(value)}")
+        raise ValueError(f"{name}: must be true or false, not {description_of(value)}")
     return value
 
 
@@ -143,14 +167,14 @@ def _count(data: Mapping[str, Any], name: str) -> int | None:
     if value is None:
         return None
     if type(value) is not int:
-        raise ValueError(f"{name}: must be a whole number, not {_kind(value)}")
-    if not 0 <= value <= MOST_TOKENS:
-        raise ValueError(f"{name}: must lie between 0 and {MOST_TOKENS}, not {value}")
+        raise ValueError(f"{name}: must be a whole number, not {description_of(value)}")
+    if not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"{name}: must lie between 0 and {MAX_TOKENS}, not {value}")
     return value
 
 
 def _hints(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find Dynamo's hints for agents; whatever else is in its extensions is the engine's business."""
+    """Find Dynamo's hints for agents; its other extensions are for the engine."""
     extensions = data.get("nvext")
     hints = extensions.get("agent_hints") if isinstance(extensions, dict) else None
     return hints if isinstance(hints, dict) else {}
@@ -164,7 +188,7 @@ def _hinted_length(hints: Mapping[str, Any]) -> int | None:
 
 
 def _hinted_priority(hints: Mapping[str, Any]) -> int | None:
-    """Read Dynamo's priority, where higher runs first, the other way round."""
+    """Read Dynamo's priority and change its sign: there, higher runs first."""
     hinted = _signed(hints.get("priority"), "nvext.agent_hints.priority")
     return None if hinted is None else -hinted
 
@@ -173,19 +197,19 @@ def _signed(value: Any, name: str) -> int | None:
     if value is None:
         return None
     if type(value) is not int:
-        raise ValueError(f"{name}: must be a whole number, not {_kind(value)}")
+        raise ValueError(f"{name}: must be a whole number, not {description_of(value)}")
     return bounded(value, name)
 
 
 def bounded(value: int, name: str) -> int:
-    """Refuse a whole number that no engine's field holds."""
-    if abs(value) > MOST_TOKENS:
-        raise ValueError(f"{name}: must lie between -{MOST_TOKENS} and {MOST_TOKENS}, not {value}")
+    """Refuse a whole number beyond 32 bits, which engines do."""
+    if abs(value) > MAX_TOKENS:
+        raise ValueError(f"{name}: must lie between -{MAX_TOKENS} and {MAX_TOKENS}, not {value}")
     return value
 
 
-def _kind(value: Any) -> str:
-    """Name what JSON had instead, shortly."""
+def description_of(value: Any) -> str:
+    """Describe a JSON value of the wrong type, in short."""
     kinds: dict[type, Callable[[Any], str]] = {
         dict: lambda _: "an object",
         list: lambda _: "a list",

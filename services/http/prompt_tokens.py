@@ -1,4 +1,4 @@
-"""A prompt's tokens, where they are known: the client sent them, or there is the model's tokenizer."""
+"""Prompts in tokens: estimated from their bytes, or counted and named by KV block with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,54 @@ from typing import Any
 
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.http.chat_template import template_beside
-from services.http.openai_body import MESSAGE_TOKENS, MOST_TOKEN_IDS, OpenAIRequest
-from services.http.prompt_sizes import PromptSizes
+from services.http.openai_body import MAX_TOKEN_IDS, MESSAGE_TOKENS, OpenAIRequest
 
-MOST_BYTES = 32 * 1024  # of a text that are cut into tokens
-LONG_BYTES = 2 * 1024
+PRIOR_BYTES = 4096.0  # of observed prompts, which the ratio from the settings weighs as much as
+DECAY = 0.99  # per prompt
+MAX_MODELS = 1024
+MAX_BYTES = 32 * 1024  # of a text that are tokenised
+LONG_BYTES = 2 * 1024  # a longer text is tokenised in a thread
+
+
+class PromptSizes:
+    """Estimates tokens as bytes over a ratio per model, which is learnt from the engines' counts.
+
+    Exact where the client sent token ids. A chat template adds about four tokens to a message.
+    """
+
+    def __init__(self, bytes_per_token: float) -> None:
+        """Start from a ratio; 4 bytes a token fits English."""
+        self._first = bytes_per_token
+        self._observed: dict[str, tuple[float, float]] = {}
+
+    def tokens(self, request: OpenAIRequest) -> int:
+        """Estimate the size of a prompt."""
+        if request.prompt_tokens is not None:
+            return request.prompt_tokens
+        text_tokens = round(request.prompt_bytes / self.ratio(request.model))
+        return max(1, text_tokens + MESSAGE_TOKENS * request.num_messages)
+
+    def ratio(self, model: str) -> float:
+        """Return the present estimate of bytes per token."""
+        num_bytes, num_tokens = self._observed.get(model, (PRIOR_BYTES, PRIOR_BYTES / self._first))
+        return num_bytes / num_tokens
+
+    def learn(self, request: OpenAIRequest, prompt_tokens: int) -> None:
+        """Take an engine's count of a prompt."""
+        text_tokens = prompt_tokens - MESSAGE_TOKENS * request.num_messages
+        if request.prompt_tokens is not None or request.prompt_bytes == 0 or text_tokens <= 0:
+            return
+        if request.model not in self._observed and len(self._observed) >= MAX_MODELS:
+            return
+        num_bytes, num_tokens = self._observed.get(request.model, (PRIOR_BYTES, PRIOR_BYTES / self._first))
+        self._observed[request.model] = DECAY * num_bytes + request.prompt_bytes, DECAY * num_tokens + text_tokens
 
 
 class PromptTokens:
-    """Sizes prompts, and names their blocks as engines do; without a tokenizer only those that came as token ids.
+    """Counts the tokens of prompts, and names their KV blocks as engines do.
 
-    The tokenizer is the `tokenizer.json` beside a model's weights; conversations need the chat template beside it too,
-    and are only sized without. Of long prompts the beginning is named.
+    The tokenizer is the `tokenizer.json` beside a model's weights; conversations need the chat template beside it too.
+    Without a tokenizer only prompts that are sent as token ids have blocks. Of long prompts the start is named.
     """
 
     def __init__(
@@ -31,53 +67,54 @@ class PromptTokens:
         block_tokens: int = 16,
         seed: str = "",
     ) -> None:
-        """Load the tokenizer and the chat template; ValueError where one is named that cannot be read."""
+        """Load the tokenizer and the chat template; ValueError where a named one cannot be read."""
         if chat_template and not tokenizer:
-            raise ValueError("chat_template: is of no use without a tokenizer")
+            raise ValueError("chat_template: has no effect without a tokenizer; set tokenizer as well")
         self.sizes = sizes
         self._block_tokens = block_tokens
         self._seed = seed
-        self._tokenizer: Any = _loaded(tokenizer) if tokenizer else None
+        self._tokenizer: Any = _load(tokenizer) if tokenizer else None
         self._template = template_beside(tokenizer, chat_template) if tokenizer else None
 
-    async def read_aside(self, ask: OpenAIRequest) -> tuple[int, list[bytes]]:
-        """Read a prompt; a long one in a thread, as cutting it into tokens takes milliseconds."""
-        if self._tokenizer is None or ask.token_ids or ask.prompt_bytes < LONG_BYTES:
-            return self.read(ask)
-        return await asyncio.to_thread(self.read, ask)
+    async def read_aside(self, request: OpenAIRequest) -> tuple[int, list[bytes]]:
+        """Read a prompt; a long one in a thread, as tokenising it takes milliseconds."""
+        if self._tokenizer is None or request.token_ids or request.prompt_bytes < LONG_BYTES:
+            return self.read(request)
+        return await asyncio.to_thread(self.read, request)
 
-    def read(self, ask: OpenAIRequest) -> tuple[int, list[bytes]]:
-        """Tell how many tokens a prompt has, about or exactly, and the names of its first blocks."""
-        if ask.token_ids:
-            return self.sizes.tokens(ask), self._names(ask.token_ids)
-        if self._tokenizer is None or ask.prompt_tokens is not None:
-            return self.sizes.tokens(ask), []
+    def read(self, request: OpenAIRequest) -> tuple[int, list[bytes]]:
+        """Return the number of tokens, counted or estimated, and the names of the first blocks."""
+        if request.token_ids:
+            return self.sizes.tokens(request), self._block_names(request.token_ids)
+        if self._tokenizer is None or request.prompt_tokens is not None:
+            return self.sizes.tokens(request), []
         text = None
-        if ask.conversation is not None and self._template is not None:
-            text = self._template.text_of(ask.conversation)
+        if request.conversation is not None and self._template is not None:
+            text = self._template.text_of(request.conversation)
         if text is not None:
             data = text.encode("utf-8", "replace")
-            return self._cut(data, len(data), is_chat=True)
-        if not ask.prompt:
-            return self.sizes.tokens(ask), []
-        num_tokens, names = self._cut(ask.prompt, ask.prompt_bytes, is_chat=False)
-        is_as_sent = ask.conversation is None and ask.num_prompts == 1
-        return num_tokens + MESSAGE_TOKENS * ask.num_messages, names if is_as_sent else []
+            return self._tokenise(data, len(data), is_chat=True)
+        if not request.prompt:
+            return self.sizes.tokens(request), []
+        num_tokens, names = self._tokenise(request.prompt, request.prompt_bytes, is_chat=False)
+        is_as_sent = request.conversation is None and request.num_prompts == 1
+        return num_tokens + MESSAGE_TOKENS * request.num_messages, names if is_as_sent else []
 
-    def _cut(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:
-        """Cut the beginning of a text into tokens; a chat template writes the special ones itself."""
-        text = data[:MOST_BYTES].decode("utf-8", "ignore")
-        (cut,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)  # which lets threads go on
-        ids: Sequence[int] = cut.ids
-        if num_bytes <= MOST_BYTES:
-            return max(1, len(ids)), self._names(ids)
-        return round(len(ids) * num_bytes / MOST_BYTES), self._names(ids[: -self._block_tokens])  # the cut moves tokens
+    def _tokenise(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:
+        """Tokenise the start of a text; a chat template contains the special tokens already."""
+        text = data[:MAX_BYTES].decode("utf-8", "ignore")
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)  # releases the GIL
+        ids: Sequence[int] = encoding.ids
+        if num_bytes <= MAX_BYTES:
+            return max(1, len(ids)), self._block_names(ids)
+        # the end of the text is cut within a token
+        return round(len(ids) * num_bytes / MAX_BYTES), self._block_names(ids[: -self._block_tokens])
 
-    def _names(self, ids: Sequence[int]) -> list[bytes]:
-        return kv_block_hashes(ids[:MOST_TOKEN_IDS], self._block_tokens, self._seed)
+    def _block_names(self, ids: Sequence[int]) -> list[bytes]:
+        return kv_block_hashes(ids[:MAX_TOKEN_IDS], self._block_tokens, self._seed)
 
 
-def _loaded(path: str) -> Any:
+def _load(path: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:

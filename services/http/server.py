@@ -1,4 +1,4 @@
-"""Listening, and uvicorn as our HTTP servers run it: signals are not its business, and streams may end."""
+"""HTTP sockets, and uvicorn without its signals: requests under way may finish at shutdown."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from services.rpc.server import refuse_taken
+from services.rpc.channels import refuse_taken
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # clients' idle connections
-SETTLE_S = 2  # from cutting off what is under way to closing its connections
+KEEP_ALIVE_S = 75  # of clients' idle connections
+SETTLE_S = 2  # from cancelling the requests under way to closing their connections
 
 
 class Draining(Protocol):
-    """An ASGI application that takes nothing new while it drains, and can cut off what is under way."""
+    """An ASGI application that refuses new requests while it drains, and can cancel those under way."""
 
     draining: bool
 
@@ -28,23 +28,30 @@ class Draining(Protocol):
         """Serve one request."""
 
     def cut_off(self) -> None:
-        """End all that is under way."""
+        """Cancel all requests under way."""
 
 
 @asynccontextmanager
-async def answering(app: Draining, own: socket.socket, drain_s: float) -> AsyncIterator[None]:
-    """Let uvicorn speak HTTP on a socket while the block runs; signals are not its business."""
+async def answering(
+    app: Draining,
+    own: socket.socket,
+    drain_s: float,
+    *,
+    protocol: type[asyncio.Protocol] | None = None,
+    keep_alive_s: int = KEEP_ALIVE_S,
+) -> AsyncIterator[None]:
+    """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=protocol or "httptools",
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=False,  # or a header could set a client's address
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=math.ceil(drain_s) + SETTLE_S,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -64,7 +71,7 @@ async def answering(app: Draining, own: socket.socket, drain_s: float) -> AsyncI
 
 
 def listening(host: str, port: int, field: str = "port") -> socket.socket:
-    """Bind and listen; where that cannot be, say why in one line."""
+    """Bind a socket; ValueError names what is wrong. It accepts connections once it is served."""
     refuse_taken(host, port, field)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     own = socket.socket(family, kind, protocol)

@@ -11,13 +11,12 @@ from typing import Any, cast
 from uuid import uuid4
 
 from predictor.mirror.events import RequestArrived
+from services.http.application import REQUEST_ID, ClientLeftError, Receive, Send, receive_body, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
 from services.http.errors import ApiError
-from services.http.headers import REQUEST_ID, without_hops
 from services.http.openai_body import LONGEST_NAME
-from services.http.prompt_sizes import PromptSizes
-from services.http.reply import Send
-from services.http.request_body import ClientLeftError, Receive, received, while_client_stays
+from services.http.prompt_tokens import PromptSizes
+from services.http.proxying import without_hops
 from services.http.sse import StreamReader, ending_of
 from services.logs import log_event
 from services.predictor_server.settings import MirrorSettings
@@ -133,7 +132,7 @@ class Proxy:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._completions.add(task)
         try:
-            body = await received(scope["headers"], receive, self._settings.max_body_bytes)
+            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
             request = parse_request(body, chat=MIRRORED_PATHS[scope["path"]])
             await while_client_stays(self._observe(scope, body, request, reply), receive)
         finally:
@@ -246,7 +245,7 @@ class Proxy:
             raise ApiError(429, f"{self._num_others} requests are under way, which is the limit")
         self._num_others += 1
         try:
-            body = await received(scope["headers"], receive, self._settings.max_body_bytes)
+            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
             await while_client_stays(self._pass(scope, body, reply), receive)
         finally:
             self._num_others -= 1

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from pathlib import Path
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.backoff import Backoff
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, Decision
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
@@ -26,7 +28,7 @@ from services.provisioner_server.sidecars import Condition, Sidecars
 log = logging.getLogger(__name__)
 
 JOURNAL, ROSTER, INSTANCES, LEASE = "journal.jsonl", "roster.json", "instances.json", "lease"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+RETRY = Backoff(first_s=0.5, max_s=30.0, random=random.random)
 KINDS = {START: pb.ACTION_KIND_START, DRAIN: pb.ACTION_KIND_DRAIN}
 
 
@@ -267,8 +269,7 @@ class Leader:
                 self._failed(journal, action, str(error))
                 return None
             self._write(journal, action, pb.ACTION_STATE_WRITTEN)
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (action.attempt - 1))
-            self._again_s[action.action_id] = time.monotonic() + pause_s
+            self._again_s[action.action_id] = time.monotonic() + RETRY.pause_s(action.attempt - 1)
             return None
 
     def _failed(self, journal: Journal, action: pb.Action, reason: str) -> None:

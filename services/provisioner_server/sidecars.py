@@ -10,6 +10,7 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.provisioner_server.roster import Member
+from services.rpc.channels import open_channel
 
 ANSWER_S = 2.0
 
@@ -38,11 +39,7 @@ class Sidecars:
     async def _ask(self, member: Member) -> Condition:
         channel = self._channels.get(member.sidecar_address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(
-                member.sidecar_address,
-                options=(("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)),
-            )
-            self._channels[member.sidecar_address] = channel
+            channel = self._channels[member.sidecar_address] = open_channel(member.sidecar_address)
         question = predictor_pb2.PredictRequest(instance_id=member.instance_id)
         try:
             answer = await predictor_pb2_grpc.PredictorStub(channel).Predict(question, timeout=ANSWER_S)

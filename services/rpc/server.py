@@ -1,42 +1,38 @@
-"""What every gRPC server of ours shares: where it listens, health, reflection, limits, statuses, metrics, draining."""
+"""What every gRPC server of ours shares: address, health, reflection, limits, metrics, draining."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import math
 import signal
-import socket
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 
 from services.logs import log_event
-from services.rpc.errors import BusyError, message_of, status_of
+from services.rpc.channels import bind_server, make_server, refuse_taken
+from services.rpc.interceptor import CallInterceptor, Handler
 
 log = logging.getLogger(__name__)
 
 Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server with its servicer
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checkers alone
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-MOST_MEBIBYTES = 1024
-SETTLE_S = 0.05  # for callers to notice that the door is closed
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+MAX_MEBIBYTES = 1024
+MEBIBYTE = 2**20
+SETTLE_S = 0.05  # for clients to notice that the server refuses new calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where a server listens and what it bears; port 0 takes any free one."""
+    """Address, limits and drain time of a server; port 0 takes any free port."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -46,22 +42,22 @@ class ServerSettings:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what no server could do."""
+        """Refuse impossible values, naming the field."""
         for name in ("port", "metrics_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ValueError(f"{name}: must lie between 0 and 65535, not {value}")
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
-        if not 1 <= self.max_message_mib <= MOST_MEBIBYTES:
-            raise ValueError(f"max_message_mib: must lie between 1 and {MOST_MEBIBYTES}, not {self.max_message_mib}")
+        if not 1 <= self.max_message_mib <= MAX_MEBIBYTES:
+            raise ValueError(f"max_message_mib: must lie between 1 and {MAX_MEBIBYTES}, not {self.max_message_mib}")
         if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """Where a server can be reached."""
+    """The ports of a running server."""
 
     port: int
     metrics_port: int | None
@@ -75,55 +71,72 @@ async def serving(
     *,
     endless: Collection[str] = (),
 ) -> AsyncIterator[RunningServer]:
-    """Serve while the block runs; then refuse what comes, and wait for what is under way, `drain_s` at most.
+    """Serve while the block runs; then refuse new calls and wait for those under way, at most `drain_s`.
 
-    `endless` names methods (/package.Service/Method) whose streams end only when somebody leaves: nobody waits for
-    them.
+    `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
+    wait for them.
     """
-    mebibytes = settings.max_message_mib * 2**20
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", mebibytes),
-            ("grpc.max_send_message_length", mebibytes),
-            ("grpc.so_reuseport", 0),  # or a second server would take half of this one's calls instead of failing
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ]
-    )
-    calls = Calls(settings.max_concurrency, registry, endless)
-    door = ServiceDoor(server, calls)
+    names = service_names(services)
+    interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless)
+    server = make_server(max_message_bytes=settings.max_message_mib * MEBIBYTE, interceptors=(interceptor,))
     for register in services:
-        register(cast("grpc.aio.Server", door))
+        register(server)
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
-    reflection.enable_server_reflection([*door.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     with metrics_served(settings, registry) as metrics_port:
-        port = listen(server, settings)
+        port = bind_server(server, settings.host, settings.port)
         await server.start()
-        for name in door.names:
+        for name in names:
             await state.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
             yield RunningServer(port=port, metrics_port=metrics_port)
         finally:
-            await drain(server, state, calls, settings.drain_s)
+            await drain(server, state, interceptor, settings.drain_s)
 
 
-async def drain(server: grpc.aio.Server, state: health.aio.HealthServicer, calls: Calls, drain_s: float) -> None:
-    """Say that the end is near, take nothing new, and end as soon as nothing is under way but endless streams."""
+class _ServiceNames:
+    """Stands for a server while generated code registers, to learn the services' names, which no server lists."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Ignore handlers."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Note a service's name."""
+        self.names.append(service)
+
+
+def service_names(services: Sequence[Register]) -> list[str]:
+    """List the full names of services."""
+    found = _ServiceNames()
+    for register in services:
+        register(cast("grpc.aio.Server", found))
+    return found.names
+
+
+async def drain(
+    server: grpc.aio.Server, state: health.aio.HealthServicer, interceptor: CallInterceptor, drain_s: float
+) -> None:
+    """Report not serving, refuse new calls, and stop once only endless streams are under way."""
     await state.enter_graceful_shutdown()
-    calls.close()  # gRPC's own stop resets calls that are just coming in: they had better be told
+    interceptor.close()  # gRPC's own stop resets calls that are just arriving; a status is better
     await asyncio.sleep(SETTLE_S)
-    stopping = asyncio.create_task(server.stop(drain_s + 10 * SETTLE_S))  # longer than what is waited for here
+    stopping = asyncio.create_task(server.stop(drain_s + 10 * SETTLE_S))  # longer than the wait below
     try:
-        await asyncio.wait_for(calls.none_left(), drain_s)
+        await asyncio.wait_for(interceptor.none_left(), drain_s)
     except TimeoutError:
-        log_event(log, logging.WARNING, "cut off", calls=calls.num_finite, drain_s=drain_s)
+        log_event(
+            log, logging.WARNING, "drain time is over, calls cut off", calls=interceptor.num_finite, drain_s=drain_s
+        )
     await server.stop(None)
     await stopping
 
 
 def stop_signal() -> asyncio.Event:
-    """Make SIGTERM and SIGINT set an event, once; a second signal does what it does to any process."""
+    """Make the first SIGTERM or SIGINT set an event; a second one does what it does to any process."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -148,49 +161,22 @@ async def serve_until_signalled(
     stop = stop_signal()
     async with serving(settings, services, registry, endless=endless) as here:
         fields = {} if here.metrics_port is None else {"metrics_port": here.metrics_port}
-        leave_modules_alone()
+        freeze_imported_objects()
         log_event(log, logging.INFO, "serving", server=name, host=settings.host, port=here.port, **fields)
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=name)
     log_event(log, logging.INFO, "stopped", server=name)
 
 
-def leave_modules_alone() -> None:
-    """Keep the garbage collector from what importing has made: looking through that again takes a tenth of a second."""
+def freeze_imported_objects() -> None:
+    """Exclude what exists now from garbage collection; each look through all modules takes a tenth of a second."""
     gc.collect()
     gc.freeze()
 
 
-def listen(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Bind a server; where that cannot be, say why in one line."""
-    refuse_taken(settings.host, settings.port, "port")  # gRPC would print its own lines about it
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    try:
-        return server.add_insecure_port(f"{host}:{settings.port}")
-    except RuntimeError:
-        raise ValueError(f"host: {settings.host} port {settings.port} cannot be listened on") from None
-
-
-def refuse_taken(host: str, port: int, field: str) -> None:
-    """Try to bind an address, and let it go again."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError):
-        raise ValueError(f"host: {host!r} is no address of this machine") from None
-    with socket.socket(family, kind, protocol) as attempt:
-        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            attempt.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise ValueError(f"host: {host!r} is no address of this machine") from None
-            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
-            raise ValueError(f"{field}: {port} on {host} {reason}") from None
-
-
 @contextmanager
 def metrics_served(settings: ServerSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Answer /metrics on a port of its own, where one is wanted."""
+    """Serve /metrics on a port of its own where `metrics_port` is set."""
     if settings.metrics_port is None:
         yield None
         return
@@ -202,140 +188,3 @@ def metrics_served(settings: ServerSettings, registry: CollectorRegistry) -> Ite
         httpd.shutdown()
         httpd.server_close()
         thread.join()
-
-
-class ServiceDoor:
-    """Where generated code puts its servicers: each method is guarded before the server gets it."""
-
-    def __init__(self, server: grpc.aio.Server, calls: Calls) -> None:
-        """Stand before a server."""
-        self._server = server
-        self._calls = calls
-        self.names: list[str] = []
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """Guard every method of a service."""
-        self.names.append(service)
-        guarded = {name: self._calls.guard(f"/{service}/{name}", handler) for name, handler in handlers.items()}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Let the unguarded form of the same methods lie."""
-
-
-class Calls:
-    """The calls under way: no more than `most`, each timed, its failures turned into statuses."""
-
-    def __init__(self, most: int, registry: CollectorRegistry, endless: Collection[str] = ()) -> None:
-        """Start with none."""
-        self._most = most
-        self._endless = frozenset(endless)
-        self._closed = False
-        self._num = self.num_finite = 0
-        self._none_left = asyncio.Event()
-        self._none_left.set()
-        self._ended = Counter("block_grpc_requests", "Calls ended.", ("method", "code"), registry=registry)
-        self._seconds = Histogram(
-            "block_grpc_request_seconds", "How long calls took.", ("method",), buckets=SECONDS, registry=registry
-        )
-        under_way = Gauge("block_grpc_requests_in_flight", "Calls under way.", registry=registry)
-        under_way.set_function(lambda: self._num)
-
-    def close(self) -> None:
-        """Take no more; what is under way goes on."""
-        self._closed = True
-
-    async def none_left(self) -> None:
-        """Wait until no call is under way but endless ones."""
-        await self._none_left.wait()
-
-    def guard(self, method: str, handler: Handler) -> Handler:
-        """Put a method's handler behind the limits; its requests are parsed within, so that garbage has a status too.
-
-        Methods that stream their response must be asynchronous generators.
-        """
-        parse = cast("Callable[[bytes], Any]", handler.request_deserializer)
-        write = handler.response_serializer
-
-        async def unary_unary(raw: bytes, context: Context) -> Any:
-            async with self._under_way(method, context):
-                return await cast("Any", handler.unary_unary)(parse(raw), context)
-
-        async def unary_stream(raw: bytes, context: Context) -> None:
-            async with self._under_way(method, context):
-                await _send(cast("Any", handler.unary_stream)(parse(raw), context), context)
-
-        async def stream_unary(raws: AsyncIterator[bytes], context: Context) -> Any:
-            async with self._under_way(method, context):
-                return await cast("Any", handler.stream_unary)(_parsed(raws, parse), context)
-
-        async def stream_stream(raws: AsyncIterator[bytes], context: Context) -> None:
-            async with self._under_way(method, context):
-                await _send(cast("Any", handler.stream_stream)(_parsed(raws, parse), context), context)
-
-        if handler.request_streaming:
-            if handler.response_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream_stream, None, write)
-            return grpc.stream_unary_rpc_method_handler(stream_unary, None, write)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(unary_stream, None, write)
-        return grpc.unary_unary_rpc_method_handler(unary_unary, None, write)
-
-    @asynccontextmanager
-    async def _under_way(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Count and time a call, and give what goes wrong in it a status."""
-        start_s = time.monotonic()
-        code = grpc.StatusCode.OK
-        self._enter(method)
-        try:
-            self._refuse_beyond_limits(context)
-            yield
-        except grpc.aio.AbortError:
-            code = context.code()
-            raise
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
-            raise
-        except Exception as error:
-            code = status_of(error).grpc_code
-            if code is grpc.StatusCode.INTERNAL:
-                log.exception("failed", extra={"fields": {"method": method}})
-            await context.abort(code, message_of(error))
-        finally:
-            self._leave(method)
-            self._ended.labels(method, code.name).inc()
-            self._seconds.labels(method).observe(time.monotonic() - start_s)
-
-    def _refuse_beyond_limits(self, context: Context) -> None:
-        if self._closed:
-            raise ConnectionError("this server is about to end: ask another")
-        if self._num > self._most:
-            raise BusyError(f"{self._most} calls are under way, as many as may be")
-        left_s = context.time_remaining()
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError("came after its deadline")
-
-    def _enter(self, method: str) -> None:
-        self._num += 1
-        if method not in self._endless:
-            self.num_finite += 1
-            self._none_left.clear()
-
-    def _leave(self, method: str) -> None:
-        self._num -= 1
-        if method not in self._endless:
-            self.num_finite -= 1
-            if self.num_finite == 0:
-                self._none_left.set()
-
-
-async def _send(responses: Any, context: Context) -> None:
-    """Send what a method yields; a caller who leaves closes it at once."""
-    async with aclosing(responses) as open_responses:
-        async for response in open_responses:
-            await context.write(response)
-
-
-async def _parsed(raws: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
-    async for raw in raws:
-        yield parse(raw)

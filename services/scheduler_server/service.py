@@ -17,15 +17,14 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.http.client import HttpClient
 from services.http.openai_body import OpenAIRequest
-from services.http.prompt_sizes import PromptSizes
-from services.http.prompt_tokens import PromptTokens
+from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.instances import Instance
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
-from services.scheduler_server.engines import EngineError, EngineRequest, answer, question_from
 from services.scheduler_server.generation_tracker import GenerationTracker
+from services.scheduler_server.upstream_engine import EngineError, EngineRequest, answer, question_from
 
 log = logging.getLogger(__name__)
 

@@ -1,35 +1,39 @@
-"""`kubernetes`: the scale of a Deployment or StatefulSet, by the official client; pods are followed by a watch."""
+"""`kubernetes`: sets the scale of a Deployment or StatefulSet, and watches its pods."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.backoff import Backoff
 from services.logs import log_event
 from services.provisioner_server.hooks import HookError
+from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
 DEPLOYMENT, STATEFUL_SET = "deployment", "statefulset"
-CONFLICT, GONE = 409, 410
-MOST_CONFLICTS = 10
+NOT_FOUND, CONFLICT, GONE = 404, 409, 410
+MAX_CONFLICTS = 10
+CONFLICT_PAUSE_S = 0.05
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-FIRST_TO_GO = "-1000"
-WATCH_S = 60  # until the API server ends a watch, and another one begins
-PAUSE_S = 0.5
+LOWEST_COST = "-1000"
+TIMEOUT_S = 30.0  # of one call
+WATCH_S = 60  # after which the API server ends a watch, and another one starts
 
 
 class Scale:
-    """Sets how many replicas there are. That number is absolute: to set it twice is to set it once."""
+    """Sets the number of replicas. The number is absolute, so setting it twice has no further effect."""
 
-    def __init__(  # noqa: PLR0913 - what the operator may say
+    def __init__(  # noqa: PLR0913 - the settings of this hook
         self,
-        api_client: Any,
+        configuration: Any,
         *,
         namespace: str,
         kind: str,
@@ -37,94 +41,73 @@ class Scale:
         engine_port: int = 8000,
         sidecar_port: int = 50052,
     ) -> None:
-        """Follow the pods from now on."""
-        from kubernetes import client
+        """Start to watch the pods; needs a running event loop."""
+        from aiohttp import ClientError
+        from kubernetes_asyncio import client
 
         if kind not in (DEPLOYMENT, STATEFUL_SET):
             raise ValueError(f"kubernetes: {kind!r} is neither {DEPLOYMENT} nor {STATEFUL_SET}")
-        self._apps, self._core = client.AppsV1Api(api_client), client.CoreV1Api(api_client)
+        self._client = client.ApiClient(configuration)
+        self._apps, self._core = client.AppsV1Api(self._client), client.CoreV1Api(self._client)
+        self._api_error, self._connection_errors = client.ApiException, (ClientError, TimeoutError, OSError)
         self._namespace, self._kind, self._name = namespace, kind, name
         self._kind_in_api = "deployment" if kind == DEPLOYMENT else "stateful_set"
         self._ports = (engine_port, sidecar_port)
-        self._pods: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._watch: Any = None
-        self._thread = threading.Thread(target=self._follow, name="pods", daemon=True)
-        self._thread.start()
+        self._pods: dict[str, Any] | None = None  # None until they are listed
+        self._backoff = Backoff(first_s=0.5, max_s=8.0, random=random.random)
+        self._following = asyncio.create_task(supervised("watching pods", self._follow))
 
     async def act(self, action: pb.Action) -> pb.HookReply:
-        """Mark who is to go, and set the number."""
-        return await asyncio.to_thread(self._act, action)
-
-    def _act(self, action: pb.Action) -> pb.HookReply:
-        from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError
-
+        """Mark the pods that are to be removed, and set the number."""
         try:
             for name in action.instance_ids:
-                self._mark(name)
-            if action.kind == pb.ACTION_KIND_STOP:  # the controller brings another one for it
+                await self._mark(name)
+            if action.kind == pb.ACTION_KIND_STOP:  # the controller replaces the pod
                 for name in action.instance_ids:
-                    self._delete(name)
+                    await self._delete(name)
             else:
-                self._set(action.num_desired)
-        except ApiException as error:
+                await self._set(action.num_desired)
+        except self._api_error as error:
             raise HookError(f"kubernetes: status {error.status}: {error.reason}") from None
-        except HTTPError as error:
-            raise HookError(f"kubernetes: {error}") from None
+        except self._connection_errors as error:
+            raise HookError(f"kubernetes: {error or 'the API server did not respond in time'}") from None
         return pb.HookReply(action_id=action.action_id)
 
-    def _set(self, num: int) -> None:
-        """Write the number over the one that was read; where somebody else was faster, read again."""
-        from kubernetes.client.exceptions import ApiException
-
+    async def _set(self, num: int) -> None:
+        """Replace the number that was read; after a conflict, read it again."""
         read = getattr(self._apps, f"read_namespaced_{self._kind_in_api}_scale")
         replace = getattr(self._apps, f"replace_namespaced_{self._kind_in_api}_scale")
-        for _ in range(MOST_CONFLICTS):
-            scale = read(self._name, self._namespace)
+        for _ in range(MAX_CONFLICTS):
+            scale = await read(self._name, self._namespace, _request_timeout=TIMEOUT_S)
             if scale.spec.replicas == num:
                 return
             scale.spec.replicas = num
             try:
-                replace(self._name, self._namespace, scale)
-            except ApiException as error:
+                await replace(self._name, self._namespace, scale, _request_timeout=TIMEOUT_S)
+            except self._api_error as error:
                 if error.status != CONFLICT:
                     raise
-                log_event(log, logging.INFO, "scale was changed by another, trying again", name=self._name)
-                time.sleep(PAUSE_S / 10)
+                log_event(log, logging.INFO, "scale was changed by another client, retrying", name=self._name)
+                await asyncio.sleep(CONFLICT_PAUSE_S)
             else:
                 return
-        raise HookError(f"kubernetes: {MOST_CONFLICTS} conflicts in a row over the scale of {self._name}")
+        raise HookError(f"kubernetes: {MAX_CONFLICTS} conflicts in a row over the scale of {self._name}")
 
-    def _mark(self, pod: str) -> None:
+    async def _mark(self, pod: str) -> None:
         """Have a Deployment's controller remove this pod first."""
-        from kubernetes.client.exceptions import ApiException
-
         if self._kind != DEPLOYMENT:
             return
-        try:
-            self._core.patch_namespaced_pod(
-                pod, self._namespace, {"metadata": {"annotations": {DELETION_COST: FIRST_TO_GO}}}
-            )
-        except ApiException as error:
-            if error.status != 404:
-                raise
+        annotations = {"metadata": {"annotations": {DELETION_COST: LOWEST_COST}}}
+        with _missing_ignored(self._api_error):
+            await self._core.patch_namespaced_pod(pod, self._namespace, annotations, _request_timeout=TIMEOUT_S)
 
-    def _delete(self, pod: str) -> None:
-        from kubernetes.client.exceptions import ApiException
-
-        try:
-            self._core.delete_namespaced_pod(pod, self._namespace)
-        except ApiException as error:
-            if error.status != 404:
-                raise
+    async def _delete(self, pod: str) -> None:
+        with _missing_ignored(self._api_error):
+            await self._core.delete_namespaced_pod(pod, self._namespace, _request_timeout=TIMEOUT_S)
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Tell of the pods that have an address and are not on their way out; None before they were ever listed."""
-        with self._lock:
-            pods = None if self._pods is None else dict(self._pods)
-        if pods is None:
+        """Return the pods that are not being deleted; None until they are listed for the first time."""
+        if self._pods is None:
             return None
         engine_port, sidecar_port = self._ports
         return [
@@ -133,89 +116,103 @@ class Scale:
                 engine_url=f"http://{pod.status.pod_ip}:{engine_port}" if pod.status.pod_ip else "",
                 sidecar_address=f"{pod.status.pod_ip}:{sidecar_port}" if pod.status.pod_ip else "",
             )
-            for name, pod in sorted(pods.items())
+            for name, pod in sorted(self._pods.items())
             if pod.metadata.deletion_timestamp is None
         ]
 
     def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Name those with the highest numbers, where the controller removes these whatever anybody wants."""
+        """Return the pods with the highest ordinals, as a StatefulSet's controller always removes these."""
         if self._kind != STATEFUL_SET:
             return None
         return sorted(instance_ids, key=_ordinal)[-num:] if num else []
 
     async def close(self) -> None:
-        """End the watch."""
-        self._stopping.set()
-        if self._watch is not None:
-            self._watch.stop()
+        """End the watch, and close the connections."""
+        self._following.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._following
+        await self._client.close()
 
     # Pods.
 
-    def _follow(self) -> None:
-        """List, then watch from there; list again whenever the watch breaks or is too old."""
-        from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError
-
+    async def _follow(self) -> None:
+        """List the pods, then watch from there; list again when the watch breaks or its version is too old."""
         version = ""
-        while not self._stopping.is_set():
+        while True:
             try:
                 if not version:
-                    version = self._list()
-                version = self._watch_from(version)
-            except ApiException as error:
+                    version = await self._list()
+                version = await self._watch_from(version)
+                self._backoff.reset()
+            except self._api_error as error:
                 version = ""
                 if error.status != GONE:
-                    log_event(log, logging.WARNING, "pods cannot be watched", status=error.status, reason=error.reason)
-                    self._stopping.wait(PAUSE_S)
-            except (HTTPError, OSError) as error:
+                    await self._pause(status=error.status, reason=error.reason)
+            except self._connection_errors as error:
                 version = ""
-                log_event(log, logging.WARNING, "pods cannot be watched", reason=str(error))
-                self._stopping.wait(PAUSE_S)
+                await self._pause(reason=str(error))
 
-    def _selector(self) -> str:
-        owner = getattr(self._apps, f"read_namespaced_{self._kind_in_api}")(self._name, self._namespace)
+    async def _pause(self, **fields: Any) -> None:
+        pause_s = self._backoff.next_s()
+        log_event(log, logging.WARNING, "pods cannot be watched", **fields, retry_in_s=pause_s)
+        await asyncio.sleep(pause_s)
+
+    async def _selector(self) -> str:
+        read = getattr(self._apps, f"read_namespaced_{self._kind_in_api}")
+        owner = await read(self._name, self._namespace, _request_timeout=TIMEOUT_S)
         return ",".join(f"{key}={value}" for key, value in sorted(owner.spec.selector.match_labels.items()))
 
-    def _list(self) -> str:
-        found = self._core.list_namespaced_pod(self._namespace, label_selector=self._selector())
-        with self._lock:
-            self._pods = {pod.metadata.name: pod for pod in found.items}
+    async def _list(self) -> str:
+        found = await self._core.list_namespaced_pod(
+            self._namespace, label_selector=await self._selector(), _request_timeout=TIMEOUT_S
+        )
+        self._pods = {pod.metadata.name: pod for pod in found.items}
         return str(found.metadata.resource_version)
 
-    def _watch_from(self, version: str) -> str:
-        from kubernetes import watch
+    async def _watch_from(self, version: str) -> str:
+        from kubernetes_asyncio import watch
 
-        self._watch = watch.Watch()
-        events = self._watch.stream(
-            self._core.list_namespaced_pod, self._namespace, label_selector=self._selector(), resource_version=version,
-            timeout_seconds=WATCH_S,
-        )  # fmt: skip
-        for event in events:
-            pod = event["object"]
-            with self._lock:
-                assert self._pods is not None
+        assert self._pods is not None
+        selector = await self._selector()
+        async with watch.Watch() as pods:
+            events = pods.stream(
+                self._core.list_namespaced_pod, self._namespace, label_selector=selector, resource_version=version,
+                timeout_seconds=WATCH_S, _request_timeout=(TIMEOUT_S, WATCH_S + TIMEOUT_S),
+            )  # fmt: skip
+            async for event in events:
+                pod = event["object"]
                 if event["type"] == "DELETED":
                     self._pods.pop(pod.metadata.name, None)
                 else:
                     self._pods[pod.metadata.name] = pod
-            version = str(pod.metadata.resource_version)
+                version = str(pod.metadata.resource_version)
         return version
 
 
-def api_client() -> Any:
-    """Find the cluster: the one that this runs in, or the one that the user's configuration names."""
+@contextmanager
+def _missing_ignored(api_error: Any) -> Iterator[None]:
     try:
-        from kubernetes import client, config
+        yield
+    except api_error as error:
+        if error.status != NOT_FOUND:
+            raise
+
+
+def cluster_configuration() -> Any:
+    """Find the cluster: the one that this process runs in, else the one of the user's kubeconfig."""
+    try:
+        from kubernetes_asyncio import client, config
     except ImportError:
         raise ValueError("kubernetes: its client is not installed (pip install 'block-serving[kubernetes]')") from None
+    configuration = client.Configuration()
     try:
-        config.load_incluster_config()
+        config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         try:
-            config.load_kube_config()
+            asyncio.run(config.load_kube_config(client_configuration=configuration))
         except config.ConfigException as error:
             raise ValueError(f"kubernetes: no cluster is configured: {error}") from None
-    return client.ApiClient()
+    return configuration
 
 
 def _ordinal(name: str) -> int:

@@ -10,11 +10,13 @@ import hashlib
 import hmac
 import json
 import logging
+import random
 import time
 from urllib.parse import urlsplit
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.backoff import Backoff
 from services.http.client import HttpClient, origin_of, request_head
 from services.logs import log_event
 from services.provisioner_server.hooks import HookError, require_done
@@ -31,7 +33,7 @@ class Webhook:
 
     def __init__(  # noqa: PLR0913 - what the operator may say
         self, url: str, secret: str, *, timeout_s: float = 30.0, attempts: int = 6, first_pause_s: float = 0.5,
-        longest_pause_s: float = 30.0,
+        max_pause_s: float = 30.0,
     ) -> None:  # fmt: skip
         """Refuse what is no URL, and to act unsigned."""
         if not secret:
@@ -43,12 +45,12 @@ class Webhook:
             raise ValueError(f"webhook: {error}") from None
         self._target = (parts.path or "/").encode() + (b"?" + parts.query.encode() if parts.query else b"")
         self._secret, self._timeout_s = secret.encode(), timeout_s
-        self._attempts, self._pauses_s = attempts, (first_pause_s, longest_pause_s)
+        self._attempts = attempts
+        self._pauses = Backoff(first_s=first_pause_s, max_s=max_pause_s, random=random.random)
         self._client = HttpClient()
 
     async def act(self, action: pb.Action) -> pb.HookReply:
         """Post it, again after pauses that double where it fails."""
-        pause_s, longest_s = self._pauses_s
         for attempt in range(1, self._attempts + 1):
             try:
                 return require_done(await self._post(action, attempt), action)
@@ -63,8 +65,7 @@ class Webhook:
             )
             if attempt == self._attempts:
                 raise failure
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            await asyncio.sleep(self._pauses.pause_s(attempt - 1))
         raise AssertionError("there is a last attempt")
 
     async def _post(self, action: pb.Action, attempt: int) -> pb.HookReply:

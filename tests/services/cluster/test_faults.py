@@ -170,7 +170,7 @@ def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
                 while late.status_code == 200:  # meanwhile the one that hangs is left alone, and tried now and then
                     late = await answered(live, gateway)
                 assert late.status_code == 504
-                assert late.json()["error"]["message"] == "the engine does not answer in time"
+                assert late.json()["error"]["message"] == "the engine did not answer in time"
                 metrics = (await live.client.get(f"http://127.0.0.1:{gateway.port}/metrics")).text
                 assert f'block_gateway_retries_total{{why="TimeoutError"}} {RETRIES:.1f}' in metrics
                 await live.order(ENGINES[0])

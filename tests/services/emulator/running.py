@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,18 +12,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from predictor.config import EngineConfig
 from predictor.profile import Profile, load_profile
-from services.emulator.app import App
+from services.emulator.app import Emulator
 from services.emulator.driver import Driver
-from services.emulator.server import EmulatorSettings, application, bind, server, warm
+from services.emulator.server import EmulatorSettings, RunningEmulator, serving
+from services.http.server import listening
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
@@ -37,7 +42,7 @@ COMMAND = (sys.executable, "-c", "from services.cli import main; main()", "serve
 class Emulated:
     """A running emulated engine, and a client of it."""
 
-    app: App
+    app: Emulator
     driver: Driver
     state_file: Path
     client: httpx.Client
@@ -90,22 +95,38 @@ class Emulated:
 def emulated(
     folder: Path, config: EngineConfig = CONFIG, profile: Profile = A30, **settings: Any
 ) -> Iterator[Emulated]:
-    """Run an emulated engine while the block runs."""
+    """Run an emulated engine on a thread of its own while the block runs."""
     state_file = folder / "engine.state"
-    told = EmulatorSettings(**{"model": MODEL, "state_file": str(state_file), "port": 0, "speed": 200.0, **settings})
-    warm(config, profile)
-    listener = bind(told.host, told.port)
-    app = application(told, config, profile)
-    listener.listen()
-    running = server(app, told.drain_s)
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    values = EmulatorSettings(**{"model": MODEL, "state_file": str(state_file), "port": 0, "speed": 200.0, **settings})
+    started: Future[RunningEmulator] = Future()
+    stopping: list[Callable[[], object]] = []
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        stopping.append(partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set))
+        with listening(values.host, values.port) as own:
+            async with serving(values, config, profile, own) as here:
+                started.set_result(here)
+                await stop.wait()
+
+    def run_and_report() -> None:
+        try:
+            uvloop.run(run())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run_and_report)
     thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
+        here = started.result()
+        url = f"http://127.0.0.1:{here.port}"
         with httpx.Client(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits()) as client:
-            yield Emulated(app=app, driver=app.driver, state_file=state_file, client=client)
+            yield Emulated(app=here.app, driver=here.app.driver, state_file=state_file, client=client)
     finally:
-        running.should_exit = True
+        if started.exception() is None:
+            stopping[0]()
         thread.join()
 
 

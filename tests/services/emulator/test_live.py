@@ -19,7 +19,7 @@ from predictor.engine import Engine
 from predictor.request import Request
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from, snapshot_of
-from services.emulator.answers import fate
+from services.emulator.answers import seeded_draw
 from services.emulator.tokens import token_ids
 from services.engine_state.identity import client_id
 from services.engine_state.reader import Reader
@@ -376,4 +376,4 @@ def test_answers_depend_on_the_prompt_alone(tmp_path: Path, engine: Emulated) ->
             lengths[name] = [answer["usage"]["completion_tokens"] for answer in answers]
     assert lengths["shared"] == lengths["same"] != lengths["other"]
     assert len(set(lengths["same"])) > 6
-    assert fate(token_ids("a"), 1) != fate(token_ids("a"), 2) != fate(token_ids("b"), 2)
+    assert seeded_draw(token_ids("a"), 1) != seeded_draw(token_ids("a"), 2) != seeded_draw(token_ids("b"), 2)

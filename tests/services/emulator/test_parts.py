@@ -17,11 +17,10 @@ from predictor.profile import constant_profile
 from predictor.request import Request
 from services.emulator import answers
 from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
-from services.emulator.clock import EngineClock
-from services.emulator.connections import write_chunk
-from services.emulator.contents import Names, forget_contents
+from services.emulator.app import write_chunk
+from services.emulator.clock import EngineClock, Pace
+from services.emulator.exporter import ContentHashes, forget_contents
 from services.emulator.metrics import Histogram, one_two_five
-from services.emulator.pace import Pace
 from services.emulator.tokens import chat_text, content_hashes, text_of, token_ids
 
 OFFSETS = st.integers(0, 20_000)
@@ -89,7 +88,7 @@ def test_an_answer_stops_where_a_plain_search_finds_it(
 def test_lengths_are_drawn_from_their_distribution() -> None:
     """The median is the median, and the spread that of the logarithm."""
     lengths = answers.AnswerLengths(median_tokens=300, spread=0.5)
-    draws = [lengths.draw(answers.fate([number], 7)[0]) for number in range(4000)]
+    draws = [lengths.draw(answers.seeded_draw([number], 7)[0]) for number in range(4000)]
     assert 285 < np.median(draws) < 315
     assert 0.47 < np.std(np.log(draws)) < 0.53
     assert answers.AnswerLengths(median_tokens=30, spread=0).draw(0.999) == 30
@@ -138,7 +137,7 @@ def test_forgetting_contents_changes_nothing(seed: int) -> None:
     config = EngineConfig(max_num_seqs=4, num_gpu_blocks=24, block_size=4, max_model_len=64, max_num_batched_tokens=32)
     prompts = [draw.integers(0, 3, draw.integers(1, 30)).tolist() for _ in range(40)]
     engines = [Engine(config, constant_profile().step_time) for _ in range(2)]
-    names = Names(engines[1])
+    names = ContentHashes(engines[1])
     for number, prompt in enumerate(prompts):
         hashes = content_hashes(prompt, 4)
         names.learn(hashes)
@@ -167,7 +166,7 @@ def test_names_follow_contents_that_are_numbered_anew() -> None:
     """When too many contents are known the unused go, and blocks keep their hashes."""
     config = EngineConfig(max_num_seqs=4, num_gpu_blocks=9, block_size=4, max_model_len=64)
     engine = Engine(config, constant_profile().step_time)
-    names = Names(engine)
+    names = ContentHashes(engine)
     names.learn((7, 8))
     engine.add(Request(request_id="r", prompt_tokens=8, output_tokens=1, prefix_hashes=(7, 8)))
     engine.advance()

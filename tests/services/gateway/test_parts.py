@@ -63,7 +63,7 @@ def test_an_event_without_end_is_not_held_for_ever() -> None:
 
 def test_a_budget_of_retries() -> None:
     """A burst is there at once; afterwards retries come with requests."""
-    budget = RetryBudget(most=2, per_request=0.5)
+    budget = RetryBudget(max_retries=2, per_request=0.5)
     assert [budget.spend() for _ in range(3)] == [True, True, False]
     budget.earn()
     assert not budget.spend()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from scheduler.prefix.kv_block_hash import SEED, kv_block_hashes
-from services.http.openai_body import MOST_TOKEN_IDS, read_body
-from services.http.prompt_sizes import PromptSizes
-from services.http.prompt_tokens import LONG_BYTES, MOST_BYTES, PromptTokens
+from services.http.openai_body import MAX_TOKEN_IDS, read_body
+from services.http.prompt_tokens import LONG_BYTES, MAX_BYTES, PromptSizes, PromptTokens
 from tests.services.gateway.stubs import completes, scene
 from tests.services.waiting import run
 
@@ -90,10 +89,10 @@ def test_a_long_text_is_named_by_its_beginning(tokenizer: str) -> None:
     """The size of the rest is reckoned from it; no name is of a token that the cut made."""
     prompts = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, seed=SEED)
     text, ids = words([number % 90 + 10 for number in range(30_000)])
-    assert len(text) > 2 * MOST_BYTES
+    assert len(text) > 2 * MAX_BYTES
     size, names = read(prompts, prompt=text)
     assert size == pytest.approx(len(ids), rel=0.01)
-    assert 100 < len(names) <= MOST_TOKEN_IDS // 16
+    assert 100 < len(names) <= MAX_TOKEN_IDS // 16
     assert names == kv_block_hashes(ids, 16)[: len(names)]
 
 
@@ -105,7 +104,7 @@ def test_token_ids_need_no_tokenizer() -> None:
     assert read(prompts, prompt=[[1, 2, 3, 4], [5, 6]]) == (6, [])
     assert len(read(prompts, prompt=[10**30, -1, 0, 2**64])[1]) == 1
     assert read(prompts, prompt=[7] * 20_000)[0] == 20_000
-    assert len(read(prompts, prompt=[7] * 20_000)[1]) == MOST_TOKEN_IDS // 4
+    assert len(read(prompts, prompt=[7] * 20_000)[1]) == MAX_TOKEN_IDS // 4
     assert read(prompts, prompt="w1 w2 w3 w4")[1] == []
 
 
@@ -135,7 +134,7 @@ def test_a_tokenizer_that_is_none_is_refused(tokenizer: str, tmp_path: Path) -> 
     path.write_text("{}")
     with pytest.raises(ValueError, match="chat_template: .*nowhere.* cannot be read"):
         PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, chat_template=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="chat_template: is of no use without a tokenizer"):
+    with pytest.raises(ValueError, match="chat_template: has no effect without a tokenizer"):
         PromptTokens(PromptSizes(4.0), chat_template="some.jinja")
     for bad in (path, tmp_path / "missing.json"):
         with pytest.raises(ValueError, match=r"tokenizer: .*json cannot be read"):

@@ -217,7 +217,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(201, body)
 
     def do_PATCH(self) -> None:
-        """Annotate a pod."""
+        """Annotate a pod; a merge of objects, not a list of changes."""
+        assert "merge-patch+json" in self.headers["content-type"]
         body, cluster = self._body(), self.cluster
         with cluster.lock:
             pod = cluster.pods.get(urlsplit(self.path).path.rpartition("/")[2])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.backoff import Backoff
 from scheduler.provisioning.pool_state import ScalingTarget
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
@@ -116,7 +117,7 @@ def test_only_one_of_two_acts(tmp_path: Path) -> None:
 
 def test_a_hook_that_fails_is_asked_again_with_the_same_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After pauses; the attempt is counted, the id stays."""
-    monkeypatch.setattr("services.provisioner_server.leader.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("services.provisioner_server.leader.RETRY", Backoff(first_s=0.0, max_s=30.0))
     hook = Noting(set())
     hook.before = failing(2)
     asyncio.run(ticks(leader(tmp_path, hook), 6))

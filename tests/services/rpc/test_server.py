@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.rpc.server import RunningServer, ServerSettings, refuse_taken, serving
+from services.rpc.channels import refuse_taken
+from services.rpc.server import RunningServer, ServerSettings, serving
 from tests.services.waiting import LIMIT_S, run
 
 PREDICT = predictor_pb2.PredictRequest(instance_id="a")

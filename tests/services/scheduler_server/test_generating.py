@@ -152,7 +152,7 @@ def test_a_request_that_an_engine_refuses_is_not_tried_elsewhere() -> None:
     async def test() -> None:
         async with cluster() as (client, stubs, behind):
             behind[0].status = 400
-            assert "the engine answers 400: as told" in await refused(client.generate())
+            assert "the engine returned 400: as told" in await refused(client.generate())
             assert not behind[1].bodies
             await until(lambda: not stubs[0].held)
 
@@ -166,7 +166,7 @@ def test_when_all_engines_fail_the_last_one_is_named() -> None:
         async with cluster() as (client, stubs, behind):
             behind[0].status = behind[1].status = 500
             assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith(
-                "b: the engine answers 500"
+                "b: the engine returned 500"
             )
             assert [len(engine.bodies) for engine in behind] == [1, 1]
             await until(lambda: not stubs[0].held and not stubs[1].held)
@@ -198,8 +198,8 @@ def test_a_client_that_leaves_stops_the_engine() -> None:
     ("options", "named"),
     [
         ({"prompt": ""}, "prompt: is empty"),
-        ({"parameters": {"max_tokens": 3}}, "parameters.max_tokens: is said by request.max_tokens"),
-        ({"parameters": {"stream": False}}, "parameters.stream: cannot be chosen here"),
+        ({"parameters": {"max_tokens": 3}}, "parameters.max_tokens: is set by request.max_tokens"),
+        ({"parameters": {"stream": False}}, "parameters.stream: cannot be set here"),
         ({"parameters": {"n": 2}}, "parameters.n"),
         ({"policy": "blok"}, "did you mean block"),
         ({"request": common_pb2.Request(model="m")}, "request.request_id: is missing"),

@@ -1,4 +1,4 @@
-"""Engines' OpenAI endpoints: a request as they want it, and their stream of events as it comes."""
+"""Requests to engines' OpenAI endpoints, and their streams of events."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
-from services.http.openai_body import OpenAIRequest, read_body
+from services.http.openai_body import OpenAIRequest, conversation_texts, read_body
+from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
-MOST_ERROR_BYTES = 64 * 1024
-MOST_EVENT_BYTES = 2**20
-PASSING = (408, 409, 425, 429)  # of the statuses that blame the request, those that another engine may not give
+MAX_ERROR_BYTES = 64 * 1024
+RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 
-SAID_ELSEWHERE = {
+OTHER_FIELDS = {
     "model": "request.model",
     "prompt": "prompt",
     "messages": "messages",
@@ -29,16 +29,16 @@ SAID_ELSEWHERE = {
     "ignore_eos": "request.ignore_eos",
     "priority": "request.priority",
 }
-OURS = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo"}
+FIXED = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo"}
 
 
 class EngineError(ConnectionError):
-    """The engine, or the way to it, failed."""
+    """The engine, or the connection to it, failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What one event of an engine's stream says."""
+    """The content of one event of an engine's stream."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -46,13 +46,13 @@ class StreamChunk:
     usage: Mapping[str, Any] | None = None
 
     def is_answer(self) -> bool:
-        """Tell whether it carries any of the answer, or its end."""
+        """Tell whether it contains a part of the answer, or its end."""
         return bool(self.text or self.token_ids or self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request as an engine is asked it, whichever engine that will be."""
+    """A request as any engine receives it."""
 
     path: bytes
     body: dict[str, Any]
@@ -61,31 +61,31 @@ class EngineRequest:
     output_tokens: int | None = None  # of an emulated answer
 
     def read(self) -> OpenAIRequest:
-        """Tell what placing it needs to know."""
+        """Return the values that placing it needs."""
         return read_body(self.body_for(()), chat=self.path == CHAT)
 
     def body_for(self, models: tuple[str, ...]) -> bytes:
-        """Write the body; an engine is asked by its own model's name where the request has none."""
-        named = self.body if "model" in self.body or not models else {**self.body, "model": models[0]}
-        return json.dumps(named).encode()
+        """Write the body; a request without a model gets the engine's own."""
+        body = self.body if "model" in self.body or not models else {**self.body, "model": models[0]}
+        return json.dumps(body).encode()
 
 
 def question_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest:
-    """Read what is to be asked; what is wrong is named as it is on the wire."""
+    """Read a request; errors name the field as it is on the wire."""
     request = message.request
     parameters = _plain(MessageToDict(message.parameters)) if message.HasField("parameters") else {}
     for name in parameters:
-        if name in SAID_ELSEWHERE:
-            raise ValueError(f"parameters.{name}: is said by {SAID_ELSEWHERE[name]}")
-        if name in OURS:
-            raise ValueError(f"parameters.{name}: cannot be chosen here")
-    path, asked, prompt = _input(message)
+        if name in OTHER_FIELDS:
+            raise ValueError(f"parameters.{name}: is set by {OTHER_FIELDS[name]}")
+        if name in FIXED:
+            raise ValueError(f"parameters.{name}: cannot be set here")
+    path, prompt_fields, prompt = _input(message)
     return EngineRequest(
         path=path,
         body={
             **parameters,
             **_settings(request),
-            **asked,
+            **prompt_fields,
             "stream": True,
             "stream_options": {"include_usage": True},
         },
@@ -111,7 +111,7 @@ def _settings(request: common_pb2.Request) -> dict[str, Any]:
 
 
 def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any], bytes]:
-    """Read where to ask, what to ask, and its text."""
+    """Return the path, the input's part of the body, and the prompt as text."""
     kind = message.WhichOneof("input")
     if kind == "prompt" and message.prompt:
         return COMPLETIONS, {"prompt": message.prompt}, message.prompt.encode()
@@ -119,12 +119,12 @@ def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any
         return COMPLETIONS, {"prompt": list(message.prompt_token_ids.ids)}, b""
     if kind == "messages" and message.messages:
         messages: Any = _plain(MessageToDict(message.messages))
-        return CHAT, {"messages": messages}, "\n".join(_texts(messages)).encode()
+        return CHAT, {"messages": messages}, "\n".join(conversation_texts(messages)).encode()
     raise ValueError("input: is missing: prompt, prompt_token_ids or messages" if kind is None else f"{kind}: is empty")
 
 
 def _plain(value: Any) -> Any:
-    """Make whole numbers whole again, which protobuf's JSON has as fractions; engines refuse `"top_k": 3.0`."""
+    """Turn whole floats into integers: protobuf's JSON has only floats, and engines refuse `"top_k": 3.0`."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -132,28 +132,13 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _texts(messages: list[Any]) -> list[str]:
-    """Write a conversation down about as a chat template would."""
-    texts: list[str] = []
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{place}]: must be an object with a role")
-        texts.append(message["role"])
-        content = message.get("content")
-        if isinstance(content, str):
-            texts.append(content)
-        elif isinstance(content, list):
-            texts += [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return texts
-
-
 async def answer(
     client: HttpClient, instance: Instance, question: EngineRequest, waits_s: tuple[float, float]
 ) -> AsyncGenerator[StreamChunk]:
-    """Ask an engine, and give its answer as it comes; leaving closes the connection, which makes the engine stop.
+    """Send a request to an engine and yield its answer; closing the generator closes the connection.
 
-    It is waited for so long until the first piece, and then for every other. EngineError and TimeoutError where the
-    engine fails, ValueError where it refuses the request.
+    `waits_s` are the timeouts of the first piece and of each later one. EngineError and TimeoutError where the engine
+    fails, ValueError where it refuses the request.
     """
     first_s, idle_s = waits_s
     origin = origin_of(instance.engine_url)
@@ -169,57 +154,52 @@ async def answer(
         if connection.status != 200:
             await _refuse(connection, idle_s)
         async for event in _events(connection, first_s, idle_s):
-            piece = _piece(event)
-            if piece is not None:
-                yield piece
+            chunk = _chunk(event)
+            if chunk is not None:
+                yield chunk
     finally:
         connection.release()
 
 
 async def _refuse(connection: Connection, within_s: float) -> None:
-    """Raise what an engine says instead of answering."""
-    body = await connection.read_all(within_s, MOST_ERROR_BYTES)
+    """Raise the error that an engine returns."""
+    body = await connection.read_all(within_s, MAX_ERROR_BYTES)
     try:
-        said = json.loads(body)
-        error = said.get("error", said)
+        reply = json.loads(body)
+        error = reply.get("error", reply)
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError, RecursionError):
         text = body[:200].decode("utf-8", "replace")
-    blames_request = 400 <= connection.status < 500 and connection.status not in PASSING
-    message = f"the engine answers {connection.status}: {text[:300]}"
+    blames_request = 400 <= connection.status < 500 and connection.status not in RETRIABLE
+    message = f"the engine returned {connection.status}: {text[:300]}"
     raise ValueError(message) if blames_request else EngineError(message)
 
 
 async def _events(connection: Connection, first_s: float, idle_s: float) -> AsyncIterator[bytes]:
-    """Cut a stream of server-sent events into what they say, up to [DONE]."""
-    held = b""
+    """Yield the data of a stream's events, up to [DONE]."""
+    reader = StreamReader()
     wait_s = first_s
     while piece := await connection.read(wait_s):
         wait_s = idle_s
-        *lines, held = (held + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                said = line[5:].strip()
-                if said == b"[DONE]":
-                    while await connection.read(idle_s):  # so that the connection can be used again
-                        pass
-                    return
-                yield said
-        if len(held) > MOST_EVENT_BYTES:
-            raise EngineError("an event is too long")
-    raise EngineError("the stream ended too early")
+        for data in data_of(reader.feed(piece)):
+            if data == DONE:
+                while await connection.read(idle_s):  # to its end, so that the connection can be used again
+                    pass
+                return
+            yield data
+    raise EngineError("the stream ended before its [DONE]")
 
 
-def _piece(event: bytes) -> StreamChunk | None:
-    """Read one event; None where it says nothing of the answer."""
+def _chunk(event: bytes) -> StreamChunk | None:
+    """Read one event; None where it contains nothing of the answer."""
     try:
-        said = json.loads(event)
-        if "error" in said:
-            error = said["error"]
+        data = json.loads(event)
+        if "error" in data:
+            error = data["error"]
             raise EngineError(
-                f"the engine says: {error.get('message', error) if isinstance(error, dict) else error}"[:300]
+                f"the engine reported: {error.get('message', error) if isinstance(error, dict) else error}"[:300]
             )
-        choices, usage = said.get("choices") or [], said.get("usage")
+        choices, usage = data.get("choices") or [], data.get("usage")
         if not choices:
             return StreamChunk(usage=usage) if usage else None
         choice = choices[0]
@@ -231,4 +211,4 @@ def _piece(event: bytes) -> StreamChunk | None:
             usage=usage,
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise EngineError("an event makes no sense") from None
+        raise EngineError("an event is invalid") from None

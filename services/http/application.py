@@ -1,0 +1,241 @@
+"""The base of our HTTP servers: routing, request ids, errors, disconnects, draining, a limit on concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+from uuid import uuid4
+
+from services.http.client import Headers
+from services.http.errors import ApiError, HttpError
+from services.logs import log_event
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Endpoint = Callable[["Call"], Awaitable[None]]
+
+REQUEST_ID = b"x-request-id"
+BODY_S = 60.0  # to receive a body
+CLIENT_LEFT = 499  # nginx's status for it, in metrics only
+JSON: Headers = [(b"content-type", b"application/json")]
+
+
+class ClientLeftError(Exception):
+    """The client disconnected before its reply was complete."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One HTTP request and the reply to it; the reply carries `request_id`, unless that is empty."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str = ""
+    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_unix_s: float = field(default_factory=time.time)
+    status: int = 0  # of the reply; 0 until it starts
+    has_ended: bool = False
+
+    @property
+    def headers(self) -> Headers:
+        """The request's headers, names in lower case."""
+        return cast("Headers", self.scope["headers"])
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the last header of a name."""
+        return dict(self.headers).get(name)
+
+    async def reply(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a reply in one piece."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send status and headers."""
+        self.status = status
+        if self.request_id:
+            headers = [*headers, (REQUEST_ID, self.request_id.encode("latin-1"))]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes) -> None:
+        """Send a piece of the body."""
+        await self.send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self, piece: bytes = b"") -> None:
+        """Send the last piece of the body."""
+        self.has_ended = True
+        await self.send({"type": "http.response.body", "body": piece, "more_body": False})
+
+    async def fail(self, error: HttpError) -> None:
+        """Send an error: as the reply, or as the last event of a stream that has started."""
+        if self.status == 0:
+            await self.reply(error.status, error.headers(), error.body())
+        elif not self.has_ended:
+            await self.end(error.event())
+
+
+class Application:
+    """An ASGI application. A subclass fills `routes`; an endpoint that takes long runs inside `admitted`.
+
+    `cut_off` ends admitted calls that are still under way when the drain time is over.
+    """
+
+    error: type[HttpError] = ApiError  # in which this application reports its own refusals
+    name = "server"  # in messages
+
+    def __init__(self, *, max_concurrency: int | None = None) -> None:
+        """Serve no path yet; None sets no limit on concurrency."""
+        self.draining = False
+        self.routes: Mapping[str, Mapping[str, Endpoint]] = {}
+        self._max_concurrency = max_concurrency
+        self._admitted: set[asyncio.Task[Any]] = set()
+        self._is_cut_off = False
+
+    def __len__(self) -> int:
+        """Return the number of admitted calls that are under way."""
+        return len(self._admitted)
+
+    def cut_off(self) -> None:
+        """Cancel all admitted calls; each ends with an error that its client can read."""
+        self._is_cut_off = True
+        for task in self._admitted:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; an exception becomes a reply."""
+        if scope["type"] != "http":
+            return
+        call = Call(scope=scope, receive=receive, send=send, request_id=uuid4().hex)
+        path, has_left = "other", False
+        try:
+            call.request_id = self.request_id_of(call) or call.request_id
+            endpoint = self.endpoint_of(call)
+            path = scope["path"]
+            await endpoint(call)
+        except HttpError as error:
+            await call.fail(error)
+        except asyncio.CancelledError:
+            if not self._is_cut_off:
+                raise
+            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+            await call.fail(self.error(503, self._shutting_down()))
+        except ClientLeftError:
+            has_left = True
+            log_event(log, logging.DEBUG, "client disconnected", request_id=call.request_id)
+        except Exception:
+            log.exception("call failed", extra={"fields": {"request_id": call.request_id}})
+            await call.fail(self.error(500, f"internal error; the {self.name}'s log has more"))
+        self.on_end(path, CLIENT_LEFT if has_left else call.status)
+
+    def request_id_of(self, call: Call) -> str:
+        """Return the id that the client gives its request; empty where it gives none."""
+        return (call.header(REQUEST_ID) or b"").decode("latin-1")
+
+    def on_end(self, path: str, status: int) -> None:
+        """Note the end of a call: one of the routes' paths, or `other`, and its status."""
+
+    def endpoint_of(self, call: Call) -> Endpoint:
+        """Find what serves a path and method; a HEAD is served as a GET, and the server leaves its body out."""
+        path, method = call.scope["path"], call.scope["method"]
+        methods = self.routes.get(path)
+        if methods is None:
+            raise self.not_found(path)
+        endpoint = methods.get("GET" if method == "HEAD" else method)
+        if endpoint is None:
+            raise self.not_allowed(path, method, list(methods))
+        return endpoint
+
+    def not_found(self, path: str) -> HttpError:
+        """Make the error for a path that is not served."""
+        return self.error(404, f"there is nothing at {path[:100]}")
+
+    def not_allowed(self, path: str, method: str, allowed: list[str]) -> HttpError:
+        """Make the error for a method that a path does not take."""
+        return self.error(405, f"{path} takes {', '.join(allowed)}, not {method[:20]}", allowed=allowed)
+
+    def require_open(self) -> None:
+        """Refuse a call while the server drains."""
+        if self.draining:
+            raise self.error(503, self._shutting_down())
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a call as under way, where the limit allows it."""
+        if self._max_concurrency is not None and len(self._admitted) >= self._max_concurrency:
+            raise self.error(429, f"{len(self._admitted)} requests are under way, which is the limit; retry later")
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._admitted.add(task)
+        try:
+            yield
+        finally:
+            self._admitted.discard(task)
+
+    async def body_of(self, call: Call, max_bytes: int) -> bytes:
+        """Receive the body of a request, up to a limit."""
+        return await receive_body(call.headers, call.receive, max_bytes, self.error)
+
+    def _shutting_down(self) -> str:
+        return f"the {self.name} is shutting down"
+
+
+async def receive_body(headers: Headers, receive: Receive, max_bytes: int, error: type[HttpError] = ApiError) -> bytes:
+    """Receive a body, up to a limit."""
+    too_large = error(413, f"the body may have at most {max_bytes} bytes")
+    length = next((value for name, value in headers if name == b"content-length"), b"0")
+    if int(length) > max_bytes:  # digits only: the server's parser has checked that
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _pieces(receive, max_bytes, too_large)
+    except TimeoutError:
+        raise error(408, f"the body did not arrive within {BODY_S:g} s") from None
+
+
+async def _pieces(receive: Receive, max_bytes: int, too_large: HttpError) -> bytes:
+    pieces = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientLeftError
+        piece: bytes = message.get("body", b"")
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            raise too_large
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def while_client_stays(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do work for a client whose body has been received; cancel it with ClientLeftError when the client disconnects."""
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    is_working, has_left = True, False
+
+    def disconnected(_: asyncio.Task[Any]) -> None:
+        nonlocal has_left
+        if is_working:
+            has_left = True
+            task.cancel()
+
+    watch: asyncio.Task[Any] = asyncio.create_task(cast("Coroutine[Any, Any, Any]", receive()))
+    watch.add_done_callback(disconnected)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not has_left:
+            raise
+        task.uncancel()
+        raise ClientLeftError from None
+    finally:
+        is_working = False
+        watch.cancel()

@@ -1,0 +1,41 @@
+"""What our proxies in front of engines share: the headers that they pass on, and errors of engines."""
+
+from __future__ import annotations
+
+from services.http.client import ConnectError, Headers
+from services.http.errors import ApiError
+
+CONNECTION = b"connection"
+CONTENT_TYPE = b"content-type"
+EVENT_STREAM = b"text/event-stream"
+
+# Headers of one connection (RFC 9110, 7.6.1); a proxy sets its own.
+HOP_BY_HOP = frozenset(
+    (b"host", CONNECTION, b"content-length", b"transfer-encoding", b"keep-alive", b"te", b"trailer", b"upgrade",
+     b"expect", b"proxy-connection", b"proxy-authorization")
+)  # fmt: skip
+KEPT_CONNECTIONS = (b"keep-alive", b"close")
+
+
+def without_hops(headers: Headers, more: frozenset[bytes] = frozenset()) -> Headers:
+    """Drop the headers of one connection, those that `connection` names, and `more`."""
+    passed = [pair for pair in headers if pair[0] not in HOP_BY_HOP and pair[0] not in more]
+    for name, value in headers:
+        if name == CONNECTION and value.lower() not in KEPT_CONNECTIONS:
+            named = {word.strip().lower() for word in value.split(b",")}
+            passed = [pair for pair in passed if pair[0] not in named]
+    return passed
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Tell whether a response is a stream of server-sent events."""
+    return any(name == CONTENT_TYPE and value.startswith(EVENT_STREAM) for name, value in headers)
+
+
+def engine_error(error: Exception) -> ApiError:
+    """Turn a failure of an engine's connection into an error that names no address."""
+    if isinstance(error, ConnectError):
+        return ApiError(503, "the engine cannot be reached")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the engine did not answer in time")
+    return ApiError(502, "the engine broke the connection")

@@ -1,0 +1,81 @@
+"""The one place that opens gRPC channels and binds gRPC servers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import grpc
+
+# A server that returns is reached within a second; one that is cut off silently is noticed within half a minute.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+
+
+def open_channel(address: str, *, connect_s: float = 1.0, retries: bool = True) -> grpc.aio.Channel:
+    """Open a channel to host:port; it connects when it is first used, and again within a second after a failure.
+
+    `connect_s` limits one attempt to connect; `retries` lets gRPC repeat a call that no server has seen.
+    """
+    options = (
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(1000 * connect_s)),  # gRPC's name for the time of one attempt
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),  # or channels to one address would share a connection and its failures
+        ("grpc.enable_retries", int(retries)),
+        ("grpc.max_send_message_length", -1),
+        *KEEPALIVE,
+        *NO_PROXY,
+    )
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """Open a channel for a command that has no event loop."""
+    return grpc.insecure_channel(address, options=NO_PROXY)
+
+
+def make_server(
+    *, max_message_bytes: int, interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+) -> grpc.aio.Server:
+    """Make a server that listens nowhere yet."""
+    return grpc.aio.server(
+        interceptors=interceptors,
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.so_reuseport", 0),  # or a second server on this port would take half of the calls instead of failing
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ],
+    )
+
+
+def bind_server(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind a server to an address; ValueError names what is wrong. Port 0 takes any free port."""
+    refuse_taken(host, port, "port")  # gRPC would print its own lines about it
+    name = f"[{host}]" if ":" in host else host
+    try:
+        return server.add_insecure_port(f"{name}:{port}")
+    except RuntimeError:
+        raise ValueError(f"host: {host} port {port} cannot be listened on") from None
+
+
+def refuse_taken(host: str, port: int, field: str) -> None:
+    """Raise ValueError where an address cannot be bound; `field` names the port's setting."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError):
+        raise ValueError(f"host: {host!r} is no address of this machine") from None
+    with socket.socket(family, kind, protocol) as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            attempt.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(f"host: {host!r} is no address of this machine") from None
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
+            raise ValueError(f"{field}: {port} on {host} {reason}") from None
