@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 from protos.block.v1 import common_pb2, predictor_pb2
+from scheduler.backoff import Backoff
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Answer
 from scheduler.instances import NOT_READY, InstanceDirectory, InstanceStatus
@@ -159,18 +161,19 @@ class InstanceHandle:
 
     async def _follow(self, interval_s: float) -> None:
         """Follow its reports; call again after a pause that grows while calls fail."""
-        pause_s = self._settings.first_pause_s
+        backoff = Backoff(
+            first_s=self._settings.first_pause_s, max_s=self._settings.longest_pause_s, random=random.random
+        )
         while True:
             try:
                 request = predictor_pb2.WatchRequest(min_interval_s=interval_s, instance_id=self.name)
                 async for message in self.connection.watch(request):
                     self._take_report(message)
-                    pause_s = self._settings.first_pause_s
+                    backoff.reset()
             except FAILURES as error:
                 log_event(log, logging.DEBUG, "watch ended", instance=self.name, reason=note_of(error))
             self.status.reported_state = "ready"  # as far as is known
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._settings.longest_pause_s)
+            await asyncio.sleep(backoff.next_s())
 
     def _take_report(self, message: predictor_pb2.WatchResponse) -> None:
         if message.instance_id != self.name:

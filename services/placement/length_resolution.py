@@ -19,7 +19,7 @@ from services.placement.listeners import COMPLETED, PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.replies import note_of
 from services.placement.settings import SchedulerSettings
-from services.placement.sidecar_connection import CHANNEL
+from services.rpc.channels import open_channel
 from services.rpc.messages import tag_from
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class LengthResolver(PlacementListener):
         self._outcomes: deque[common_pb2.Outcome] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(settings.tagger, options=CHANNEL) if settings.tagger else None
+        self._channel = open_channel(settings.tagger) if settings.tagger else None
         self._stub = tagger_pb2_grpc.LengthTaggerStub(self._channel) if self._channel else None
 
     async def resolve(self, request: common_pb2.Request, prompt: bytes, *, ask: bool) -> None:

@@ -15,7 +15,7 @@ from scheduler.placement import Placement
 from services.logs import log_event
 from services.placement.listeners import PlacementListener
 from services.placement.replies import note_of
-from services.placement.sidecar_connection import CHANNEL
+from services.rpc.channels import open_channel
 from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ReportStream:
         self._address = address
         self._unsent: deque[provisioner_pb2.ReportRequest] = deque(maxlen=MAX_KEPT)
         self._has_reports = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._channel = open_channel(address)
         self._sending = asyncio.create_task(supervised("reports", self._stream))
 
     def put(self, report: provisioner_pb2.ReportRequest) -> None:

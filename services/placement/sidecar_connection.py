@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import grpc
-
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.candidate import CandidateStatus
 from services.placement.circuit_breaker import CircuitBreaker
@@ -15,20 +13,10 @@ from services.placement.metrics import SchedulerMetrics
 from services.placement.pipelined_call import PipelinedCall
 from services.placement.replies import FAILURES, predict_responses, reserve_response, status_of
 from services.placement.settings import SchedulerSettings
+from services.rpc.channels import open_channel
 
 UNREACHABLE = (CandidateStatus.LATE, CandidateStatus.DOWN)  # states that all sidecars behind one address share
 RELEASE_S = 5.0  # deadline of calls that no request waits for
-
-# A sidecar that returns is reconnected within a second; one that is cut off silently is noticed within half a minute.
-CHANNEL = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-)
 
 
 class ForecastCall:
@@ -74,7 +62,7 @@ class SidecarConnection:
         self.breaker = CircuitBreaker(address, settings.circuit(), metrics)
         self._suspects = suspects
         self._deadline_s = settings.sidecar_deadline_s
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._channel = open_channel(address)
         stub = predictor_pb2_grpc.PredictorStub(self._channel)
         self._release, self._watch = stub.Release, stub.Watch
         self._predict = PipelinedCall(self._channel, "Predict", self._deadline_s)

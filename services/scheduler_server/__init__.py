@@ -16,9 +16,9 @@ from protos.block.v1 import scheduler_pb2_grpc
 from services.http.client import HttpClient
 from services.instances import InstanceSource
 from services.placement.lifecycle import placement_driver
+from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
 from services.rpc.server import ServerSettings, serve_until_signalled
-from services.scheduler_server.service import SchedulerService
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
 

@@ -17,7 +17,7 @@ from services.explanations import in_short, table_of
 from services.placement.decision_log import DecisionLog
 from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
 from services.placement.metrics import SchedulerMetrics
-from services.scheduler_server.service import is_local
+from services.placement.service import is_local
 from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
 from tests.services.stub_sidecars import sidecars
 

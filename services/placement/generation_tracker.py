@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.scheduler_server.upstream_engine import EngineError, StreamChunk
+from services.placement.upstream_engine import EngineError, StreamChunk
 
 REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,

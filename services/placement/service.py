@@ -21,10 +21,10 @@ from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.instances import Instance
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
+from services.placement.generation_tracker import GenerationTracker
+from services.placement.upstream_engine import EngineError, EngineRequest, answer, question_from
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
-from services.scheduler_server.generation_tracker import GenerationTracker
-from services.scheduler_server.upstream_engine import EngineError, EngineRequest, answer, question_from
 
 log = logging.getLogger(__name__)
 
