@@ -36,7 +36,7 @@ class Cluster:
     @property
     def instances_file(self) -> Path:
         """Where schedulers find the instances; they see what is changed there."""
-        if self.settings.span is not None:
+        if self.settings.instance_range is not None:
             return self.folder / PROVISIONER / "instances.json"
         return self.folder / "instances.json"
 
@@ -53,7 +53,7 @@ class Cluster:
     @property
     def provisioner_address(self) -> str:
         """Where the provisioner is asked; nothing where there is none."""
-        return self.address_of(PROVISIONER) if self.settings.span is not None else ""
+        return self.address_of(PROVISIONER) if self.settings.instance_range is not None else ""
 
     def url_of(self, name: str) -> str:
         """The address of a part that speaks HTTP."""
@@ -82,13 +82,13 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
     refuse_taken(settings.host, settings.port, "port")  # the gateway, which takes it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder())
     try:
-        if settings.span is None:
+        if settings.instance_range is None:
             await _start(cluster, _engines_and_tagger(cluster), started)
             require_shown(settings, cluster.state_files)
             await _start(cluster, _sidecars(cluster), started)
         else:
             await _start(cluster, _provisioner_and_tagger(cluster), started)
-            await first_instances(cluster.instances_file, settings.span.least)
+            await first_instances(cluster.instances_file, settings.instance_range.minimum)
         for layer in (_schedulers, _gateways):
             await _start(cluster, layer(cluster), started)
         yield cluster
@@ -105,9 +105,9 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
 
 def _provisioner_and_tagger(cluster: Cluster) -> list[Child]:
     settings, common = cluster.settings, _common(cluster.settings)
-    assert settings.span is not None
+    assert settings.instance_range is not None
     folder = cluster.instances_file.parent
-    return [provisioner_of(settings, settings.span, common, folder), Child("tagger", "tagger", *common)]
+    return [provisioner_of(settings, settings.instance_range, common, folder), Child("tagger", "tagger", *common)]
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
@@ -140,7 +140,7 @@ def _engine_flag(cluster: Cluster, number: int) -> str:
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     told: tuple[str, ...] = ()
-    if settings.span is None:
+    if settings.instance_range is None:
         _write_instances(cluster)
     else:
         told = ("--provisioner", cluster.address_of(PROVISIONER))

@@ -27,7 +27,8 @@ from services.http.prompt_sizes import PromptSizes
 from services.http.prompt_tokens import PromptTokens
 from services.http.server import answering, listening
 from services.logs import log_event
-from services.rpc.server import ServerSettings, metrics_served, stop_signal
+from services.rpc.server import metrics_served, stop_signal
+from services.rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 from uuid import uuid4
 
 from protos.block.v1 import common_pb2
@@ -27,10 +28,12 @@ MOST_ERROR_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """How much is borne."""
+    """The limits of a load test."""
 
-    timeout_s: float = 600.0  # for one request, from its sending, by the clock on the wall
-    max_in_flight: int = 1024  # beyond, requests wait, and their clocks run
+    timeout_s: Annotated[float, "Maximum time for one request, in seconds of wall time."] = 600.0
+    max_in_flight: Annotated[
+        int, "Maximum number of requests in progress; further requests wait, which counts as latency."
+    ] = 1024
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""

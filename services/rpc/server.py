@@ -6,7 +6,6 @@ import asyncio
 import errno
 import gc
 import logging
-import math
 import signal
 import socket
 import time
@@ -22,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from services.logs import log_event
 from services.rpc.errors import BusyError, message_of, status_of
+from services.rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -29,34 +29,8 @@ Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server wi
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checkers alone
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-MOST_MEBIBYTES = 1024
 SETTLE_S = 0.05  # for callers to notice that the door is closed
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Where a server listens and what it bears; port 0 takes any free one."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int | None = None
-    max_concurrency: int = 1024
-    max_message_mib: int = 16
-    drain_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no server could do."""
-        for name in ("port", "metrics_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise ValueError(f"{name}: must lie between 0 and 65535, not {value}")
-        if self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
-        if not 1 <= self.max_message_mib <= MOST_MEBIBYTES:
-            raise ValueError(f"max_message_mib: must lie between 1 and {MOST_MEBIBYTES}, not {self.max_message_mib}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from protos.block.v1 import scheduler_pb2_grpc
 from services.http.client import HttpClient
 from services.instances import FromName, InstanceSource, watch
-from services.rpc.server import ServerSettings, serve_until_signalled
+from services.placement.settings import SchedulerSettings
+from services.rpc.server import serve_until_signalled
+from services.rpc.settings import ServerSettings
 from services.scheduler_server.decision_recorder import DecisionRecorder
 from services.scheduler_server.instance_registry import InstanceRegistry
 from services.scheduler_server.length_resolution import LengthResolver
 from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.provisioner_reports import ProvisionerReports
 from services.scheduler_server.service import SchedulerService
-from services.scheduler_server.settings import SchedulerSettings
 from services.supervised_task import supervised
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from predictor.forecast import Forecast
 from protos.block.v1 import predictor_pb2
 from scheduler.candidate_ranking import Candidate, CandidateStatus
+from services.placement.settings import SchedulerSettings
 from services.scheduler_server.instance_handle import InstanceHandle
 from services.scheduler_server.instance_registry import ModelInstances
 from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.placement_request import PlacementRequest
 from services.scheduler_server.replies import STATES
-from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar_connection import SidecarConnection
 
 

@@ -15,6 +15,7 @@ from scheduler.instance_table import InstanceTable
 from scheduler.reservation_versions import ReservationVersions
 from services.instances import Instance
 from services.logs import log_event
+from services.placement.settings import SchedulerSettings
 from services.rpc.messages import indicators_from
 from services.scheduler_server.circuit_breaker import CircuitBreaker
 from services.scheduler_server.metrics import SchedulerMetrics
@@ -27,7 +28,6 @@ from services.scheduler_server.replies import (
     prediction_in,
     require_sensible,
 )
-from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar_connection import RELEASE_S, UNREACHED, ForecastCall, SidecarConnection
 from services.supervised_task import supervised
 

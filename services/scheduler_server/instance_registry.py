@@ -12,10 +12,10 @@ import numpy as np
 from scheduler.candidates import Places
 from scheduler.instance_table import InstanceTable
 from services.instances import Instances
+from services.placement.settings import SchedulerSettings
 from services.rpc.errors import UnknownNameError
 from services.scheduler_server.instance_handle import InstanceHandle
 from services.scheduler_server.metrics import SchedulerMetrics
-from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar_connection import SidecarConnection
 
 MOST_MODELS = 1024  # whose instances are remembered

@@ -14,10 +14,10 @@ from length_tagger import chained
 from length_tagger.estimate import Query
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.logs import log_event
+from services.placement.settings import SchedulerSettings
 from services.rpc.messages import tag_from
 from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.replies import note_of
-from services.scheduler_server.settings import SchedulerSettings
 from services.scheduler_server.sidecar_connection import CHANNEL
 
 log = logging.getLogger(__name__)

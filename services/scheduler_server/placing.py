@@ -9,6 +9,7 @@ from scheduler.candidate_ranking import Candidate, CandidateStatus, Ranking, as_
 from scheduler.candidates import Candidates, Facts
 from scheduler.policy import Policy, policy_from
 from scheduler.unranked import Unranked, unranked_of
+from services.placement.settings import SchedulerSettings
 from services.rpc.messages import request_from
 from services.scheduler_server.admission_queue import AdmissionQueue
 from services.scheduler_server.forecast_fan_out import ForecastFanOut, unwell_in
@@ -18,7 +19,6 @@ from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.placement_request import BASES, Placement, PlacementRequest
 from services.scheduler_server.prefix_cache_index import Prompt, PromptPrefixes
 from services.scheduler_server.reservation import ReservationAttempt
-from services.scheduler_server.settings import SchedulerSettings
 
 MOST_POLICIES = 64  # that requests ask for by themselves
 MOST_RANKED = 8  # of those that are compared without being asked; more are looked at when all of these fail

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate_ranking import LAST_RESORTS, Candidate, CandidateStatus, Ranking, order
 from scheduler.unranked import Unranked
+from services.placement.settings import SchedulerSettings
 from services.rpc.messages import forecast_message
 from services.scheduler_server.forecast_fan_out import ForecastFanOut
 from services.scheduler_server.instance_registry import ModelInstances
 from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.placement_request import Placement, PlacementRequest
 from services.scheduler_server.replies import STATES, SidecarError, forecast_in
-from services.scheduler_server.settings import SchedulerSettings
 
 MOST_FAILED_RESERVES = 2  # then the request goes where it was to go, without a promise
 

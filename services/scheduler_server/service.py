@@ -18,6 +18,7 @@ from services.http.openai_body import OpenAIRequest
 from services.http.prompt_sizes import PromptSizes
 from services.http.prompt_tokens import PromptTokens
 from services.logs import log_event
+from services.placement.settings import SchedulerSettings
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
 from services.scheduler_server.decision_log import DecisionLog
@@ -33,7 +34,6 @@ from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.placement_request import BASES, Placement, PlacementRequest
 from services.scheduler_server.placing import Placer
 from services.scheduler_server.provisioner_reports import ProvisionerReports
-from services.scheduler_server.settings import SchedulerSettings
 
 log = logging.getLogger(__name__)
 

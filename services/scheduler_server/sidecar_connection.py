@@ -10,11 +10,11 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.candidate_ranking import CandidateStatus
+from services.placement.settings import SchedulerSettings
 from services.scheduler_server.circuit_breaker import CircuitBreaker
 from services.scheduler_server.metrics import SchedulerMetrics
 from services.scheduler_server.pipelined_call import PipelinedCall
 from services.scheduler_server.replies import FAILURES, fate_of, promise_in, responses_in
-from services.scheduler_server.settings import SchedulerSettings
 
 UNREACHED = (CandidateStatus.LATE, CandidateStatus.DOWN)  # fates that all who answer at one place share
 RELEASE_S = 5.0  # deadline of what nobody waits for

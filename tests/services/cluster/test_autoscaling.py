@@ -17,7 +17,7 @@ import pytest
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
-from services.cluster.instance_range import InstanceRange, instance_range_from, room_of
+from services.cluster.instance_range import InstanceRange, engine_capacity_of, instance_range_from
 from services.cluster.settings import ClusterSettings, VllmSettings, settings_from_file
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
@@ -106,9 +106,9 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
                     return states == [common_pb2.INSTANCE_STATE_READY] * num
 
                 assert await has(2)
-                async with loaded(url, clients=90, output_tokens=60, most=100_000) as load:
+                async with loaded(url, clients=90, output_tokens=60, maximum=100_000) as load:
                     await until(partial(has, 5), LONG_S, "five instances")
-                async with loaded(url, clients=1, output_tokens=60, most=100_000) as quiet:
+                async with loaded(url, clients=1, output_tokens=60, maximum=100_000) as quiet:
                     await until(partial(has, 2), LONG_S, "two instances again")
                 assert load.failures() + quiet.failures() == []
                 assert load.served_since(0) > 0
@@ -145,17 +145,17 @@ def test_a_table_that_says_how_many_at_most_starts_a_provisioner(tmp_path: Path)
     file = tmp_path / "cluster.toml"
     file.write_text(TABLES)
     given = settings_from_file(str(file))
-    assert ClusterSettings(**given).span == InstanceRange(least=2, most=5)
-    assert given["room"] == {"seats": 8, "kv_tokens": 257 * 16}
+    assert ClusterSettings(**given).instance_range == InstanceRange(minimum=2, maximum=5)
+    assert given["capacity"] == {"seats": 8, "kv_tokens": 257 * 16}
     file.write_text(TABLES.replace("[cluster]", "[cluster]\nprovision = '1-3'").replace("tick-s", "seats = 4\ntick-s"))
     given = settings_from_file(str(file))
-    assert ClusterSettings(**given).span == InstanceRange(least=1, most=3)
-    assert "seats" not in given["room"]
+    assert ClusterSettings(**given).instance_range == InstanceRange(minimum=1, maximum=3)
+    assert "seats" not in given["capacity"]
     file.write_text("[provisioner]\n")
-    assert ClusterSettings(**settings_from_file(str(file))).span is None
+    assert ClusterSettings(**settings_from_file(str(file))).instance_range is None
 
 
 def test_room_is_what_an_engine_has() -> None:
     """Nothing where nothing is said."""
-    assert room_of({}) == {}
-    assert room_of({"num_gpu_blocks": 10, "block-size": 32}) == {"kv_tokens": 320}
+    assert engine_capacity_of({}) == {}
+    assert engine_capacity_of({"num_gpu_blocks": 10, "block-size": 32}) == {"kv_tokens": 320}

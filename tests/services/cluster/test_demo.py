@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cluster.demo import LONGEST_TOKENS, DemoSettings, plan_of
+from services.cluster.demo import MAX_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
 from tests.services.waiting import PATIENCE_S
 
@@ -40,7 +40,7 @@ def test_a_tiny_demo() -> None:
 def test_the_traffic_is_the_same_for_the_same_seed() -> None:
     """Policies are compared by the same requests, none of them longer than anybody wants to wait for."""
     assert plan_of(DemoSettings(seed=3)) == plan_of(DemoSettings(seed=3)) != plan_of(DemoSettings(seed=4))
-    assert max(one.output_tokens for one in plan_of(DemoSettings())) <= LONGEST_TOKENS
+    assert max(one.output_tokens for one in plan_of(DemoSettings())) <= MAX_TOKENS
 
 
 @pytest.mark.parametrize(

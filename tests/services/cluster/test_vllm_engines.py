@@ -143,7 +143,7 @@ def test_a_table_for_vllm(tmp_path: Path) -> None:
 BAD_FLAGS = (
     (["--vllm-command", "vllm"], "vllm: is missing"),
     (["--", "--dtype", "half"], "vllm: is missing"),
-    (["--vllm", "m"], "profile: none is known for m; say --profile"),
+    (["--vllm", "m"], "profile: none is known for m; give --profile"),
     (["--vllm", "m", "-p", "nowhere"], "profile: there is none named 'nowhere'"),
     (["--vllm", "m", "-p", "constant", "--speed", "2"], "speed: is of emulated engines only"),
     (["--vllm", "m", "-p", "constant", "--", "--host", "x"], "arguments: --host is not for"),

@@ -22,7 +22,8 @@ from predictor.config import EngineConfig
 from predictor.profile import Profile, load_profile
 from services.emulator.app import App
 from services.emulator.driver import Driver
-from services.emulator.server import EmulatorSettings, application, bind, server, warm
+from services.emulator.server import application, bind, server, warm
+from services.emulator.settings import EmulatorSettings
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from predictor.profile import load_profile
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.predictor_server import ENDLESS, PredictorService, SidecarSettings, standing_beside
+from services.predictor_server.server import ENDLESS, PredictorService, standing_beside
+from services.predictor_server.settings import SidecarSettings
 from services.predictor_server.sidecar import Sidecar
 from services.rpc.server import ServerSettings, serving
 

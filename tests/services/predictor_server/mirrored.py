@@ -18,10 +18,11 @@ from predictor.forecast import Forecast
 from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
-from services.predictor_server import MirrorSettings, PredictorService, SidecarSettings, keeping_up
 from services.predictor_server.engine_view import EngineSource
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.mirroring import Mirroring, mirroring
+from services.predictor_server.server import PredictorService, keeping_up
+from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.rpc.server import ServerSettings, serving
 from tests.services.predictor_server.asking import A30, NAME, PATIENCE_S, Asked
 

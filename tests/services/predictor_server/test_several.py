@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from protos.block.v1 import common_pb2, predictor_pb2
-from services.predictor_server import SidecarSettings
-from services.predictor_server.settings import MirrorSettings, require_distinct
+from services.predictor_server.settings import MirrorSettings, SidecarSettings, require_distinct
 from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.asking import READY, AskedNode, node_of, request, run
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from protos.block.v1 import provisioner_pb2_grpc
-from services.provisioner_server import ProvisionerService
+from services.provisioner_server.service import ProvisionerService
 from tests.services.cli.running import block, refusal
 from tests.services.provisioner_server.acting import Noting, leader
 from tests.services.waiting import run, until

@@ -1,0 +1,1 @@
+"""What a scheduler and a gateway that decides in its own process share."""
