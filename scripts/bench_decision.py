@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.candidate_ranking import forecast_columns
 from scheduler.candidates import Facts
 from scheduler.instance_table import InstanceTable

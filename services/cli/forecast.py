@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from predictor.forecast import Forecast, Forecaster
+from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.transfer import engine_from
 from services.cli.engine_options import profile_named

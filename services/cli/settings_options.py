@@ -171,9 +171,9 @@ def _values(command: CommandSettings, parameters: dict[str, Any]) -> SettingValu
     were_set: set[str] = set()
     renamed: list[tuple[str, str]] = []
     for name, setting in command.settings.items():
+        given[name] = None if setting.flag is None else parameters.pop(name)
         if setting.flag is None:
             continue
-        given[name] = parameters.pop(name)
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             were_set.add(name)
         for former in setting.option.deprecated:

@@ -45,7 +45,10 @@ CONDITIONS = {
     "indicator_delay_s": (float, "Age of an indicator update when it arrives, in seconds."),
     "step_noise": (float, "Standard deviation of the logarithm of step times."),
     "residual": (str, "How the rest of a response is predicted: conditional_median, conditional_quartile or plus_ten."),
-    "prefix_view": (click.Choice(["engine", "sent"]), "Prefix hits are predicted from engines' caches, or from requests."),
+    "prefix_view": (
+        click.Choice(["engine", "sent"]),
+        "Prefix hits are predicted from engines' caches, or from requests.",
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.request import Request
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.reservations import Promise

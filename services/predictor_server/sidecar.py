@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request
 from predictor.snapshot import Snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.candidate_ranking import Candidate, CandidateStatus
 from services.rpc.messages import forecast_message, indicators_message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.calibration import Calibration
 from services.rpc.messages import forecast_message

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import predictor_pb2
 from scheduler.candidate_ranking import Candidate, CandidateStatus
 from services.placement.settings import SchedulerSettings

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2
 from scheduler.candidate_ranking import Candidate
 from scheduler.unranked import Unranked

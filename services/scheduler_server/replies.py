@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.message import DecodeError
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate_ranking import CandidateStatus
 from services.rpc.messages import forecast_from

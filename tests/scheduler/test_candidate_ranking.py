@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.candidate_ranking import (
     Candidate,
     CandidateStatus,

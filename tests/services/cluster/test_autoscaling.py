@@ -106,9 +106,9 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
                     return states == [common_pb2.INSTANCE_STATE_READY] * num
 
                 assert await has(2)
-                async with loaded(url, clients=90, output_tokens=60, maximum=100_000) as load:
+                async with loaded(url, clients=90, output_tokens=60, most=100_000) as load:
                     await until(partial(has, 5), LONG_S, "five instances")
-                async with loaded(url, clients=1, output_tokens=60, maximum=100_000) as quiet:
+                async with loaded(url, clients=1, output_tokens=60, most=100_000) as quiet:
                     await until(partial(has, 2), LONG_S, "two instances again")
                 assert load.failures() + quiet.failures() == []
                 assert load.served_since(0) > 0
