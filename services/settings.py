@@ -181,8 +181,8 @@ class SettingsPart:
 class CommandSettings:
     """All settings of a command: the table that it reads, and the dataclasses that its flags fill.
 
-    Where two dataclasses have a setting of the same name, there is one flag if type and default agree, else the second
-    flag has the name of the lending command before its own.
+    Where two dataclasses have a setting of the same name, there is one flag for both if type and default agree, else
+    the second flag has the name of the lending command before its own.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class CommandSettings:
         self.environment = (f"BLOCK_{name.upper()}", "BLOCK") if environment is None else environment
         self.settings: dict[str, Setting] = {}
         self.part_of: dict[str, SettingsPart] = {}
+        self.lender_of: dict[str, CommandSettings] = {}
         self._names: dict[type, dict[tuple[str, ...], str]] = {}
         for part in parts:
             self._add(part if isinstance(part, SettingsPart) else SettingsPart(part))
@@ -208,8 +209,11 @@ class CommandSettings:
     @property
     def lenders(self) -> tuple[CommandSettings, ...]:
         """The commands whose tables are read as well."""
-        lenders = [part.lent_by for part in self.part_of.values() if part.lent_by is not None]
-        return tuple(dict.fromkeys(lenders))
+        return tuple(dict.fromkeys(self.lender_of.values()))
+
+    def table_of(self, name: str) -> str:
+        """Give the table of a file that has the key of a setting; "" where no file is read."""
+        return "" if self.file == "none" else self.part_of[name].table or self.name
 
     def variables(self, name: str, former: str = "") -> list[str]:
         """List the environment variables of a setting, or of its former name; the first that is set counts."""
@@ -217,8 +221,7 @@ class CommandSettings:
             return []
         if table := self.part_of[name].table:
             return [f"BLOCK_{table.upper()}_{name.upper()}"]
-        lender = self.part_of[name].lent_by
-        lent = lender.environment[:1] if lender is not None else ()
+        lent = self.lender_of[name].environment[:1] if name in self.lender_of else ()
         prefixes = (*self.environment[:1], *lent, *self.environment[1:])
         return [f"{prefix}_{(former or name).upper()}" for prefix in prefixes]
 
@@ -240,6 +243,8 @@ class CommandSettings:
             if name not in self.settings:
                 self.settings[name] = replace(setting, name=name)
                 self.part_of[name] = part
+            if part.lent_by is not None:
+                self.lender_of[name] = part.lent_by
             names[setting.path] = name
 
     def names_of(self, values: type) -> Mapping[tuple[str, ...], str]:

@@ -17,6 +17,7 @@ from services.cli.engine_options import profile_named
 from services.settings import A30_PROFILE
 from simulator.codec import plain, read_json, request_from, snapshot_from
 
+NEUTRAL_PACE = 1.0
 COLUMNS = (
     "ttft_s",
     "tpot_s",
@@ -49,7 +50,9 @@ COLUMNS = (
     show_default=True,
     help="How the rest of a response is predicted once it has begun.",
 )
-@click.option("--pace", type=float, default=1.0, show_default=True, help="Ratio of real to predicted step times.")
+@click.option(
+    "--pace", type=float, default=NEUTRAL_PACE, show_default=True, help="Ratio of real to predicted step times."
+)
 @click.option(
     "--delays/--no-delays", default=True, show_default=True, help="Forecast the delay of the other requests as well."
 )

@@ -42,7 +42,6 @@ def policies(context: click.Context, *, as_json: bool) -> None:
             click.echo(f"{'':{width}}  {key} = {one.default:g}: {one.meaning}")
     example = "expr: p_tokens * batch_size"
     click.echo(f"\nA policy can also be a formula over indicators: {example!r}. The lowest score wins.")
-    )
 
 
 @policies.command()

@@ -85,6 +85,7 @@ class SettingOption(click.Option):
             allow_from_autoenv=False,
         )
         self.setting = setting
+        self.settings = command
         self.keys = (former,) if former else (name, *setting.option.aliases)
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
@@ -248,7 +249,7 @@ def _keys_of_lender(command: CommandSettings, lender: CommandSettings) -> Keys:
     lent = {
         setting.option.name or setting.path[-1]: name
         for name, setting in command.settings.items()
-        if command.part_of[name].lent_by is lender
+        if command.lender_of.get(name) is lender
     }
     keys: Keys = {}
     for name, setting in lender.settings.items():

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from services.logs import log_event
@@ -54,6 +53,8 @@ async def serving(
     `endless` names methods (/package.Service/Method) whose streams end only when somebody leaves: nobody waits for
     them.
     """
+    from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
+
     mebibytes = settings.max_message_mib * 2**20
     server = grpc.aio.server(
         options=[

@@ -1,4 +1,4 @@
-"""`block up --provision`: a burst makes a cluster grow, it shrinks again, no request fails, and nothing stays behind."""
+"""`block up --provision`: a cluster grows under load and shrinks again, no request fails, no process is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.cluster.settings import ClusterSettings, VllmSettings, settings_fr
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 LONG_S = 240.0  # for several processes to start, one after the other
 TABLES = """
@@ -63,7 +63,7 @@ idle-s = 60.0
 
 @contextmanager
 def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run the command while the block runs, and write what it says to a file."""
+    """Run the command while the block runs; its output goes to a file."""
     file, said = folder / "cluster.toml", folder / "said"
     file.write_text(TABLES)
     block = str(Path(sys.executable).with_name("block"))
@@ -79,7 +79,7 @@ def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
 
 
 def told(process: subprocess.Popen[bytes], said: Path, pattern: str) -> str:
-    """Find in what it has said so far; nothing while it has not said it."""
+    """Find a pattern in the output so far."""
     text = said.read_text(errors="replace")
     assert process.poll() is None, text
     found = re.search(pattern, text)
@@ -87,7 +87,7 @@ def told(process: subprocess.Popen[bytes], said: Path, pattern: str) -> str:
 
 
 def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path) -> None:
-    """From two instances to five and back to two, all of it by one command; Ctrl-C ends those that were started, too."""
+    """It grows from two instances to five and shrinks to two; Ctrl-C stops the started engines as well."""
 
     async def test() -> None:
         with up(tmp_path) as (process, said):
@@ -127,21 +127,21 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["5", "5-2", "0-2", "2-257", "two-five", "2-", "2-5-7"])
-def test_spans_that_make_no_sense_are_refused(text: str) -> None:
-    """By name."""
+def test_bad_ranges_are_refused(text: str) -> None:
+    """The error names the field."""
     with pytest.raises(ValueError, match="^provision: "):
         instance_range_from(text)
 
 
 def test_a_provisioner_goes_with_engines_that_it_can_start() -> None:
-    """Neither vLLM's, which need devices of their own, nor mirrored ones."""
+    """It cannot start vLLM, which needs devices, nor mirrored engines."""
     for settings in ({"vllm": VllmSettings(model="m")}, {"mirror": True}):
         with pytest.raises(ValueError, match="^provision: "):
             ClusterSettings(provision="1-2", **settings)
 
 
-def test_a_table_that_says_how_many_at_most_starts_a_provisioner(tmp_path: Path) -> None:
-    """It knows of engines what their own table says, unless it is told otherwise; [cluster] goes before."""
+def test_a_table_with_a_maximum_starts_a_provisioner(tmp_path: Path) -> None:
+    """It has the capacity of engines from their table, unless [provisioner] sets it; [cluster] takes precedence."""
     file = tmp_path / "cluster.toml"
     file.write_text(TABLES)
     given = settings_from_file(str(file))
@@ -155,7 +155,7 @@ def test_a_table_that_says_how_many_at_most_starts_a_provisioner(tmp_path: Path)
     assert ClusterSettings(**settings_from_file(str(file))).instance_range is None
 
 
-def test_room_is_what_an_engine_has() -> None:
-    """Nothing where nothing is said."""
+def test_capacity_is_read_from_the_table_of_engines() -> None:
+    """What the table leaves out is unknown."""
     assert engine_capacity_of({}) == {}
     assert engine_capacity_of({"num_gpu_blocks": 10, "block-size": 32}) == {"kv_tokens": 320}
