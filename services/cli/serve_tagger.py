@@ -29,7 +29,9 @@ def tagger(given: SettingValues) -> None:
     from services.tagger_server.server import serve
 
     server = server_of(given)
-    settings, own, encoder = (given.make(one) for one in (TaggerSettings, TaggerServerSettings, EncoderSettings))
+    settings = given.make(TaggerSettings)
+    own = given.make(TaggerServerSettings)
+    encoder = given.make(EncoderSettings)
     own.require_encoder(encoder.folder)
     serve(
         chained(own.order, settings),

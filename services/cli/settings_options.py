@@ -105,7 +105,7 @@ class LazyChoice(click.Choice[str]):
         self._listed = choices
 
     @property
-    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+    def choices(self) -> tuple[str, ...]:
         """The list."""
         return tuple(self._listed())
 
@@ -142,7 +142,7 @@ def settings_options(command: CommandSettings) -> Callable[[Callable[..., Any]],
         def call(**parameters: Any) -> Any:
             return function(given=_values(command, parameters), **parameters)
 
-        options = [
+        options: list[click.Option] = [
             SettingOption(command, name, former)
             for name, setting in command.settings.items()
             if setting.flag is not None

@@ -93,7 +93,7 @@ class Child:
         self._serving.clear()
         self._output.clear()
         program = self._program
-        self._process = process = await _started(self.name, program, program.command(self.port, self.proxy_port))
+        self._process = process = await _started(self.name, program, program.command_line(self.port, self.proxy_port))
         reading = asyncio.create_task(self._read_output(process))
         signals: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._serving.wait()),

@@ -42,7 +42,7 @@ class Program(Protocol):
     def health_url(self, port: int) -> str:
         """The URL whose /health is polled; empty if the program logs that it serves."""
 
-    def command(self, port: int, proxy_port: int | None) -> Sequence[str]:
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
         """The command line."""
 
     def parsed(self, line: str) -> OutputLine:
@@ -64,7 +64,7 @@ class BlockServer:
         """Return nothing: the server logs that it serves."""
         return ""
 
-    def command(self, port: int, proxy_port: int | None) -> Sequence[str]:
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
         """Run the server with this interpreter."""
         proxy = () if proxy_port is None else ("--proxy-port", str(proxy_port))
         command = (sys.executable, "-m", "services.cli", "serve", *self.arguments)
@@ -102,7 +102,7 @@ class VllmServer:
         """Return the address of the server."""
         return f"http://{LOCAL.get(self.host, self.host)}:{port}"
 
-    def command(self, port: int, proxy_port: int | None) -> Sequence[str]:
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
         """Serve the model at this port; vLLM has no proxy."""
         assert proxy_port is None
         return (self.command, "serve", self.model, "--host", self.host, "--port", str(port), *self.arguments)

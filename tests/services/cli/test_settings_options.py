@@ -265,7 +265,7 @@ def test_every_table_belongs_to_a_command() -> None:
 
 
 def test_local_schedulers_are_choices() -> None:
-    """Their list is made when it is asked for, since it costs an import."""
+    """Their list is made when it is needed, since it costs an import."""
     serve = block.commands["serve"]
     assert isinstance(serve, click.Group)
     (option,) = (one for one in serve.commands["engine"].params if one.name == "batcher")

@@ -155,7 +155,7 @@ class Living:
     def also_listed(self, sidecars: Mapping[str, int], *, without: Collection[str] = ()) -> Iterator[None]:
         """Add instances with these sidecars and the first engine to the list while the block runs.
 
-        Meanwhile they are not told of instances that the list is to be `without`.
+        Meanwhile the list has none of the instances in `without`.
         """
         file = self.cluster.instances_file
         before = json.loads(file.read_text(encoding="utf-8"))

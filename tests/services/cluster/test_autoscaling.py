@@ -64,12 +64,12 @@ idle-s = 60.0
 @contextmanager
 def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Run the command while the block runs; its output goes to a file."""
-    file, said = folder / "cluster.toml", folder / "said"
+    file, output = folder / "cluster.toml", folder / "output"
     file.write_text(TABLES)
     block = str(Path(sys.executable).with_name("block"))
-    with said.open("wb") as out, subprocess.Popen([block, "up", "-c", str(file)], stderr=out) as process:
+    with output.open("wb") as out, subprocess.Popen([block, "up", "-c", str(file)], stderr=out) as process:
         try:
-            yield process, said
+            yield process, output
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -78,9 +78,9 @@ def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
             process.kill()
 
 
-def told(process: subprocess.Popen[bytes], said: Path, pattern: str) -> str:
+def found_in(process: subprocess.Popen[bytes], output: Path, pattern: str) -> str:
     """Find a pattern in the output so far."""
-    text = said.read_text(errors="replace")
+    text = output.read_text(errors="replace")
     assert process.poll() is None, text
     found = re.search(pattern, text)
     return found.group(1) if found else ""
@@ -90,12 +90,12 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
     """It grows from two instances to five and shrinks to two; Ctrl-C stops the started engines as well."""
 
     async def test() -> None:
-        with up(tmp_path) as (process, said):
-            await until(lambda: bool(told(process, said, r"block: (http://\S+)/v1")), LONG_S, "a gateway")
-            url = told(process, said, r"block: (http://\S+)/v1")
+        with up(tmp_path) as (process, output):
+            await until(lambda: bool(found_in(process, output, r"block: (http://\S+)/v1")), LONG_S, "a gateway")
+            url = found_in(process, output, r"block: (http://\S+)/v1")
             address = r"provisioner: block provision status --address (\S+)"
-            await until(lambda: bool(told(process, said, address)), LONG_S, "the provisioner's address")
-            async with grpc.aio.insecure_channel(told(process, said, address)) as channel:
+            await until(lambda: bool(found_in(process, output, address)), LONG_S, "the provisioner's address")
+            async with grpc.aio.insecure_channel(found_in(process, output, address)) as channel:
                 stub = provisioner_pb2_grpc.ProvisionerStub(channel)
 
                 async def pool() -> pb.PoolStatus:
@@ -117,7 +117,7 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
                 engines = [one.engine_url for one in (await pool()).instances]
             process.send_signal(signal.SIGINT)
             await until(lambda: process.poll() is not None, LONG_S, "the end")
-            assert process.returncode == 0, said.read_text()
+            assert process.returncode == 0, output.read_text()
         assert len(engines) == 2
         for engine in engines:
             with pytest.raises(ConnectionRefusedError):

@@ -121,7 +121,7 @@ def test_the_tagger_is_killed(live: Living) -> None:
 def test_an_engine_hangs(live: Living) -> None:
     """Its streams end in an error event after a while, its sidecar reports it down, and it serves when it recovers.
 
-    It neither refuses connections nor says on /health that anything is wrong with it.
+    It accepts connections, and its /health does not respond.
     """
 
     async def test() -> None:
@@ -151,7 +151,7 @@ async def answered(live: Living, gateway: Child, **fields: Any) -> httpx.Respons
 def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
     """Its requests are sent to other engines when nothing has come in time, as long as the retry budget allows.
 
-    All are placed there on the word of a sidecar that says that it is free at once.
+    All are placed there by the forecasts of its sidecar, that it is free at once.
     """
     hasty = ("--first-byte-s", "4", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "10")
 

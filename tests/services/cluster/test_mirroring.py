@@ -56,9 +56,9 @@ def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) ->
         settings = ClusterSettings(**settings_from_file(str(path)), tables_file=str(path))
         async with running(settings) as cluster, httpx.AsyncClient(timeout=PATIENCE_S) as client:
             (url,) = cluster.gateway_urls.values()
-            told = json.loads(cluster.instances_file.read_text())["instances"]
+            listed = json.loads(cluster.instances_file.read_text())["instances"]
             proxies = [f"http://127.0.0.1:{cluster.children[f'predictor-{number}'].proxy_port}" for number in range(2)]
-            assert [one["engine_url"] for one in told] == proxies
+            assert [one["engine_url"] for one in listed] == proxies
             headers = [await completed(client, url) for _ in range(6)]
             assert all(float(one["x-block-predicted-e2e-ms"]) > 0 for one in headers)
             await killed_and_back(cluster, client)

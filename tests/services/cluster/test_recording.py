@@ -60,14 +60,14 @@ async def explained(cluster: Cluster) -> None:
         headers = {"x-request-id": "why", "x-block-explain": "true"}
         url = f"{cluster.gateway_urls['block']}/v1/completions"
         response = await client.post(url, json=WHY, headers=headers)
-    told = json.loads(response.headers["x-block-explanation"])
-    assert told["policy"] == "block"
-    assert sorted(one["instance"] for one in told["candidates"]) == list(ENGINES)
-    assert told["candidates"][0]["instance"] == response.headers["x-block-instance"]
+    explanation = json.loads(response.headers["x-block-explanation"])
+    assert explanation["policy"] == "block"
+    assert sorted(one["instance"] for one in explanation["candidates"]) == list(ENGINES)
+    assert explanation["candidates"][0]["instance"] == response.headers["x-block-instance"]
     scheduler = cluster.address_of("scheduler-block-0")
     afterwards = await asyncio.to_thread(answer, "explain", "why", "--scheduler", scheduler)
     assert sorted(one["instance_id"] for one in afterwards["candidates"]) == list(ENGINES)
-    assert told["why"] == afterwards["why"]
+    assert explanation["why"] == afterwards["why"]
 
 
 def test_what_was_recorded_live_is_replayed_by_other_policies(tmp_path: Path) -> None:

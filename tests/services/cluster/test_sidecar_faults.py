@@ -89,7 +89,7 @@ def impossible(response: predictor_pb2.PredictResponse) -> predictor_pb2.Predict
 
 def of_another(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
     """Reply under another instance's name."""
-    response.instance_id = "somebody-else"
+    response.instance_id = "another-instance"
     return response
 
 

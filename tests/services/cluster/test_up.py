@@ -57,12 +57,12 @@ def up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def line_with(process: subprocess.Popen[str], text: str) -> str:
     """Read the output of a command up to a line that contains a text."""
     assert process.stderr is not None
-    said = []
+    output = []
     for line in process.stderr:
-        said.append(line)
+        output.append(line)
         if text in line:
             return line
-    raise AssertionError("".join(said))
+    raise AssertionError("".join(output))
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
@@ -145,9 +145,9 @@ def test_a_bad_file(text: str, message: str, tmp_path: Path) -> None:
     """The error is one line that names the key, and nothing is started."""
     file = tmp_path / "bad.toml"
     file.write_text(text)
-    said = refusal("up", "--config", str(file))
-    assert message in said
-    assert str(file) in said
+    output = refusal("up", "--config", str(file))
+    assert message in output
+    assert str(file) in output
 
 
 def test_a_bad_table_of_a_part(tmp_path: Path) -> None:

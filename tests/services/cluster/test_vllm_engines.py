@@ -57,7 +57,7 @@ TOO_LONG = (
         ),
         ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --blok-size", "vllm serve: error: unrecognized arguments: --blok-size"),
         ("Loading weights took 3 s\n\n", "Loading weights took 3 s"),
-        ("", "nothing"),
+        ("", "no output"),
     ],
 )  # fmt: skip
 def test_what_was_wrong_is_found_in_the_last_lines(text: str, complaint: str) -> None:
@@ -78,7 +78,7 @@ def test_only_its_warnings_are_passed_on() -> None:
 
 def test_its_command_line() -> None:
     """It has the model, the address and the user's arguments; health is polled at an address that can be reached."""
-    assert VLLM.command(81, None) == (
+    assert VLLM.command_line(81, None) == (
         "vllm", "serve", "m", "--host", "::", "--port", "81", "--dtype", "half",
     )  # fmt: skip
     assert VLLM.health_url(81) == "http://[::1]:81"
@@ -121,9 +121,9 @@ def test_engines_are_told_where_to_show_their_state(tmp_path: Path) -> None:
     files = [tmp_path / "engine-0.state", tmp_path / "engine-1.state"]
     vllm = VllmSettings(model="m", devices=("4", "5"), arguments=("--dtype", "half"))
     engines = engines_of(ClusterSettings(instances=2, vllm=vllm), (), files)
-    told = [engine._program.environment for engine in engines]
-    assert [one["BLOCK_STATE_FILE"] for one in told] == [*map(str, files)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["4", "5"]
+    environments = [engine._program.environment for engine in engines]
+    assert [one["BLOCK_STATE_FILE"] for one in environments] == [*map(str, files)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["4", "5"]
     assert len({engine.port for engine in engines} - {0}) == 2
     (mirrored, _) = engines_of(ClusterSettings(instances=2, vllm=vllm, mirror=True), (), files)
     assert mirrored._program.environment["BLOCK_EXPORT"] == "0"
