@@ -9,7 +9,7 @@ from enum import Enum
 
 import numpy as np
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.indicators import Column
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.admission.queue import AdmissionQueue, retry_pause_s
 from scheduler.candidate import (
     FALLBACK_ORDER,

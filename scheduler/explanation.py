@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.candidate import Candidate
 from scheduler.placement import DecisionBasis, Placement
 

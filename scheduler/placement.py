@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.candidates import RequestIndicators, Rows
 from scheduler.indicators import Column
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks

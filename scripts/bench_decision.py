@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-
-from predictor.forecast import Forecast
 from scheduler.candidate_ranking import forecast_columns
+
+from predictor.forecast_result import Forecast
 from scheduler.candidates import RequestIndicators
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from

@@ -30,7 +30,8 @@ from length_tagger import TAGGERS
 from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
-from services.tagger_server.batches import Batched, Batches, Encoder
+from services.tagger_server.batches import Batched, Batches
+from services.tagger_server.settings import EncoderSettings
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -51,7 +52,7 @@ def main() -> None:
     ]
     results = list(measured(queries))
     if arguments.encoder:
-        encoder = Encoder(
+        encoder = EncoderSettings(
             folder=arguments.encoder, threads=arguments.threads, runtime=arguments.runtime, deadline_s=10.0
         ).loaded()
         results.extend(encoder_measured(queries, encoder, arguments.offered))

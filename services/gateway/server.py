@@ -33,8 +33,9 @@ from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
-from services.rpc.server import ServerSettings, metrics_served, stop_signal
+from services.rpc.server import metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
+from services.rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 

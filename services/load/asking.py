@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from predictor.request import Slo
 from services.http.client import Headers
@@ -29,16 +29,24 @@ IDS = range(100, 1900)  # token ids that even small vocabularies have
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How planned requests are written: endpoint, prompts, response lengths, headers."""
+    """The form of the requests."""
 
     model: str
-    endpoint: str = "completions"
-    prompt: str = "token-ids"  # exact, if the endpoint accepts token ids; or words
-    output: str = "ignore-eos"  # with max_tokens; or a header for emulated engines; or only max_tokens
+    endpoint: Annotated[str, f"Endpoint: {' or '.join(ENDPOINTS)}."] = "completions"
+    prompt: Annotated[str, "Form of the prompts: token-ids, which are exact, or words."] = "token-ids"
+    output: Annotated[
+        str,
+        "How the length of a response is set: ignore-eos (with max_tokens), header (x-block-output-tokens, for "
+        "emulated engines) or none (max_tokens only).",
+    ] = "ignore-eos"
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    slo: Slo = NO_SLO  # of requests without their own
-    seed: int = 0
-    time_scale: float = 1.0  # seconds of the endpoint's time per second
+    slo: Slo = NO_SLO  # of requests that have none of their own
+    seed: Annotated[int, "Seed of lengths, prompts and arrival times."] = 0
+    time_scale: Annotated[
+        float,
+        "Endpoint seconds per second, for emulated engines with that --speed; rates and latencies are in endpoint "
+        "time.",
+    ] = 1.0
 
     def __post_init__(self) -> None:
         """Reject unknown values, naming the field."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 from uuid import uuid4
 
 from protos.block.v1 import common_pb2
@@ -28,10 +29,12 @@ MAX_ERROR_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """Limits of a load."""
+    """The limits of a load test."""
 
-    timeout_s: float = 600.0  # for one request, from sending on, by the wall clock
-    max_in_flight: int = 1024  # further requests wait, and their latencies include the wait
+    timeout_s: Annotated[float, "Maximum time for one request, in seconds of wall time."] = 600.0
+    max_in_flight: Annotated[
+        int, "Maximum number of requests in progress; further requests wait, which counts as latency."
+    ] = 1024
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""

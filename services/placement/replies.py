@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import grpc
 from google.protobuf.message import DecodeError
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Answer

@@ -20,7 +20,8 @@ from services.predictor_server.mirror import mirroring
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
-from services.rpc.server import ServerSettings, serve_until_signalled
+from services.rpc.server import serve_until_signalled
+from services.rpc.settings import ServerSettings
 from services.supervised_task import supervised
 
 NAME = "predictor"

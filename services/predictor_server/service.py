@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from predictor.engine_view import EngineView
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.request import Request
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Promise

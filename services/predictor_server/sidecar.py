@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from predictor.engine_view import EndedRequest, EngineView
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.indicators import indicators_of
 from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import Request

@@ -18,7 +18,8 @@ from services.instances import InstanceSource
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
-from services.rpc.server import ServerSettings, serve_until_signalled
+from services.rpc.server import serve_until_signalled
+from services.rpc.settings import ServerSettings
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
 

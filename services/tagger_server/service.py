@@ -14,8 +14,9 @@ from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.logs import log_event
-from services.tagger_server.batches import ENCODER, Batches
+from services.tagger_server.batches import Batches
 from services.tagger_server.drift import Drift
+from services.tagger_server.settings import ENCODER
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import grpc
 import httpx
 from prometheus_client import CollectorRegistry
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.profile import Profile
 from predictor.request import Request
 from protos.block.v1 import predictor_pb2_grpc
