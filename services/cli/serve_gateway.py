@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import click
 
+from services.cli import serve_scheduler
 from services.cli.settings_options import SettingValues, server_of, settings_options
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import IN_PROCESS, GatewaySettings
+from services.instances import InstanceSourceSettings
 from services.logs import LogSettings
+from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 
@@ -19,18 +23,23 @@ SETTINGS = CommandSettings(
     SettingsPart(ServerSettings, defaults={"port": PORTS["gateway"]}),
     LogSettings,
     SettingsPart(GatewaySettings, defaults={"schedulers": (f"127.0.0.1:{PORTS['scheduler']}",)}),
+    SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS, help="In-process: {}"),
+    SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS, help="In-process: {}"),
 )
 
 
 @click.command()
 @settings_options(SETTINGS)
 def gateway(given: SettingValues) -> None:
-    """Serve the OpenAI API, and send each request to the instance that the scheduler chooses.
+    """Serve the OpenAI API, and send each request to the instance that is chosen for it.
+
+    By default schedulers choose (--scheduler). With --decide in-process the gateway chooses by itself, which saves a
+    remote call: it then needs the instances, as `block serve scheduler` does.
 
     The environment variable BLOCK_GATEWAY_API_KEY may hold an API key, or several with commas, in place of a file.
     """
     from services.gateway.keys import ApiKeys
-    from services.gateway.server import serve
+    from services.gateway.server import InProcessDecisions, serve
 
     server = server_of(given)
     settings = given.make(
@@ -40,4 +49,13 @@ def gateway(given: SettingValues) -> None:
     accepted = ApiKeys(tuple(key.strip() for key in keys if key.strip()))
     if settings.api_key_file:
         accepted = ApiKeys.from_file(settings.api_key_file)
-    serve(settings, server, accepted)
+    decisions = None
+    if settings.decide == IN_PROCESS:
+        instances = given.make(InstanceSourceSettings)
+        rpc = None
+        if settings.scheduler_port is not None:
+            rpc = replace(server, port=settings.scheduler_port, metrics_port=None)
+        decisions = InProcessDecisions(
+            settings=given.make(SchedulerSettings), source=instances.source(), poll_s=instances.poll_s, rpc=rpc
+        )
+    serve(settings, server, accepted, decisions)

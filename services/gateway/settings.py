@@ -10,6 +10,7 @@ from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
 from services.settings import Option
 
+BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s")
 COUNTS = ("attempts", "max_body_bytes", "max_answer_bytes", "max_concurrency", "block_tokens", "releases_kept")
 
@@ -18,6 +19,22 @@ COUNTS = ("attempts", "max_body_bytes", "max_answer_bytes", "max_concurrency", "
 class GatewaySettings:
     """Schedulers and engines, timeouts and limits."""
 
+    decide: Annotated[
+        str,
+        Option(
+            "Where requests are placed: by schedulers, or in-process by the gateway itself, which then needs instances "
+            "(--instance, --instances-file or --instances-dns) and takes the scheduler's settings.",
+            choices=DECIDE,
+        ),
+    ] = BY_SCHEDULER
+    scheduler_port: Annotated[
+        int | None,
+        Option(
+            "Port on which a gateway that decides in-process serves block.v1.Scheduler: for gRPC clients, "
+            "`block explain` and `block policies use`.",
+            unset="none is served",
+        ),
+    ] = None
     schedulers: Annotated[
         tuple[str, ...], Option("host:port of a scheduler. Repeatable.", name="scheduler", separator=",")
     ] = ()
@@ -84,7 +101,9 @@ class GatewaySettings:
                 origin_of(url)
             except ValueError as error:
                 raise ValueError(f"engine_url: {error}") from None
-        if not self.schedulers and not self.engine_urls:
+        if self.decide not in DECIDE:
+            raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
+        if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
