@@ -51,6 +51,18 @@ class Cluster:
         return {policy: self.url_of(f"gateway-{policy}") for policy in self.settings.policies}
 
     @property
+    def scheduler_addresses(self) -> Mapping[str, Sequence[str]]:
+        """The addresses at which block.v1.Scheduler is served for each policy."""
+        if not self.settings.schedulers:
+            ports = {policy: self.children[f"gateway-{policy}"].scheduler_port for policy in self.settings.policies}
+            return {policy: (f"{self.settings.host}:{port}",) for policy, port in ports.items()}
+        numbers = range(self.settings.schedulers)
+        return {
+            policy: [self.address_of(f"scheduler-{policy}-{number}") for number in numbers]
+            for policy in self.settings.policies
+        }
+
+    @property
     def provisioner_address(self) -> str:
         """The address of the provisioner; empty without one."""
         return self.address_of(PROVISIONER) if self.settings.instance_range is not None else ""
@@ -139,20 +151,25 @@ def _engine_flag(cluster: Cluster, number: int) -> str:
 
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    provisioner: tuple[str, ...] = ()
     if settings.instance_range is None:
         _write_instances(cluster)
-    else:
-        provisioner = ("--provisioner", cluster.address_of(PROVISIONER))
     return [
         Child(
-            f"scheduler-{policy}-{number}", "scheduler", *_common(settings), "--policy", policy,
-            "--instances-file", str(cluster.instances_file), "--tagger", cluster.address_of("tagger"),
-            "--scheduler-id", f"{policy}-{number}", *provisioner, *settings.scheduler_flags,
+            f"scheduler-{policy}-{number}", "scheduler", *_common(settings), *_decision_flags(cluster, policy, number)
         )
         for policy in settings.policies
         for number in range(settings.schedulers)
-    ]  # fmt: skip
+    ]
+
+
+def _decision_flags(cluster: Cluster, policy: str, number: int) -> list[str]:
+    """Write the flags of a process that decides: a scheduler, or a gateway without one."""
+    settings = cluster.settings
+    flags = ["--policy", policy, "--instances-file", str(cluster.instances_file)]
+    flags += ["--tagger", cluster.address_of("tagger"), "--scheduler-id", f"{policy}-{number}"]
+    if settings.instance_range is not None:
+        flags += ["--provisioner", cluster.address_of(PROVISIONER)]
+    return [*flags, *settings.scheduler_flags]
 
 
 def _gateways(cluster: Cluster) -> list[Child]:
@@ -161,6 +178,8 @@ def _gateways(cluster: Cluster) -> list[Child]:
     for index, policy in enumerate(settings.policies):
         addresses = [cluster.address_of(f"scheduler-{policy}-{number}") for number in range(settings.schedulers)]
         flags = [word for address in addresses for word in ("--scheduler", address)]
+        if not settings.schedulers:
+            flags = ["--decide", "in-process", "--scheduler-port", "0", *_decision_flags(cluster, policy, 0)]
         port = 0 if index else settings.port
         gateways.append(Child(f"gateway-{policy}", "gateway", *_common(settings), *flags, port=port))
     return gateways

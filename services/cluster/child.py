@@ -49,6 +49,7 @@ class Child:
         self.name = name
         self.port = port
         self.proxy_port = proxy_port  # of a sidecar that mirrors an engine
+        self.scheduler_port = 0  # of a gateway that decides in its own process
         self.metrics_port: int | None = None  # if it serves metrics on a port of their own
         self.num_restarts = 0
         self._program: Program = program or BlockServer(arguments=arguments)
@@ -187,6 +188,7 @@ class Child:
             if event == "serving" and fields:
                 self.port = int(fields.get("port", self.port))
                 self.metrics_port = fields.get("metrics_port")
+                self.scheduler_port = fields.get("scheduler_port") or 0
                 self._serving.set()
             log_event(log, level, event, part=self.name, **fields)
 

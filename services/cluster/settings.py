@@ -62,7 +62,9 @@ class ClusterSettings:
     engines_per_sidecar: Annotated[
         int, "Number of engines that one sidecar process follows; a scheduler queries all of them in one call."
     ] = 16
-    schedulers: Annotated[int, "Number of schedulers for each policy."] = 1
+    schedulers: Annotated[
+        int, "Number of schedulers for each policy; with 0 each gateway decides in its own process."
+    ] = 0
     policies: Annotated[tuple[str, ...], Option("Policy; each has its own gateway. Repeatable.", flag="policy")] = (
         "block",
     )
@@ -89,8 +91,9 @@ class ClusterSettings:
             ("schedulers", MAX_SCHEDULERS),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
-                raise ValueError(f"{name}: must be a whole number from 1 to {maximum}, not {value!r}")
+            minimum = 0 if name == "schedulers" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+                raise ValueError(f"{name}: must be a whole number from {minimum} to {maximum}, not {value!r}")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
         if not isinstance(self.host, str):

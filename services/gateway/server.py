@@ -49,6 +49,7 @@ class RunningGateway:
 
     port: int
     gateway: Gateway
+    scheduler_port: int | None = None  # of block.v1.Scheduler, where it is served beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,10 @@ async def serve_until_signalled(
     async with serving(settings, server, keys, decisions) as here:
         gc.collect()
         gc.freeze()  # modules need not be collected again and again
-        log_event(log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port)
+        log_event(
+            log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port,
+            scheduler_port=here.scheduler_port,
+        )  # fmt: skip
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
     log_event(log, logging.INFO, "stopped", server=NAME)
@@ -88,28 +92,27 @@ async def deciding(
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     decisions: InProcessDecisions | None,
-) -> AsyncIterator[SchedulerClient]:
-    """Have decisions while the block runs: by remote schedulers, or in this process."""
+) -> AsyncIterator[tuple[SchedulerClient, int | None]]:
+    """Have decisions while the block runs, by remote schedulers or in this process; then with its gRPC port."""
     failures, within_s = metrics.scheduler_failures, settings.schedule_s
     if decisions is None:
         schedulers = Schedulers(settings.schedulers, within_s=within_s, failures=failures)
         try:
-            yield schedulers
+            yield schedulers, None
         finally:
             await schedulers.close()
         return
     async with placement_driver(decisions.settings, decisions.source, registry, decisions.poll_s) as driver:
         local = InProcessScheduler(driver, within_s=within_s, failures=failures)
         if decisions.rpc is None:
-            yield local
+            yield local, None
             return
         client = HttpClient()
         service = SchedulerService(driver, client, registry)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
             async with rpc_serving(decisions.rpc, [register], registry) as here:
-                log_event(log, logging.INFO, "deciding in process", rpc_port=here.port)
-                yield local
+                yield local, here.port
         finally:
             client.close()
 
@@ -132,7 +135,7 @@ async def serving(
     async with AsyncExitStack() as stack:
         own = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))
-        schedulers = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
+        schedulers, scheduler_port = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
@@ -156,7 +159,8 @@ async def serving(
         gateway = Gateway(context, keys)
         try:
             async with answering(gateway, own, server.drain_s):
-                yield RunningGateway(port=own.getsockname()[1], gateway=gateway)
+                port = own.getsockname()[1]
+                yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port)
         finally:
             engines.close()
             await releases.flush(FLUSH_S)

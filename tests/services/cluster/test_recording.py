@@ -42,7 +42,7 @@ WHY = {"model": MODEL, "prompt": "Why here?", "max_tokens": 3, "ignore_eos": Tru
 
 async def switched_under_load(cluster: Cluster) -> int:
     """Switch from policy to policy under load; return the number of requests, none of which failed."""
-    scheduler = cluster.address_of("scheduler-block-0")
+    scheduler = cluster.scheduler_addresses["block"][0]
     async with loaded(cluster.gateway_urls["block"], clients=4, output_tokens=OUTPUT_TOKENS) as load:
         for policy in POLICIES:
             start = len(load.results)
@@ -64,7 +64,7 @@ async def explained(cluster: Cluster) -> None:
     assert explanation["policy"] == "block"
     assert sorted(one["instance"] for one in explanation["candidates"]) == list(ENGINES)
     assert explanation["candidates"][0]["instance"] == response.headers["x-block-instance"]
-    scheduler = cluster.address_of("scheduler-block-0")
+    scheduler = cluster.scheduler_addresses["block"][0]
     afterwards = await asyncio.to_thread(answer, "explain", "why", "--scheduler", scheduler)
     assert sorted(one["instance_id"] for one in afterwards["candidates"]) == list(ENGINES)
     assert explanation["why"] == afterwards["why"]
