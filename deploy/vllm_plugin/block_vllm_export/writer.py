@@ -307,7 +307,7 @@ def _refuse_to_replace(path: Path) -> None:
     try:
         header = os.pread(descriptor, layout.IDENTITY.size, 0)
         if not header.startswith(layout.MAGIC):
-            raise ValueError(f"state file: {path} exists and is not a state file")
+            raise ValueError(f"state file: {path} is there and is not a state file")
         if process.is_held(descriptor):
             raise ValueError(f"state file: {path} is being written by another engine")
     finally:
