@@ -1,8 +1,7 @@
-"""Load plans, and the bodies and headers of planned requests."""
+"""Load plans: lengths and arrival times."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.request import Request, Slo
-from services.load.asking import WORDS, Manner, body_of, header_of, headers_of, prompt_ids
-from simulator.load_plan import Planned, Timing, by_arrival, planned, synthetic
-
-ONE = Planned(request_id="7", due_s=0.0, prompt_tokens=40, output_tokens=12)
+from simulator.load_plan import Timing, by_arrival, planned, synthetic
 
 
 def gaps_of(timing: Timing, num: int = 4000, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -92,68 +88,3 @@ def test_bad_timings(fields: dict[str, Any], name: str) -> None:
     """Invalid timings are refused, naming the field."""
     with pytest.raises(ValueError, match=f"^{name}: "):
         Timing(**fields)
-
-
-def test_prompts_have_their_length() -> None:
-    """Prompts of token ids are exact; the same plan gives the same body, another request another prompt."""
-    body = json.loads(body_of(ONE, Manner(model="m")))
-    assert len(body["prompt"]) == 40
-    assert all(type(token) is int for token in body["prompt"])
-    assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (12, True, True)
-    assert body_of(ONE, Manner(model="m")) == body_of(ONE, Manner(model="m"))
-    other = Planned(request_id="8", due_s=0.0, prompt_tokens=40, output_tokens=12)
-    assert json.loads(body_of(other, Manner(model="m")))["prompt"] != body["prompt"]
-    words = json.loads(body_of(ONE, Manner(model="m", prompt="words")))["prompt"].split()
-    assert len(words) == 40
-    assert set(words) <= set(WORDS)
-    chat = json.loads(body_of(ONE, Manner(model="m", endpoint="chat")))
-    assert len(chat["messages"][0]["content"].split()) == 40
-
-
-def test_responses_get_their_length() -> None:
-    """By ignore_eos, by a header for emulated engines, or only by max_tokens."""
-    body = json.loads(body_of(ONE, Manner(model="m", output="header")))
-    assert not {"ignore_eos", "max_tokens"} & set(body)
-    headers = dict(headers_of(ONE, Manner(model="m", output="header", headers=((b"a", b"b"),)), "r-1"))
-    assert (headers[b"x-block-output-tokens"], headers[b"x-request-id"], headers[b"a"]) == (b"12", b"r-1", b"b")
-    body = json.loads(body_of(ONE, Manner(model="m", output="none")))
-    assert (body["max_tokens"], "ignore_eos" in body) == (12, False)
-
-
-def test_shared_prefixes_are_the_same_tokens() -> None:
-    """Blocks of one name have the same tokens in every prompt; the rest is the prompt's own."""
-    prompts = {}
-    for name, prefix, num_tokens in (("a", (1, 2, 3), 11), ("b", (1, 2, 9), 12), ("c", (8, 2), 7)):
-        one = Planned(
-            request_id=name, due_s=0.0, prompt_tokens=num_tokens, output_tokens=1, prefix=prefix, block_tokens=4
-        )
-        prompts[name] = prompt_ids(one, 0)
-        assert len(prompts[name]) == num_tokens
-    assert prompts["a"][:8] == prompts["b"][:8]
-    assert prompts["a"][8:] != prompts["b"][8:11]
-    assert prompts["c"][:4] != prompts["a"][:4]
-    assert prompts["c"][4:] == prompts["a"][4:7]
-
-
-def test_priority_and_slo_are_sent() -> None:
-    """Priority is in the body, SLO targets are in headers: the request's own before the run's, in wall-clock time."""
-    one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, priority=3, slo=Slo(ttft_s=0.5))
-    assert json.loads(body_of(one, Manner(model="m")))["priority"] == 3
-    manner = Manner(model="m", slo=Slo(ttft_s=9.0, tpot_s=0.02), time_scale=0.5)
-    headers = dict(headers_of(one, manner, "r"))
-    assert (headers[b"x-slo-ttft-ms"], headers[b"x-slo-tpot-ms"]) == (b"1000.000", b"40.000")
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_bad_time_scale(scale: float) -> None:
-    """The time scale must be finite and positive."""
-    with pytest.raises(ValueError, match=r"^time_scale: "):
-        Manner(model="m", time_scale=scale)
-
-
-@pytest.mark.parametrize("text", ["", "name", ": x", "a b: c", "a: b\r\nc: d", "a: caf\u00e9"])
-def test_bad_headers(text: str) -> None:
-    """An invalid header is refused, without its value in the error, which may be a secret."""
-    with pytest.raises(ValueError, match="must be NAME: VALUE") as refused:
-        header_of(text)
-    assert "caf" not in str(refused.value)
