@@ -93,7 +93,7 @@ class LoadSender:
         self._origin = origin
         self._manner = manner
         self._within_s = limits.timeout_s
-        self._client = HttpClient(connect_s=min(5.0, limits.timeout_s), most_kept=limits.max_in_flight)
+        self._client = HttpClient(connect_s=min(5.0, limits.timeout_s), max_kept=limits.max_in_flight)
         self._run_id = uuid4().hex[:8]  # two runs of one plan have different requests
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ async def _keep_reading(settings: MirrorSettings, origin: Origin, source: Mirror
             try:
                 if not is_known:
                     is_known = await _read_length(client, origin, source)
-                status, body = await client.get(origin, b"/metrics", within_s=WITHIN_S, most_bytes=MOST_BYTES)
+                status, body = await client.get(origin, b"/metrics", within_s=WITHIN_S, max_bytes=MOST_BYTES)
                 if status != 200:
                     raise ConnectionError(f"its /metrics says {status}")
                 source.read(totals_from(body.decode(errors="replace")))

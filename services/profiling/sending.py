@@ -45,7 +45,7 @@ class PromptSender:
         self._headers = [(b"content-type", b"application/json")]
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
-        self._client = HttpClient(connect_s=ASK_S, most_kept=4096)
+        self._client = HttpClient(connect_s=ASK_S, max_kept=4096)
         self._model = ""
         self._words: Sequence[int] = ()
         self._draw = random.Random(mine)  # noqa: S311 - prompts are no secrets
