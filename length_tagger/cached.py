@@ -1,4 +1,4 @@
-"""`cached`: an exact prompt seen before, and how long its answers were (Block §6.3)."""
+"""`cached`: the lengths of earlier responses to the same prompt (Block §6.3)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from length_tagger.estimate import Estimate, LengthOutcome, Query, chance_within
 from length_tagger.keys import exact_key_of
 
 NAME = "cached"
-MOST_LENGTHS = 16  # of one prompt: the latest
-SAMPLING_SPREAD = 0.25  # of several answers of one model to one prompt, about, in CASTILLO
-PRIOR = 4  # answers that this is worth
+MAX_LENGTHS = 16  # of one prompt; the latest are kept
+SAMPLING_SPREAD = 0.25  # of responses of one model to one prompt, about, in CASTILLO
+PRIOR = 4  # responses that SAMPLING_SPREAD counts as
 
 
 class CachedTagger:
-    """Remembers the lengths of the answers to each prompt; of the prompts, those asked latest."""
+    """Keeps the response lengths of each prompt, for the most recently used prompts."""
 
-    def __init__(self, *, most_prompts: int) -> None:
-        """Start knowing nothing."""
-        self._most_prompts = most_prompts
+    def __init__(self, *, max_prompts: int) -> None:
+        """Start empty."""
+        self._max_prompts = max_prompts
         self._lengths: OrderedDict[int, deque[int]] = OrderedDict()
 
     def estimate(self, query: Query) -> Estimate | None:
-        """Give the middle of the lengths seen; their spread counts for more the more there are."""
+        """Return the median of the known lengths; the more there are, the more their own spread counts."""
         name = exact_key_of(query.keys)
         lengths = None if name is None else self._lengths.get(name)
         if not lengths:
@@ -42,15 +42,15 @@ class CachedTagger:
         )
 
     def observe(self, outcome: LengthOutcome) -> None:
-        """Remember a length, unless it is only where an answer was cut."""
+        """Record a length, unless the response was cut."""
         name = exact_key_of(outcome.keys)
         if name is None or outcome.cut:
             return
-        self._lengths.setdefault(name, deque(maxlen=MOST_LENGTHS)).append(outcome.output_tokens)
+        self._lengths.setdefault(name, deque(maxlen=MAX_LENGTHS)).append(outcome.output_tokens)
         self._lengths.move_to_end(name)
-        while len(self._lengths) > self._most_prompts:
+        while len(self._lengths) > self._max_prompts:
             self._lengths.popitem(last=False)
 
     def __len__(self) -> int:
-        """How many prompts are remembered."""
+        """The number of prompts."""
         return len(self._lengths)

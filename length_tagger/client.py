@@ -1,4 +1,4 @@
-"""`client`: what the request itself says about its answer."""
+"""`client`: the response length that the request itself states."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ NAME = "client"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTagger:
-    """Knows the length where the client has fixed it, and takes the client's word where it has one.
+    """Returns the length that the client has fixed, or else the client's hint.
 
-    With `ignore_eos` an answer ends at `max_tokens` and nowhere else; the same goes where `min_tokens` leaves no room
-    below. An expected length (`nvext.agent_hints.osl`) is taken to be right within `hint_spread`.
+    With `ignore_eos` a response ends exactly at `max_tokens`, and so it does if `min_tokens` is as large. A hint
+    (`nvext.agent_hints.osl`) is assumed to have an error of `hint_spread`.
     """
 
     hint_spread: float
 
     def estimate(self, query: Query) -> Estimate | None:
-        """Read it off the request."""
+        """Return the length that the request states, if any."""
         if query.max_tokens is not None and (query.ignore_eos or query.max_tokens in (1, query.min_tokens)):
             return Estimate(median_tokens=query.max_tokens, spread=0.0, confidence=1.0, estimator=NAME)
         if query.expected_tokens is not None:
@@ -33,4 +33,4 @@ class ClientTagger:
         return None
 
     def observe(self, outcome: LengthOutcome) -> None:
-        """Learn nothing: the next client may have another mind."""
+        """Ignore outcomes: every client states its own length."""

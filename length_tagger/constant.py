@@ -1,4 +1,4 @@
-"""`constant`: one length for all, where nothing better is known."""
+"""`constant`: the same length for all requests, as the last resort."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NAME = "constant"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantTagger:
-    """Says the same about every request, with no confidence in it."""
+    """Returns the same estimate for every request, with confidence 0."""
 
     median_tokens: float
     spread: float
 
-    def estimate(self, query: Query) -> Estimate:  # noqa: ARG002 - whatever is asked
-        """Give the constant."""
+    def estimate(self, query: Query) -> Estimate:  # noqa: ARG002 - the same for every query
+        """Return the constant."""
         return Estimate(median_tokens=self.median_tokens, spread=self.spread, confidence=0.0, estimator=NAME)
 
     def observe(self, outcome: LengthOutcome) -> None:
-        """Learn nothing: a constant stays."""
+        """Ignore outcomes."""

@@ -1,4 +1,4 @@
-"""The network of `roberta`: an encoder of the RoBERTa family, and on it a median and a spread for each served model."""
+"""The network of `roberta`: an encoder of the RoBERTa family, with a median and a spread per served model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 from length_tagger.features import NUM_COUNTS
-from length_tagger.network import LOG_LENGTHS, LONG, USUAL
+from length_tagger.linear_network import LENGTH_POWER, LOG_LENGTHS, UNIT_LOG
 from length_tagger.onnx_form import Array, Ids, Run
-from length_tagger.reading import laid_out
+from length_tagger.tokenization import padded
 
 LOG_SPREADS = (-4.0, 0.3)
 NUM_HIDDEN = 128
 
 
 class LengthNetwork(nn.Module):
-    """Reads token ids and counts, and gives log medians and log spreads: prompts x models."""
+    """Computes log medians and log spreads from token ids and counts: prompts x models."""
 
     count_means: torch.Tensor
     count_scales: torch.Tensor
 
     def __init__(self, encoder: nn.Module, size: int, num_models: int, dropout: float = 0.2) -> None:
-        """Put a head on an encoder."""
+        """Add a head to an encoder."""
         super().__init__()
         self.encoder = encoder
         self.dropout = nn.Dropout(dropout)
@@ -39,7 +39,7 @@ class LengthNetwork(nn.Module):
         self.register_buffer("count_scales", torch.ones(NUM_COUNTS))
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a batch; `mask` is 1 where there is a token."""
+        """Compute a batch; `mask` is 1 for tokens and 0 for padding."""
         states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).to(states.dtype)
         mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
@@ -52,41 +52,41 @@ class LengthNetwork(nn.Module):
         return medians, spreads.clamp(*LOG_SPREADS)
 
 
-def loss_of(medians: torch.Tensor, log_spreads: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Give the loss over prompts x models x answers, NaN where there is no answer.
+def loss_of(medians: torch.Tensor, log_spreads: torch.Tensor, log_lengths: torch.Tensor) -> torch.Tensor:
+    """Return the loss over prompts x models x responses, NaN if missing.
 
-    Medians learn from an absolute error that counts for more where the answer is long, as those of `linear` do; spreads
-    from the likelihood of a Laplace distribution of the logarithm, which does not pull at the medians.
+    Medians minimise an absolute error that is weighted by length, as in `linear`; spreads maximise the likelihood of a
+    Laplace distribution of the logarithm, which does not affect the medians.
     """
-    known = torch.isfinite(wanted)
-    errors = torch.where(known, (wanted.nan_to_num() - medians.unsqueeze(-1)).abs(), 0.0)
+    known = torch.isfinite(log_lengths)
+    errors = torch.where(known, (log_lengths.nan_to_num() - medians.unsqueeze(-1)).abs(), 0.0)
     spread = log_spreads.unsqueeze(-1)
     likelihood = torch.where(known, errors.detach() * torch.exp(-spread) + spread, 0.0)
-    counting = torch.exp(LONG * (medians.detach().clamp(*LOG_LENGTHS) - USUAL)).unsqueeze(-1)
+    counting = torch.exp(LENGTH_POWER * (medians.detach().clamp(*LOG_LENGTHS) - UNIT_LOG)).unsqueeze(-1)
     return (counting * errors + likelihood).sum() / known.sum().clamp(min=1)
 
 
 def batch_of(ids: Sequence[Sequence[int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay token ids out as a batch of tensors."""
-    laid, mask = laid_out(ids, padding)
-    return torch.from_numpy(laid), torch.from_numpy(mask)
+    """Arrange token ids as tensors of a batch."""
+    padded_ids, mask = padded(ids, padding)
+    return torch.from_numpy(padded_ids), torch.from_numpy(mask)
 
 
 def network_from(config: Any, num_models: int, weights: Path) -> LengthNetwork:
-    """Make a network as a config.json says, with the weights of a file: safetensors only."""
+    """Create a network by a config.json, with weights of a safetensors file."""
     network = LengthNetwork(encoder_from(config), int(config["hidden_size"]), num_models)
     try:
-        kept = {name: tensor.float() for name, tensor in load_file(weights).items()}
+        loaded = {name: tensor.float() for name, tensor in load_file(weights).items()}
     except SafetensorError as error:
         raise ValueError(str(error)) from None
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in kept.values()):
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in loaded.values()):
         raise ValueError("weights are not finite")
-    network.load_state_dict(kept)
+    network.load_state_dict(loaded)
     return network.eval()
 
 
 def run_of(network: LengthNetwork) -> Run:
-    """Give what reads a batch by torch, on arrays."""
+    """Return a function that computes a batch by torch, on arrays."""
 
     def run(ids: Ids, mask: Ids, counts: Array) -> tuple[Array, Array]:
         with torch.inference_mode():
@@ -97,7 +97,7 @@ def run_of(network: LengthNetwork) -> Run:
 
 
 def encoder_from(config: Any) -> nn.Module:
-    """Make an encoder without weights as a config.json says; code in a checkpoint is never run."""
+    """Create an encoder without weights by a config.json; code of a checkpoint is never run."""
     from transformers import AutoConfig, AutoModel
 
     fields = {name: value for name, value in config.items() if name != "model_type"}

@@ -1,19 +1,17 @@
-"""Names for what prompts say, the same in every process, small whatever the prompt."""
+"""Keys that identify prompts and their templates: 64-bit hashes that are the same in every process."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
-TEMPLATE_CHARACTERS = (
-    256  # prompts that agree on so many were made by the same program, or follow the same instructions
-)
+TEMPLATE_CHARACTERS = 256  # prompts with the same beginning of this length have the same template
 
 
 def key(kind: str, *parts: str) -> int:
-    """Hash a name of some kind to 64 bits."""
+    """Hash the parts of a key to 64 bits."""
     digest = blake2b(digest_size=8, person=kind.encode())
     for part in parts:
-        # any string a client can send has an encoding, lone surrogates too; the lengths keep the parts apart
+        # surrogatepass encodes any string, lone surrogates too; the lengths keep the parts apart
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "big"))
         digest.update(encoded)
@@ -21,9 +19,9 @@ def key(kind: str, *parts: str) -> int:
 
 
 def prompt_keys(model: str, prompt: str) -> tuple[int, ...]:
-    """Name what a prompt says, for one model: its template, where it is long enough to have one, then all of it.
+    """Return the keys of a prompt for one model: its template, if the prompt is long enough, then the whole prompt.
 
-    Names of templates are even, those of whole prompts odd: whoever hears them back knows which is which.
+    Keys of templates are even and keys of whole prompts are odd, so that they can be told apart later.
     """
     if not prompt:
         return ()
@@ -34,10 +32,10 @@ def prompt_keys(model: str, prompt: str) -> tuple[int, ...]:
 
 
 def template_keys_of(keys: tuple[int, ...]) -> tuple[int, ...]:
-    """Pick the names of templates."""
+    """Return the keys of templates."""
     return tuple(one for one in keys if not one & 1)
 
 
 def exact_key_of(keys: tuple[int, ...]) -> int | None:
-    """Pick the name of the whole prompt, if there is one."""
+    """Return the key of the whole prompt, if there is one."""
     return next((one for one in keys if one & 1), None)

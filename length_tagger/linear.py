@@ -1,7 +1,7 @@
 """`linear`: lengths from the words of the prompt.
 
-Hashed words and pairs of words are added up linearly, each with a learned weight in every one of some directions; one
-small hidden layer makes a median and a spread of them for each served model. Only numpy and scipy are needed.
+A linear layer over hashed words and pairs of words, and one small hidden layer, give a median and a spread for each
+served model. It needs only numpy and scipy.
 """
 
 from __future__ import annotations
@@ -17,82 +17,83 @@ from typing import Any
 
 import numpy as np
 
-from length_tagger.estimate import MOST_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
+from length_tagger.estimate import MAX_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.features import NUM_BUCKETS, NUM_COUNTS, Features, features
-from length_tagger.network import Network
-from length_tagger.served import places_of
+from length_tagger.linear_network import Network
+from length_tagger.served_models import model_indices
 
 NAME = "linear"
 SHIPPED = Path(__file__).parent / "models" / "linear.npz"
 FORMAT = "block-linear-1"
-LONGEST_LOG = math.log(1_000_000)  # no answer of such a length was ever learned from
-MOST_BYTES = 256 * 2**20
+MAX_LOG = math.log(1_000_000)  # longer than any response in the training data
+MAX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearModel:
-    """What `linear` has learned: weights, the names of the models it learned from, and where all that comes from."""
+    """A trained model: weights, the names of the served models in the training data, and its card."""
 
     network: Network
     models: tuple[str, ...]
-    spread_scale: float  # that makes nine of ten held-out answers stay below the 90th percentile
+    spread_scale: float  # calibrated so that 90 % of held-out responses are below the 90th percentile
     card: Mapping[str, Any]
 
     def predict(self, prompts: Sequence[str], models: Sequence[str]) -> tuple[list[float], list[float]]:
-        """Give medians in tokens and spreads; a model never heard of is answered for by all that were."""
+        """Return medians in tokens and spreads; an unknown model gets the mean of all known ones."""
         return self.of_features(features(prompts), models)
 
-    def of_features(self, seen: Features, models: Sequence[str]) -> tuple[list[float], list[float]]:
-        """Give them for prompts that are turned into numbers already."""
-        medians, spreads = self.network.outputs(seen)
+    def of_features(self, prompt_features: Features, models: Sequence[str]) -> tuple[list[float], list[float]]:
+        """Return them for the features of prompts."""
+        medians, spreads = self.network.outputs(prompt_features)
         spreads = spreads * self.spread_scale
         out: tuple[list[float], list[float]] = [], []
-        for row, places in enumerate(places_of(name, self.models) for name in models):
-            if len(places) == 1:
-                log, varied = float(medians[row, places[0]]), float(spreads[row, places[0]]) ** 2
+        for row, indices in enumerate(model_indices(name, self.models) for name in models):
+            if len(indices) == 1:
+                log, variance = float(medians[row, indices[0]]), float(spreads[row, indices[0]]) ** 2
             else:
-                log = float(medians[row, places].mean())
-                varied = float(medians[row, places].var()) + float((spreads[row, places] ** 2).mean())
-            out[0].append(max(1.0, math.exp(min(LONGEST_LOG, log))))
-            out[1].append(min(MOST_SPREAD, max(0.01, math.sqrt(varied))))
+                log = float(medians[row, indices].mean())
+                variance = float(medians[row, indices].var()) + float((spreads[row, indices] ** 2).mean())
+            out[0].append(max(1.0, math.exp(min(MAX_LOG, log))))
+            out[1].append(min(MAX_SPREAD, max(0.01, math.sqrt(variance))))
         return out
 
 
 class LinearTagger:
-    """Answers about anything that has a prompt."""
+    """Estimates every request that has a prompt."""
 
     def __init__(self, model: LinearModel) -> None:
-        """Take a model that is loaded already."""
+        """Use a loaded model."""
         self.model = model
 
     def estimate(self, query: Query) -> Estimate | None:
-        """Read the prompt."""
+        """Estimate one request."""
         return self.estimate_many((query,))[0]
 
     def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
-        """Read several prompts at once, which costs less than one by one."""
-        asked = [query for query in queries if query.prompt]
-        if not asked:
+        """Estimate several requests at once, which costs less than one by one."""
+        with_prompt = [query for query in queries if query.prompt]
+        if not with_prompt:
             return [None] * len(queries)
-        made = iter(self.of_features(features([query.prompt for query in asked]), [query.model for query in asked]))
-        return [next(made) if query.prompt else None for query in queries]
+        prompt_features = features([query.prompt for query in with_prompt])
+        estimates = iter(self.of_features(prompt_features, [query.model for query in with_prompt]))
+        return [next(estimates) if query.prompt else None for query in queries]
 
-    def of_features(self, seen: Features, models: Sequence[str]) -> list[Estimate]:
-        """Estimate for prompts that are turned into numbers already, none of them empty."""
-        medians, spreads = self.model.of_features(seen, models)
+    def of_features(self, prompt_features: Features, models: Sequence[str]) -> list[Estimate]:
+        """Return estimates for the features of prompts."""
+        medians, spreads = self.model.of_features(prompt_features, models)
         return [
             Estimate(median_tokens=median, spread=spread, confidence=chance_within_factor_two(spread), estimator=NAME)
             for median, spread in zip(medians, spreads, strict=True)
         ]
 
     def observe(self, outcome: LengthOutcome) -> None:
-        """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""
+        """Ignore outcomes: `length_tagger.selection` corrects the bias of each model."""
 
 
 def save(model: LinearModel, path: str | Path) -> None:
-    """Write a model as numpy arrays and JSON: nothing in the file can run."""
+    """Write a model as numpy arrays and JSON, which cannot contain code."""
     kept = {spec.name: getattr(model.network, spec.name).astype(np.float32) for spec in fields(Network)}
-    scale = np.maximum(np.abs(kept["words"]).max(axis=1, keepdims=True), 1e-9) / 127  # the bulk of it, in a byte each
+    scale = np.maximum(np.abs(kept["words"]).max(axis=1, keepdims=True), 1e-9) / 127  # a byte per weight
     kept |= {"words": np.rint(kept["words"] / scale).astype(np.int8), "words_scale": scale.astype(np.float32)}
     about = {
         "format": FORMAT,
@@ -108,10 +109,10 @@ def save(model: LinearModel, path: str | Path) -> None:
 
 
 def load(path: str | Path = SHIPPED) -> LinearModel:
-    """Read a model; a file that is none is refused, whatever it holds."""
+    """Read a model; an invalid file is rejected."""
     try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise ValueError(f"is larger than {MOST_BYTES} bytes")
+        if Path(path).stat().st_size > MAX_BYTES:
+            raise ValueError(f"is larger than {MAX_BYTES} bytes")
         with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(bytes(arrays["about"]).decode())
             if about.get("format") != FORMAT:
@@ -129,7 +130,7 @@ def load(path: str | Path = SHIPPED) -> LinearModel:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: is no model of `linear`: {error}") from None
+        raise ValueError(f"{path}: is not a model of `linear`: {error}") from None
     return model
 
 

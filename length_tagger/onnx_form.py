@@ -1,4 +1,4 @@
-"""An encoder in ONNX form, weights in a byte each: written beside a checkpoint, read by ONNX Runtime without torch."""
+"""An encoder in ONNX form with 8-bit weights: exported by torch, run by ONNX Runtime without torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OPSET = 17
 
 
 def run_from(path: Path, threads: int) -> Run:
-    """Load what gives log medians and log spreads of a batch."""
+    """Load an ONNX model; return the function that computes log medians and log spreads of a batch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores are others' too
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other processes use the cores, too
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001 - its errors share no other base
-        raise ValueError(f"{path}: is no ONNX model: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # noqa: BLE001 - its errors have no other common base
+        raise ValueError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from None
     if [one.name for one in session.get_inputs()] != list(INPUTS):
         raise ValueError(f"{path}: its inputs are not {', '.join(INPUTS)}")
 
@@ -45,25 +45,23 @@ def run_from(path: Path, threads: int) -> Run:
 
 
 def write(network: Any, num_counts: int, path: Path) -> bool:
-    """Write a torch network in this form; tell whether what that needs is installed."""
+    """Export a torch network; return whether the packages for it are installed."""
     import torch
 
     try:
-        import onnx  # noqa: F401 - torch asks for it in mid-work
+        import onnx  # noqa: F401 - torch needs it during the export
         from onnxruntime.quantization import QuantType, quantize_dynamic
         from onnxruntime.quantization.shape_inference import quant_pre_process
     except ImportError:
         return False
     ids = torch.tensor([[0, 1, 2], [1, 2, 0]])
-    given = (ids, torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.zeros(2, num_counts))
+    example = (ids, torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.zeros(2, num_counts))
     whole, smoothed = path.with_suffix(".whole"), path.with_suffix(".smoothed")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # tracing warns of every shape that it takes for fixed; `write`'s caller compares
+            warnings.simplefilter("ignore")  # tracing warns of constant shapes; the caller compares the results
             torch.onnx.export(
-                network, given, str(whole), dynamo=False, opset_version=OPSET, input_names=list(INPUTS),
+                network, example, str(whole), dynamo=False, opset_version=OPSET, input_names=list(INPUTS),
                 output_names=list(OUTPUTS),
                 dynamic_axes={
                     "ids": {0: "prompts", 1: "tokens"}, "mask": {0: "prompts", 1: "tokens"},

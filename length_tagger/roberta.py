@@ -1,6 +1,6 @@
 """`roberta`: lengths from a fine-tuned encoder of the RoBERTa family (Block §5).
 
-Read by ONNX Runtime where that is installed and the checkpoint has the form for it (the extra `encoder`), else by torch
+It runs by ONNX Runtime (the extra `encoder`) if that is installed and the checkpoint has an ONNX model, else by torch
 (the extra `tagger`).
 """
 
@@ -18,27 +18,27 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from length_tagger import onnx_form
-from length_tagger.estimate import MOST_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
+from length_tagger.estimate import MAX_SPREAD, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.features import NUM_COUNTS, features
 from length_tagger.linear import LinearTagger
 from length_tagger.linear import load as load_linear
 from length_tagger.onnx_form import AUTO, ONNX, RUNTIMES, TORCH, Array, Run
-from length_tagger.reading import alike, encoded, laid_out
-from length_tagger.served import places_of
+from length_tagger.served_models import model_indices
+from length_tagger.tokenization import encoded, groups_of_similar_length, padded
 
 NAME = "roberta"
 SHIPPED = Path(__file__).parent / "models" / "encoder"
 FORMAT = "block-roberta-1"
-LONGEST_LOG = math.log(1_000_000)
+MAX_LOG = math.log(1_000_000)
 WEIGHTS, ABOUT, CONFIG, TOKENS = "model.safetensors", "block.json", "config.json", "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What reads batches by a trained network, and what it needs beside; a folder of safetensors, ONNX and JSON.
+    """A trained network with its tokenizer and settings, from a folder of safetensors, ONNX and JSON files.
 
-    `beside_linear` is the share that the package's `linear` has in its estimates: a small encoder of one's own and
-    `linear` err differently, and their mean errs less than either.
+    `beside_linear` is the weight of the shipped `linear` in the estimates: a small encoder and `linear` have different
+    errors, so their mean is more accurate than either.
     """
 
     run: Run
@@ -53,60 +53,60 @@ class Checkpoint:
     config: Mapping[str, Any]
 
     def outputs(self, prompts: Sequence[str], counts: Array) -> tuple[Array, Array]:
-        """Give log medians and spreads: prompts x models."""
+        """Return log medians and spreads: prompts x models."""
         ids = encoded(self.tokenizer, prompts, self.most_tokens)
         medians, log_spreads = np.zeros((2, len(ids), len(self.models)), np.float32)
-        for places in alike(ids):
-            laid = laid_out([ids[place] for place in places], self.padding)
-            medians[places], log_spreads[places] = self.run(*laid, counts[places])
+        for indices in groups_of_similar_length(ids):
+            batch = padded([ids[index] for index in indices], self.padding)
+            medians[indices], log_spreads[indices] = self.run(*batch, counts[indices])
         return medians, np.exp(log_spreads) * np.float32(self.spread_scale)
 
 
 class RobertaTagger:
-    """Answers about anything that has a prompt, best about several at once."""
+    """Estimates every request that has a prompt, preferably several at once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint that is loaded already."""
+        """Use a loaded checkpoint."""
         self.checkpoint = checkpoint
         self._linear = LinearTagger(load_linear()) if checkpoint.beside_linear else None
 
     @classmethod
     def load(cls, folder: str | Path, *, runtime: str = AUTO, threads: int = 1) -> RobertaTagger:
-        """Load a checkpoint's folder."""
+        """Load a checkpoint from a folder."""
         return cls(load(folder, runtime=runtime, threads=threads))
 
     def estimate(self, query: Query) -> Estimate | None:
-        """Read one prompt."""
+        """Estimate one request."""
         return self.estimate_many((query,))[0]
 
     def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
-        """Read several prompts at once."""
-        asked = [query for query in queries if query.prompt]
-        if not asked:
+        """Estimate several requests at once."""
+        with_prompt = [query for query in queries if query.prompt]
+        if not with_prompt:
             return [None] * len(queries)
-        seen = features([query.prompt for query in asked])
-        medians, spreads = self.checkpoint.outputs([query.prompt for query in asked], seen.counts)
-        made = iter(
-            [
-                _estimate(medians[row, places], spreads[row, places])
-                for row, places in enumerate(places_of(query.model, self.checkpoint.models) for query in asked)
-            ]
-        )
+        prompts, models = [query.prompt for query in with_prompt], [query.model for query in with_prompt]
+        prompt_features = features(prompts)
+        medians, spreads = self.checkpoint.outputs(prompts, prompt_features.counts)
+        estimates = []
+        for row, model in enumerate(models):
+            indices = model_indices(model, self.checkpoint.models)
+            estimates.append(_estimate(medians[row, indices], spreads[row, indices]))
         if self._linear is not None:
-            share, other = self.checkpoint.beside_linear, self._linear.of_features(seen, [one.model for one in asked])
-            made = iter([_mean(one, beside, share) for one, beside in zip(made, other, strict=True)])
-        return [next(made) if query.prompt else None for query in queries]
+            share, others = self.checkpoint.beside_linear, self._linear.of_features(prompt_features, models)
+            estimates = [_weighted_mean(one, other, share) for one, other in zip(estimates, others, strict=True)]
+        remaining = iter(estimates)
+        return [next(remaining) if query.prompt else None for query in queries]
 
     def observe(self, outcome: LengthOutcome) -> None:
-        """Learn nothing: what outcomes teach about a model is kept apart, in `length_tagger.contest`."""
+        """Ignore outcomes: `length_tagger.selection` corrects the bias of each model."""
 
 
 def _estimate(medians: Array, spreads: Array) -> Estimate:
     log = float(medians.mean())
     spread = math.sqrt(float(medians.var()) + float((spreads**2).mean()))
-    spread = min(MOST_SPREAD, max(0.01, spread))
+    spread = min(MAX_SPREAD, max(0.01, spread))
     return Estimate(
-        median_tokens=max(1.0, math.exp(min(LONGEST_LOG, log))),
+        median_tokens=max(1.0, math.exp(min(MAX_LOG, log))),
         spread=spread,
         confidence=chance_within_factor_two(spread),
         estimator=NAME,
@@ -120,8 +120,8 @@ def _share(value: Any) -> float:
     return share
 
 
-def _mean(one: Estimate, other: Estimate, share: float) -> Estimate:
-    """Give the weighted geometric mean of two estimates."""
+def _weighted_mean(one: Estimate, other: Estimate, share: float) -> Estimate:
+    """Return the weighted geometric mean of two estimates."""
     spread = one.spread ** (1 - share) * other.spread**share
     return Estimate(
         median_tokens=one.median_tokens ** (1 - share) * other.median_tokens**share,
@@ -132,7 +132,7 @@ def _mean(one: Estimate, other: Estimate, share: float) -> Estimate:
 
 
 def load(folder: str | Path, *, runtime: str = AUTO, threads: int = 1) -> Checkpoint:
-    """Read a checkpoint; what is none is refused, and no code in it is run."""
+    """Read a checkpoint; an invalid one is rejected, and none of its code is run."""
     folder = Path(folder)
     chosen = runtime_for(folder, runtime)
     try:
@@ -153,25 +153,25 @@ def load(folder: str | Path, *, runtime: str = AUTO, threads: int = 1) -> Checkp
             card=dict(about["card"]),
             config=config,
         )
-        _require_sense(checkpoint)
+        _require_valid_outputs(checkpoint)
     except OSError as error:
         raise ValueError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{folder}: is no checkpoint of `roberta`: {error}") from None
+        raise ValueError(f"{folder}: is not a checkpoint of `roberta`: {error}") from None
     return checkpoint
 
 
 def runtime_for(folder: Path, wanted: str = AUTO) -> str:
-    """Choose by what to read a checkpoint: ONNX Runtime where it can be, else torch; refuse what is not installed."""
+    """Return the runtime of a checkpoint: ONNX Runtime if possible, else torch; reject one that is not installed."""
     if wanted not in RUNTIMES:
         raise ValueError(f"runtime: {wanted!r} is none of {', '.join(RUNTIMES)}")
-    has_form = (folder / onnx_form.FILE).exists()
-    if find_spec("onnxruntime") is not None and (wanted == ONNX or (wanted == AUTO and has_form)):
+    has_onnx = (folder / onnx_form.FILE).exists()
+    if find_spec("onnxruntime") is not None and (wanted == ONNX or (wanted == AUTO and has_onnx)):
         return ONNX
     if wanted != ONNX and find_spec("torch") is not None and find_spec("transformers") is not None:
         return TORCH
-    extra = "encoder" if wanted == ONNX or (has_form and wanted == AUTO) else "tagger"
-    raise ValueError(f"roberta: what reads {folder} is not installed: pip install 'block-serving[{extra}]'")
+    extra = "encoder" if wanted == ONNX or (has_onnx and wanted == AUTO) else "tagger"
+    raise ValueError(f"roberta: the runtime of {folder} is not installed: pip install 'block-serving[{extra}]'")
 
 
 def _run(folder: Path, runtime: str, config: Mapping[str, Any], num_models: int, threads: int) -> Run:
@@ -192,11 +192,11 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{TOKENS}: {error}") from None
 
 
-def _require_sense(checkpoint: Checkpoint) -> None:
-    """Refuse a network that does not give a finite median and spread for each model, or none for a word's number."""
+def _require_valid_outputs(checkpoint: Checkpoint) -> None:
+    """Reject a network without a finite median and spread for each model, or with too small a vocabulary."""
     last = np.array([[max(0, checkpoint.tokenizer.get_vocab_size() - 1)]])
     for out in checkpoint.run(last, np.ones_like(last), np.zeros((1, NUM_COUNTS), np.float32)):
         if out.shape != (1, len(checkpoint.models)) or not np.isfinite(out).all():
             raise ValueError(
-                f"its network gives {out.shape}, or what is not finite, for {len(checkpoint.models)} models"
+                f"its network returns {out.shape}, or values that are not finite, for {len(checkpoint.models)} models"
             )

@@ -1,4 +1,4 @@
-"""What estimators are trained and judged on: prompts and how long their answers became."""
+"""Samples for training and evaluation: prompts and the lengths of their responses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from length_tagger.estimate import MOST_TOKENS
+from length_tagger.estimate import MAX_TOKENS
 
 Part = Literal["train", "validation", "test"]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.2
-MOST_LENGTHS = 10_000  # of one row
+MAX_LENGTHS = 10_000  # of one row
 KNOWN_ENDINGS = ".jsonl, .csv or .parquet, the first two also with .gz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt, put to one model once or several times, and the lengths of its answers in tokens.
+    """One prompt, and the lengths of one or several responses of one model, in tokens.
 
-    `kind` sets prompts apart whose errors are wanted by themselves, as "chat".
+    `kind` marks prompts that are evaluated separately, for instance "chat".
     """
 
     prompt: str
@@ -34,24 +34,24 @@ class Sample:
     kind: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what teaches nothing."""
-        if not 0 < len(self.output_tokens) <= MOST_LENGTHS:
-            raise ValueError(f"output_tokens: must be 1 to {MOST_LENGTHS} lengths, not {len(self.output_tokens)}")
+        """Reject missing or invalid lengths."""
+        if not 0 < len(self.output_tokens) <= MAX_LENGTHS:
+            raise ValueError(f"output_tokens: must be 1 to {MAX_LENGTHS} lengths, not {len(self.output_tokens)}")
         for tokens in self.output_tokens:
-            if not 1 <= tokens <= MOST_TOKENS:
-                raise ValueError(f"output_tokens: must lie between 1 and {MOST_TOKENS}, not {tokens}")
+            if not 1 <= tokens <= MAX_TOKENS:
+                raise ValueError(f"output_tokens: must lie between 1 and {MAX_TOKENS}, not {tokens}")
 
 
 def read_samples(path: str | Path) -> list[Sample]:
-    """Read rows with prompt, output_tokens, and optionally model and kind; a bad one is refused by its place."""
+    """Read rows with prompt, output_tokens, and optionally model and kind; errors name the file and the row."""
     path = Path(path)
     samples: list[Sample] = []
     try:
-        for place, row in _rows(path):
+        for number, row in _rows(path):
             try:
                 samples.append(sample_from(row))
             except ValueError as error:
-                raise ValueError(f"{path}:{place}: {error}") from None
+                raise ValueError(f"{path}:{number}: {error}") from None
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
@@ -59,12 +59,12 @@ def read_samples(path: str | Path) -> list[Sample]:
     except csv.Error as error:
         raise ValueError(f"{path}: is not CSV: {error}") from None
     if not samples:
-        raise ValueError(f"{path}: holds no samples")
+        raise ValueError(f"{path}: has no samples")
     return samples
 
 
 def sample_from(row: Any) -> Sample:
-    """Check a row and make a sample of it."""
+    """Convert a row to a sample."""
     if not isinstance(row, Mapping):
         raise ValueError("must be an object with prompt and output_tokens")
     for name in ("prompt", "output_tokens"):
@@ -72,7 +72,7 @@ def sample_from(row: Any) -> Sample:
             raise ValueError(f"{name}: is missing")
     for name in ("prompt", "model", "kind"):
         if not isinstance(row.get(name) or "", str):
-            raise ValueError(f"{name}: must be a text")
+            raise ValueError(f"{name}: must be a string")
     return Sample(
         prompt=row["prompt"],
         output_tokens=_lengths(row["output_tokens"]),
@@ -82,7 +82,7 @@ def sample_from(row: Any) -> Sample:
 
 
 def _lengths(given: Any) -> tuple[int, ...]:
-    """Read one length or several: numbers, or the text of a CSV field, where spaces or commas keep them apart."""
+    """Parse one or several lengths: numbers, or the text of a CSV field with spaces or commas between them."""
     values = given.strip("[] ").replace(",", " ").split() if isinstance(given, str) else given
     values = values if isinstance(values, list | tuple) else [values]
     lengths = []
@@ -100,7 +100,7 @@ def _lengths(given: Any) -> tuple[int, ...]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Give rows with the places by which their readers know them: lines of text, rows of tables, counted from 1."""
+    """Yield rows with their numbers, from 1: lines of text files, rows of Parquet tables."""
     ending = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if ending == ".parquet":
         yield from enumerate(_parquet(path), 1)
@@ -137,17 +137,17 @@ def _parquet(path: Path) -> Iterable[Any]:
         raise ValueError(f"{path}: Parquet needs pyarrow: pip install pyarrow") from None
     try:
         table = parquet.ParquetFile(path)
-        wanted = [name for name in ("prompt", "output_tokens", "model", "kind") if name in table.schema_arrow.names]
-        for batch in table.iter_batches(columns=wanted):
+        columns = [name for name in ("prompt", "output_tokens", "model", "kind") if name in table.schema_arrow.names]
+        for batch in table.iter_batches(columns=columns):
             yield from batch.to_pylist()
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: is not Parquet: {error}") from None
 
 
 def read_castillo(folder: str | Path) -> list[Sample]:
-    """Read the CASTILLO data: a table of prompts, and one of ten lengths for each prompt and model.
+    """Read the CASTILLO data: a table of prompts, and a table of ten lengths per prompt and model.
 
-    Its chat prompts are those of ShareGPT, Alpaca and Dolly; the others ask for code.
+    The prompts of ShareGPT, Alpaca and Dolly are chat, the others are code.
     """
     prompts_file, lengths_file = Path(folder) / "castillo_prompts.jsonl.gz", Path(folder) / "castillo_lengths.csv.gz"
     samples = []
@@ -173,7 +173,7 @@ def read_castillo(folder: str | Path) -> list[Sample]:
 
 
 def part_of(prompt: str, seed: int) -> Part:
-    """Say which part of a split a prompt belongs to: the same for all its rows, in any file and process."""
+    """Return the part of the split that a prompt belongs to; it depends only on the prompt and the seed."""
     digest = blake2b(prompt.strip().encode("utf-8", "surrogatepass"), digest_size=8, key=seed.to_bytes(8, "big"))
     share = int.from_bytes(digest.digest(), "big") / 2**64
     if share < TEST_SHARE:
@@ -182,7 +182,7 @@ def part_of(prompt: str, seed: int) -> Part:
 
 
 def split(samples: Iterable[Sample], seed: int) -> dict[Part, list[Sample]]:
-    """Part samples by prompt."""
+    """Split samples by prompt."""
     parts: dict[Part, list[Sample]] = {"train": [], "validation": [], "test": []}
     for sample in samples:
         parts[part_of(sample.prompt, seed)].append(sample)

@@ -1,4 +1,4 @@
-"""How good predicted lengths are."""
+"""The accuracy of predicted lengths."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scipy.stats import norm, rankdata
 Numbers = npt.NDArray[np.float64]
 
 P90 = float(norm.ppf(0.9))
-MEASURES = ("mae", "mae_over_mean", "acc50", "acc100", "spearman", "pinball", "coverage_p90")
+METRICS = ("mae", "mae_over_mean", "acc50", "acc100", "spearman", "pinball", "coverage_p90")
 
 
 def scores(lengths: Numbers, medians: Numbers, spreads: Numbers) -> dict[str, float]:
-    """Score predicted medians and spreads against lengths, one by one, all in tokens.
+    """Score predicted medians and spreads against lengths in tokens.
 
-    `acc50` and `acc100` are shares that are off by less than so many tokens, `pinball` is the mean of the pinball
-    losses of the median and of the predicted 90th percentile, `coverage_p90` the share not longer than that.
+    `acc50` and `acc100` are the shares with an error of less than 50 and 100 tokens, `pinball` is the mean pinball loss
+    of the median and of the predicted 90th percentile, `coverage_p90` is the share of lengths up to that percentile.
     """
     p90 = medians * np.exp(P90 * spreads)
     errors = np.abs(lengths - medians)
@@ -34,23 +34,23 @@ def scores(lengths: Numbers, medians: Numbers, spreads: Numbers) -> dict[str, fl
 
 
 def pinball(lengths: Numbers, quantiles: Numbers, share: float) -> float:
-    """Give the mean loss of predicted quantiles."""
+    """Return the mean pinball loss of predicted quantiles."""
     over = lengths - quantiles
     return float(np.maximum(share * over, (share - 1) * over).mean())
 
 
 def spearman(left: Numbers, right: Numbers) -> float:
-    """Give the rank correlation; 0 where one side is all the same, which tells nothing."""
+    """Return the rank correlation; 0 if one side is constant."""
     if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return 0.0
     return float(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
 
 
 def sampling_ceiling(rows: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers, Numbers]:
-    """Predict each answer from the other answers of the same model to the same prompt: lengths, medians, spreads.
+    """Predict each response from the others of the same model to the same prompt: lengths, medians, spreads.
 
-    Nobody who has only the prompt can know more; rows of one answer are left out. The prediction is the others' mean,
-    as it is for the published numbers.
+    This is an upper bound for predictions from the prompt; rows with one response are left out. The prediction is the
+    mean of the others, as for the published numbers.
     """
     lengths: list[int] = []
     medians: list[float] = []
@@ -62,5 +62,5 @@ def sampling_ceiling(rows: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers, N
         logs = np.log(values)
         lengths.extend(row)
         medians.extend((values.sum() - values) / (len(row) - 1))
-        spreads.extend([float(np.std(np.delete(logs, place))) for place in range(len(row))])
+        spreads.extend([float(np.std(np.delete(logs, index))) for index in range(len(row))])
     return np.asarray(lengths, float), np.asarray(medians), np.asarray(spreads)

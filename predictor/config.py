@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
@@ -19,19 +19,25 @@ class EngineConfig:
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
-    batcher: str = "vllm_v1"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-    num_gpu_blocks: int = 4096
-    max_model_len: int = 4096
-    scheduling_policy: str = "fcfs"
-    enable_prefix_caching: bool | None = None
-    enable_chunked_prefill: bool | None = None
-    async_scheduling: bool | None = None
-    long_prefill_token_threshold: int = 0
-    watermark: float | None = None
-    scheduler_reserve_full_isl: bool = True
+    batcher: Annotated[str, "Local scheduler of the engine."] = "vllm_v1"
+    max_num_seqs: Annotated[int, "Maximum number of requests that run at once."] = 256
+    max_num_batched_tokens: Annotated[int, "Maximum number of tokens of a step."] = 2048
+    block_size: Annotated[int, "Tokens per KV block."] = 16
+    num_gpu_blocks: Annotated[int, "Number of KV blocks, as vLLM counts them: its null block is included."] = 4096
+    max_model_len: Annotated[int, "Maximum number of tokens of a request, its response included."] = 4096
+    scheduling_policy: Annotated[str, "Order of the waiting queue: fcfs or priority."] = "fcfs"
+    enable_prefix_caching: Annotated[bool | None, "Keep KV blocks for requests with the same prefix, as in vLLM."] = (
+        None
+    )
+    enable_chunked_prefill: Annotated[bool | None, "Split prompts over several steps, as in vLLM."] = None
+    async_scheduling: Annotated[bool | None, "Schedule a step while the one before it runs, as in vLLM."] = None
+    long_prefill_token_threshold: Annotated[
+        int, "Maximum number of prompt tokens of a request in a step with others; 0: no limit."
+    ] = 0
+    watermark: Annotated[float | None, "Fraction of the KV blocks that admissions leave free."] = None
+    scheduler_reserve_full_isl: Annotated[
+        bool, "Admit a request only when all its prompt's KV blocks are free, as in vLLM."
+    ] = True
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could run with."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from predictor import loop, queues
 from predictor.batching import is_compiled
 from predictor.compiled import direct, inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
+from predictor.forecast_result import Forecast
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
 
@@ -32,27 +32,6 @@ RESULT = np.dtype(
 
 SHARED, ALONE, WITH_CANDIDATE = 0, 1, 2  # the layers of the workspace
 NO_SLOTS = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a request would experience; times count from now, infinite where the engine could never get there.
-
-    The delays are what it adds to the end of the requests already there, in sum and for the worst hit, and
-    `others_preempted` the preemptions it causes among them; None where these were not asked for.
-    """
-
-    request_id: str
-    ttft_s: float
-    e2e_s: float
-    tpot_s: float
-    queue_s: float
-    output_tokens: int
-    num_preemptions: int
-    prefix_hit_tokens: int
-    others_preempted: int | None = None
-    delay_sum_s: float | None = None
-    delay_worst_s: float | None = None
 
 
 class Forecaster:

@@ -6,10 +6,10 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
-from scipy.special import log_ndtr, ndtri_exp
 
 OVERDUE_TOKENS = 10  # Block §4.1: what is thought to be left of a request that has outlived its tag
 MOST_TOKENS = 2**31 - 1
@@ -48,9 +48,18 @@ def conditional_quartile(tag: Tag, tokens_so_far: int) -> float:
     return _conditional(tag, tokens_so_far, QUANTILES["conditional_quartile"])
 
 
+@cache
+def _normal_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The logarithm of the normal distribution function, and its inverse; importing scipy takes a while."""
+    from scipy.special import log_ndtr, ndtri_exp
+
+    return log_ndtr, ndtri_exp
+
+
 def _conditional(tag: Tag, tokens_so_far: int, quantile: float) -> float:
     if tag.spread == 0 or tokens_so_far == 0:
         return plus_ten(tag, tokens_so_far)
+    log_ndtr, ndtri_exp = _normal_functions()
     location = math.log(tag.median_tokens)
     log_survival = log_ndtr((location - math.log(tokens_so_far)) / tag.spread)
     exponent = location - tag.spread * float(ndtri_exp(log_survival + math.log1p(-quantile)))
@@ -82,6 +91,7 @@ def expected_lengths(
     expected = np.where(medians > tokens_so_far, medians, tokens_so_far + OVERDUE_TOKENS)
     expected[np.isnan(medians)] = np.nan
     if residual in QUANTILES:
+        log_ndtr, ndtri_exp = _normal_functions()
         (rest,) = np.nonzero((spreads > 0) & (tokens_so_far > 0) & ~np.isnan(medians))
         location, spread = np.log(medians[rest]), spreads[rest]
         log_survival = log_ndtr((location - np.log(tokens_so_far[rest])) / spread)

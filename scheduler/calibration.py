@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 
 ENOUGH = 8  # outcomes from which on a length class speaks for itself
 REMEMBERED = 0.95  # of what was known, from one outcome to the next

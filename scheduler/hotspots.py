@@ -8,12 +8,12 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.candidates import Facts
+from scheduler.candidates import RequestIndicators
 from scheduler.indicators import Column
 
 
 class Hotspots:
-    """The two-phase detector, told of each request once, in the order of time.
+    """The two-phase detector, reported of each request once, in the order of time.
 
     M are the instances that hold the most of a request's prefix. First phase: the share x of the request's class among
     all requests of the window is such that x / (1 - x) > |M| / (number of the others), equation 2 broken. Second phase:
@@ -31,12 +31,14 @@ class Hotspots:
         self._counts: Counter[Hashable] = Counter()
         self._in_a_row: dict[Hashable, int] = {}  # of classes for which the first phase holds
 
-    def seen(self, facts: Facts, hit_tokens: Column, scores: Column, now_s: float) -> npt.NDArray[np.bool_] | None:
+    def seen(
+        self, request: RequestIndicators, hit_tokens: Column, scores: Column, now_s: float
+    ) -> npt.NDArray[np.bool_] | None:
         """Note a request; tell which instances it should not go to, None where it may go anywhere."""
         self._forget(now_s - self.window_s)
-        prefix_class = facts.prefix_class
+        prefix_class = request.prefix_class
         highest = 0.0 if prefix_class is None else _highest(hit_tokens)
-        if highest == 0.0 or highest < self.least_hit_ratio * facts.prompt_tokens:
+        if highest == 0.0 or highest < self.least_hit_ratio * request.prompt_tokens:
             self._requests.append((now_s, None))
             return None
         self._requests.append((now_s, prefix_class))

@@ -33,7 +33,7 @@ class Columns(Protocol):
 class IndicatorSource(Enum):
     """Who tells an indicator; the value says how old it is."""
 
-    TOLD = "the sidecar's last message, age_s ago: asked, with a reply, or from its stream"
+    REPORTED = "the sidecar's last message, age_s ago: asked, with a reply, or from its stream"
     PREFIX = "the sidecar's cache where it was asked about this request, else what this scheduler sent there"
     FORECAST = "the sidecar's simulation of this request, asked now"
     REQUEST = "the request itself"
@@ -54,7 +54,7 @@ class Indicator:
 
 
 def _told(name: str, unit: str, meaning: str, otherwise: float = math.nan) -> Indicator:
-    return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.TOLD, otherwise=otherwise)
+    return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.REPORTED, otherwise=otherwise)
 
 
 def _foretold(name: str, unit: str, meaning: str) -> Indicator:
@@ -67,7 +67,7 @@ def _derived(
     return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.DERIVED, of=of, formula=formula)
 
 
-TOLD = (
+REPORTED = (
     _told("num_running", "requests", "in the running batch"),
     _told("num_waiting", "requests", "in the engine's queue"),
     _told("num_reserved", "requests", "promised, and not yet shown by the engine", 0.0),
@@ -91,8 +91,8 @@ OTHERS = (
     Indicator(
         name="age_s",
         unit="s",
-        meaning="how old what the instance told is",
-        source=IndicatorSource.TOLD,
+        meaning="how old what the instance reported is",
+        source=IndicatorSource.REPORTED,
         otherwise=math.inf,
     ),
     Indicator(name="prompt_tokens", unit="tokens", meaning="of this request's prompt", source=IndicatorSource.REQUEST),
@@ -175,9 +175,9 @@ DERIVED = (
     ),
 )
 
-INDICATORS = {indicator.name: indicator for indicator in (*TOLD, *OTHERS, *DERIVED)}
-ROW_OF = {indicator.name: row for row, indicator in enumerate(TOLD)}  # of what instances tell, in a table of it
-OTHERWISE = np.array([indicator.otherwise for indicator in TOLD])
+INDICATORS = {indicator.name: indicator for indicator in (*REPORTED, *OTHERS, *DERIVED)}
+INDEX_OF = {indicator.name: row for row, indicator in enumerate(REPORTED)}  # of what instances tell, in a table of it
+OTHERWISE = np.array([indicator.otherwise for indicator in REPORTED])
 
 
 def require_indicator(name: str) -> Indicator:

@@ -1,4 +1,4 @@
-"""What is known of all instances, kept up to date in place."""
+"""The last known indicators of all instances, as arrays that are updated in place."""
 
 from __future__ import annotations
 
@@ -9,108 +9,117 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from scheduler.candidates import ANY_REQUEST, SECONDS_PER_MINUTE, Candidates, Facts, InstanceColumns, Places
-from scheduler.indicators import OTHERWISE, ROW_OF, Column
+from scheduler.candidates import (
+    ANY_REQUEST,
+    SECONDS_PER_MINUTE,
+    Candidates,
+    InstanceColumns,
+    RequestIndicators,
+    Rows,
+)
+from scheduler.indicators import INDEX_OF, OTHERWISE, Column
 
-ON_ITS_WAY = [ROW_OF["num_reserved"], ROW_OF["num_reserved_blocks"], ROW_OF["queued_prefill_tokens"]]
+# What a request that is in flight adds to: requests, blocks, tokens.
+IN_FLIGHT = [INDEX_OF["num_reserved"], INDEX_OF["num_reserved_blocks"], INDEX_OF["queued_prefill_tokens"]]
 
 
 class InstanceTable:
-    """Follows instances as they come, tell of themselves, and go; all of it may be forgotten without harm.
+    """Holds what instances reported last, in one row each; all of it may be lost without harm.
 
-    Whoever sees an engine's state at first hand, as a simulator does, may write
-    `known.told[ROW_OF[name], place_of[instance_id]]` and `known.told_s` directly. The arrays are replaced when
-    instances come or go.
+    A caller that sees engines directly, as a simulator does, may write `known.reported[INDEX_OF[name],
+    row_of[instance_id]]` and `known.reported_s` itself. The arrays are replaced when instances come or go.
     """
 
     def __init__(self, instance_ids: Iterable[str] = ()) -> None:
-        """Know of some instances, and nothing about them."""
-        self.place_of: dict[str, int] = {}
-        self.known = _nothing_about((), 0)
+        """Start with instances of which nothing is known."""
+        self.row_of: dict[str, int] = {}
+        self.known = _unknown((), 0)
         self._next_number = 0
         self._sent: deque[tuple[float, str]] = deque()
-        self._on_its_way: dict[str, Column] = {}  # requests, blocks and tokens
+        self._in_flight: dict[str, Column] = {}  # requests, blocks and tokens
         self.follow(instance_ids)
 
     def follow(self, instance_ids: Iterable[str]) -> None:
         """Take a new list of instances; what is known of those that stay is kept."""
         ids = tuple(sorted(set(instance_ids)))
-        before, was_at = self.known, self.place_of
+        before, row_before = self.known, self.row_of
         if ids == before.instance_ids:
             return
-        self.known = _nothing_about(ids, self._next_number)
+        self.known = _unknown(ids, self._next_number)
         self._next_number += len(ids)
-        self.place_of = {name: place for place, name in enumerate(ids)}
-        stay = [name for name in ids if name in was_at]
-        old, new = [was_at[name] for name in stay], [self.place_of[name] for name in stay]
-        self.known.told[:, new] = before.told[:, old]
-        for after, there in (
+        self.row_of = {name: row for row, name in enumerate(ids)}
+        stay = [name for name in ids if name in row_before]
+        old, new = [row_before[name] for name in stay], [self.row_of[name] for name in stay]
+        self.known.reported[:, new] = before.reported[:, old]
+        for after, previous in (
             (self.known.numbers, before.numbers),
-            (self.known.told_s, before.told_s),
-            (self.known.sent_lately, before.sent_lately),
+            (self.known.reported_s, before.reported_s),
+            (self.known.sent_last_minute, before.sent_last_minute),
         ):
-            after[new] = there[old]
-        self._sent = deque(entry for entry in self._sent if entry[1] in self.place_of)
-        self._on_its_way = {name: way for name, way in self._on_its_way.items() if name in self.place_of}
+            after[new] = previous[old]
+        self._sent = deque(entry for entry in self._sent if entry[1] in self.row_of)
+        self._in_flight = {name: share for name, share in self._in_flight.items() if name in self.row_of}
 
-    def tell(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
-        """Take all that an instance's sidecar knows of it; names that no policy reads are passed over."""
-        place = self.place_of[instance_id]
-        self.known.told[:, place] = OTHERWISE
+    def replace(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
+        """Replace all that is known of an instance; names that are no indicators are ignored."""
+        row = self.row_of[instance_id]
+        self.known.reported[:, row] = OTHERWISE
         self.update(instance_id, values, now_s, age_s)
-        if instance_id in self._on_its_way:
-            self.known.told[ON_ITS_WAY, place] += self._on_its_way[instance_id]
+        if instance_id in self._in_flight:
+            self.known.reported[IN_FLIGHT, row] += self._in_flight[instance_id]
 
     def update(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
-        """Take what has changed since an instance was last heard of."""
-        place = self.place_of[instance_id]
-        told = self.known.told[:, place]
+        """Take the indicators that changed since an instance's last report."""
+        row = self.row_of[instance_id]
+        reported = self.known.reported[:, row]
         for name, value in values.items():
-            row = ROW_OF.get(name)
-            if row is not None:
-                told[row] = value
-        self.known.told_s[place] = now_s - age_s
+            index = INDEX_OF.get(name)
+            if index is not None:
+                reported[index] = value
+        self.known.reported_s[row] = now_s - age_s
 
     def sent(self, instance_id: str, now_s: float, *, prefill_tokens: float = 0.0, blocks: float = 0.0) -> None:
-        """Count a request that was sent to an instance as reserved there, until the instance tells of itself anew."""
-        place = self.place_of[instance_id]
-        self.known.told[ON_ITS_WAY, place] += (1.0, blocks, prefill_tokens)
-        self.known.sent_lately[place] += 1.0
+        """Count a request that was sent to an instance as reserved there, until the instance's next report."""
+        row = self.row_of[instance_id]
+        self.known.reported[IN_FLIGHT, row] += (1.0, blocks, prefill_tokens)
+        self.known.sent_last_minute[row] += 1.0
         self._sent.append((now_s, instance_id))
 
     @contextmanager
-    def on_its_way(
+    def in_flight(
         self, instance_id: str, now_s: float, *, prefill_tokens: float = 0.0, blocks: float = 0.0
     ) -> Iterator[None]:
-        """Count a request as reserved while it is on its way, whatever the instance tells meanwhile.
+        """Count a request as reserved while its reservation is in flight, whatever the instance reports meanwhile.
 
-        After that it counts only if the instance says so.
+        Afterwards it counts only if the instance reports it.
         """
         self.sent(instance_id, now_s, prefill_tokens=prefill_tokens, blocks=blocks)
         share = np.array((1.0, blocks, prefill_tokens))
-        number = self.known.numbers[self.place_of[instance_id]]
-        way = self._on_its_way.setdefault(instance_id, np.zeros(3))
-        way += share
+        number = self.known.numbers[self.row_of[instance_id]]
+        in_flight = self._in_flight.setdefault(instance_id, np.zeros(3))
+        in_flight += share
         try:
             yield
         finally:
-            place = self.place_of.get(instance_id)
-            if place is not None and self.known.numbers[place] == number:
-                way -= share
-                self.known.told[ON_ITS_WAY, place] -= share
+            row = self.row_of.get(instance_id)
+            if row is not None and self.known.numbers[row] == number:
+                in_flight -= share
+                self.known.reported[IN_FLIGHT, row] -= share
 
-    def candidates(self, facts: Facts = ANY_REQUEST, now_s: float = 0.0, places: Places | None = None) -> Candidates:
-        """Show all instances to a policy, or those at some places; what is told later may or may not show."""
+    def candidates(
+        self, request: RequestIndicators = ANY_REQUEST, now_s: float = 0.0, rows: Rows | None = None
+    ) -> Candidates:
+        """Return all instances, or those in some rows, for a policy to read; later reports may or may not show."""
         while self._sent and self._sent[0][0] <= now_s - SECONDS_PER_MINUTE:
-            self.known.sent_lately[self.place_of[self._sent.popleft()[1]]] -= 1.0
-        return Candidates(known=self.known, now_s=now_s, facts=facts, places=places)
+            self.known.sent_last_minute[self.row_of[self._sent.popleft()[1]]] -= 1.0
+        return Candidates(known=self.known, now_s=now_s, request=request, rows=rows)
 
 
-def _nothing_about(ids: tuple[str, ...], first_number: int) -> InstanceColumns:
+def _unknown(ids: tuple[str, ...], first_number: int) -> InstanceColumns:
     return InstanceColumns(
         instance_ids=ids,
         numbers=np.arange(first_number, first_number + len(ids), dtype=np.intp),
-        told=np.repeat(OTHERWISE[:, None], len(ids), axis=1),
-        told_s=np.full(len(ids), -math.inf),
-        sent_lately=np.zeros(len(ids)),
+        reported=np.repeat(OTHERWISE[:, None], len(ids), axis=1),
+        reported_s=np.full(len(ids), -math.inf),
+        sent_last_minute=np.zeros(len(ids)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.candidates import Candidates, Places
+from scheduler.candidates import Candidates, Rows
 from scheduler.expressions import Expression, condition, number
 from scheduler.indicators import Column, IndicatorSource, roots_of
 from scheduler.policies import entry_named
@@ -49,12 +49,12 @@ class Policy:
         self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist, self._hold))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it looks at nothing
-        self.foretold = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
-        self.needs_forecast = bool(self.foretold)
+        self.forecasts_read = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
+        self.needs_forecast = bool(self.forecasts_read)
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
-        self.needs_told = self.holds or any(root.source is IndicatorSource.TOLD for root in roots)
+        self.needs_reported = self.holds or any(root.source is IndicatorSource.REPORTED for root in roots)
         if _is_foretold(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made after it")
 
@@ -81,8 +81,8 @@ class Policy:
         """Score each; once for each request, as a policy may remember what it has seen."""
         return self._score(candidates)
 
-    def lowest(self, candidates: Candidates, k: int) -> Places:
-        """Find the k best, in the order of their places."""
+    def lowest(self, candidates: Candidates, k: int) -> Rows:
+        """Find the k best, in the order of their rows."""
         tie_break = None if self._tie_break is None else self._tie_break(candidates)
         return lowest(self._score(candidates), k, tie_break)
 
@@ -102,7 +102,7 @@ class Policy:
                 first = int(equals[lowest(self._tie_break(candidates)[equals], 1)[0]])
         return first
 
-    def order(self, candidates: Candidates, scores: Column) -> Places:
+    def order(self, candidates: Candidates, scores: Column) -> Rows:
         """Rank them all, best first; those whose score is not known come last."""
         if self._tie_break is None:
             return scores.argsort(kind="stable")

@@ -1,4 +1,4 @@
-"""How many promises an instance has made: those heard of, and our own that are under way."""
+"""The number of reservations an instance has made: those reported, and this scheduler's own in flight."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ReservationVersions:
-    """Follows an instance's count of promises, which begins anew with each epoch.
+    """Follows an instance's count of reservations, which restarts from zero with each epoch.
 
-    Who decides while a promise is under way takes it for made, so that a burst of decisions does not rest on one and
-    the same forecast. If it comes to nothing, the instance tells those who counted on it that they are wrong.
+    A reservation in flight counts as made, so that a burst of decisions does not rest on the same forecast. If it
+    fails, the instance answers those that counted on it with a conflict.
     """
 
     _epoch: int = 0
-    _heard: int = 0
+    _reported: int = 0
     _claims: list[int] = field(default_factory=list)
 
     @property
     def head(self) -> int:
-        """The count, once all that is under way has been promised."""
-        return max(self._heard, *self._claims) if self._claims else self._heard
+        """The count once all reservations in flight have been made."""
+        return max(self._reported, *self._claims) if self._claims else self._reported
 
-    def hear(self, version: int, epoch: int) -> None:
-        """Take a count that the instance told; of one epoch, the highest holds, as answers overtake each other."""
-        self._heard = max(self._heard, version) if epoch == self._epoch else version
+    def report(self, version: int, epoch: int) -> None:
+        """Take a count that the instance reported; within one epoch the highest holds, as replies may be reordered."""
+        self._reported = max(self._reported, version) if epoch == self._epoch else version
         self._epoch = epoch
 
     def since(self, version: int, epoch: int) -> int:
-        """Count the promises made after a forecast."""
+        """Count the reservations made after a forecast."""
         return max(0, self.head - version) if epoch == self._epoch else 0
 
     @contextmanager
     def claimed(self, version: int | None) -> Iterator[None]:
-        """Count a promise that is under way, made after so many others; None: after however many there are."""
+        """Count a reservation while it is in flight; `version` is the count it depends on, None for any."""
         claim = (self.head if version is None else version) + 1
         self._claims.append(claim)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.request import Request
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler.candidates import Places
+from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
 MOST_BUFFERED = 1024
 
 
-def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Places:
-    """Find the k lowest scores, in the order of their places; of equals the lowest tie-break, then the first.
+def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
+    """Find the k lowest scores, in the order of their rows; of equals the lowest tie-break, then the first.
 
     What is not known comes last. It costs little more for many than for few: nothing is sorted.
     """
     scores = np.fmin(scores, np.inf)
     threshold = np.partition(scores, k - 1)[k - 1]
-    places = np.flatnonzero(scores <= threshold)
-    if len(places) == k:
-        return places
-    at_threshold = scores[places] == threshold
-    below, equals = places[~at_threshold], places[at_threshold]
+    rows = np.flatnonzero(scores <= threshold)
+    if len(rows) == k:
+        return rows
+    at_threshold = scores[rows] == threshold
+    below, equals = rows[~at_threshold], rows[at_threshold]
     missing = k - len(below)
     if tie_break is not None:
         equals = equals[lowest(tie_break[equals], missing)]
@@ -36,8 +36,8 @@ class Draws:
         self._generator = generator
         self._numbers: list[float] = []
 
-    def some(self, k: int, of: int) -> Places:
-        """Draw k different places of so many, each set as likely as any other (Floyd's algorithm), in their order."""
+    def some(self, k: int, of: int) -> Rows:
+        """Draw k different rows of so many, each set as likely as any other (Floyd's algorithm), in their order."""
         drawn: set[int] = set()
         for last in range(of - k, of):
             place = int(self._number() * (last + 1))

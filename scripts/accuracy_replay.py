@@ -1,4 +1,4 @@
-"""Replay measured vLLM runs and compare request by request, those apart that the profiles' constants were fitted to."""
+"""Replays measured vLLM runs and compares latencies per request, without the requests that constants were fitted to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 
 from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from simulator.measured_runs import MEASURED_RUNS, MeasuredRun
-from simulator.reference_data import data_folder
+from simulator.reference_data import MEASURED_RUNS, MeasuredRun, data_folder
 from simulator.replay import replay
 
-CALIBRATED = 30  # the first requests, which two constants of the profile were fitted to
+CALIBRATED = 30  # the first requests, to which two constants of the profile were fitted
 
 
 def main() -> None:
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
-    """Give the distribution of relative errors of one run."""
+    """Yield the distribution of the relative errors of one run."""
     profile = load_profile(run.profile)
     requests, measured = run.requests(data_folder())
     outcomes = replay(run.config(profile.engine.num_gpu_blocks or 0), profile.step_time, requests)
@@ -58,12 +57,12 @@ def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
 
 
 def arrivals(requests: list[Any]) -> np.ndarray:
-    """When each request came."""
+    """Return the arrival times of requests."""
     return np.array([request.arrival_s for request in requests])
 
 
 def row(name: str, value: float, n: int) -> dict[str, Any]:
-    """One result."""
+    """Return one result."""
     return {"name": name, "value": value, "unit": "ratio", "n": n}
 
 

@@ -1,8 +1,8 @@
-"""The cluster simulator beside the live system: one trace through both, and how far apart what requests experienced is.
+"""Compares the cluster simulator with the live system: both serve the same requests.
 
 Emulated engines (Llama-2-7B on A30), their sidecars, a scheduler and a gateway run as processes of this machine, as in
-`bench_live`; the simulator serves the same requests, which come when they came to the live gateway. A decision takes
-as long there as the median one did here.
+`bench_live`. Simulated requests arrive at the times at which they came to the live gateway, and a simulated decision
+takes as long as the median live one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from predictor.profile import load_profile
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.assembly import simulate
 from simulator.conditions import Conditions
 from simulator.fleet import Unit
 from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.load_report import RequestResult
 from simulator.metrics import Latencies, latencies
 from simulator.reference_data import data_folder
 from simulator.traces import trace_from
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second of engine time")
     parser.add_argument("--speed", type=float, default=1.0, help="engine seconds per second")
-    parser.add_argument("--policy", action="append", help="block, llumnix and round_robin, if none is named")
+    parser.add_argument("--policy", action="append", help="repeatable; block, llumnix and round_robin by default")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     configure("warning", "text")
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def compare(policy: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run both, and put the figures together."""
+    """Run both, and return the results."""
     plan = plan_of(arguments)
     results = uvloop.run(live(policy, plan, arguments))
     good = [one for one in results if one.failure is None and one.ttft_s is not None and one.e2e_s is not None]
@@ -84,7 +85,7 @@ def compare(policy: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plan_of(arguments: argparse.Namespace) -> list[Planned]:
-    """Draw requests from ShareGPT that fit, and when they come."""
+    """Draw ShareGPT requests that fit, and their arrival times."""
     generator = np.random.default_rng(arguments.seed)
     requests = trace_from(str(data_folder() / LENGTHS)).requests
     fitting = [one for one in requests if one.prompt_tokens + (one.output_tokens or 1) <= ENGINE["max_model_len"]]
@@ -94,7 +95,7 @@ def plan_of(arguments: argparse.Namespace) -> list[Planned]:
 
 
 async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) -> list[RequestResult]:
-    """Send the requests through a gateway."""
+    """Send the requests to a gateway."""
     flags = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     settings = ClusterSettings(
         instances=arguments.instances, policies=(policy,), port=0, log_level="warning",
@@ -112,7 +113,7 @@ async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) 
 
 
 def simulated(policy: str, results: list[RequestResult], decision_s: float, arguments: argparse.Namespace) -> Latencies:
-    """Serve the same requests at the times at which they were really sent."""
+    """Simulate the same requests with the times at which they were sent."""
     times_s = np.array([one.plan.due_s + one.sent_s for one in results])
     order = np.argsort(times_s, kind="stable")
     work = workload(
@@ -122,7 +123,7 @@ def simulated(policy: str, results: list[RequestResult], decision_s: float, argu
         ),
         times_s[order],
     )
-    config = EngineConfig(**ENGINE, enable_prefix_caching=False)  # type: ignore[arg-type]  # all are whole numbers
+    config = EngineConfig(**ENGINE, enable_prefix_caching=False)  # type: ignore[arg-type]  # all values are integers
     units = [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * arguments.instances
     took = latencies(simulate(units, work, policy, Conditions(decision_s=decision_s)))
     back = np.argsort(order)

@@ -1,22 +1,22 @@
-"""How good forecasts and choices are beside real vLLM engines: predicted against measured, request by request.
+"""The accuracy of forecasts and decisions with real vLLM engines: predicted and measured latencies per request.
 
-Two engines of vLLM's CPU build serve a random model of a size that a core bears, each on a core of its own with one
-thread. Their profiles are measured first, both at the same time, as they will run (`block profile measure`). Then
-requests with ShareGPT's lengths, cut to fit, come as a Poisson process at `--load` of what the engine model says that
-two such engines can serve, through a gateway and a scheduler that know the true lengths.
+Two engines of vLLM's CPU build serve a small random model, each on its own core with one thread. Their profiles are
+measured first, both at the same time, because they will run at the same time (`block profile measure`). Then requests
+with ShareGPT's lengths, cut to fit, arrive as a Poisson process at the share `--load` of the engine model's capacity,
+through a gateway and a scheduler that know the true lengths.
 
-- `{mode}.{ttft|tpot|e2e}_error`: of what the reply's headers predicted, against what the client measured from sending
-  on; `median` is of the absolute relative error, `bias` of the signed one.
+- `{mode}.{ttft|tpot|e2e}_error`: the error of the forecast in the reply's headers, against the client's latency from
+  sending on; `median` is of the absolute relative error, `bias` of the signed one.
 - `{mode}.spearman`: rank correlation of predicted and measured e2e, over the requests of both instances.
-- `{mode}.best_instance_share`: of a sample of requests that are decided on and then sent to both engines at the same
-  time, how many ended first on the instance that was chosen; `chosen_over_best` is by how much longer they took there.
+- `{mode}.best_instance_share`: of a sample of requests that are sent to both engines after the decision, the share that
+  ended first on the chosen instance; `chosen_over_best` is by how much longer they took there.
 
-Mode `plugin` reads what the engines show of themselves; `mirror` stands as a proxy before them and is told nothing.
-The model is narrow and deep, so that its steps cost much in themselves and little by the token, as on a GPU.
+Mode `plugin` reads the state that the engines export; `mirror` is a proxy before engines that export nothing. The model
+is narrow and deep, so that its steps have a large constant cost and a small cost per token, as on a GPU.
 
-The two engines share memory and caches, and gateway, scheduler and this script run on the same cores: a forecast
-cannot know that. `cpu_share` tells how much of the machine went to what; `others` are processes that have nothing to do
-with this, and where they got more than a few per cent, the figures tell more of them than of anything else.
+The two engines share memory and caches, and gateway, scheduler and this script run on the same cores, which forecasts
+cannot know. `cpu_share` is the share of the machine's processor time by program; `others` are unrelated processes: if
+they use more than a few per cent, the results depend mostly on them.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of
 from services.http.client import Origin, origin_of
 from services.load.asking import Manner, body_of
-from services.load.running import LoadLimits, LoadSender, RequestResult, run_plan
+from services.load.running import LoadLimits, LoadSender, run_plan
 from services.logs import configure
-from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
-from services.profiling.starting import Started, started
+from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine, seconds_of
 from simulator.load_plan import Planned, Timing, arrival_times
+from simulator.load_report import RequestResult
 from simulator.replay import replay
 from tests.deploy.engines import narrow_and_deep, tiny_model
 
@@ -64,26 +64,26 @@ MODEL = "tiny"
 MODES = ("plugin", "mirror")
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
-# ShareGPT v3's: mean and standard deviation of the logarithm, cut to what such engines can answer within seconds
+# ShareGPT v3: mean and standard deviation of the logarithm, cut to lengths that these engines serve within seconds
 PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
 ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WITHIN_S = 600.0
-WARM_UP, WARM_UP_TOKENS = 8, 64  # so that paces learnt while everything started are forgotten
+WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmInstance:
-    """One engine, and its profile."""
+    """One engine with its profile."""
 
     name: str
-    engine: Started
+    engine: EngineProcess
     profile: Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Both:
-    """A request that was sent to all engines: which was chosen, and what it took on each."""
+    """A request that was sent to all engines: the chosen instance, and the latency on each."""
 
     chosen: str
     e2e_s: dict[str, float]
@@ -98,13 +98,13 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.85, help="share of what the engines can serve")
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
     parser.add_argument("--sample", type=float, default=0.05, help="share of requests that are sent to both")
-    parser.add_argument("--budget", default="150s", help="for the profiles")
-    parser.add_argument("--profiles", metavar="DIR", help="where profiles are kept, and taken from")
+    parser.add_argument("--budget", default="150s", help="time to measure the profiles")
+    parser.add_argument("--profiles", metavar="DIR", help="folder in which profiles are kept")
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="the Python that has it")
+    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
     parser.add_argument("--records", metavar="FILE", help="a JSON line for each request")
     arguments = parser.parse_args()
     if not Path(arguments.vllm).exists():
@@ -121,17 +121,17 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Start the engines, measure their profiles, and send the load once for each mode."""
+    """Start the engines, measure their profiles, and send the load in each mode."""
     model = tiny_model(folder / "model", **narrow_and_deep(arguments.hidden, arguments.layers))
     results: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
-        say("starting engines")
+        progress("starting engines")
         starting = [
-            stack.enter_async_context(started(command, str(folder / f"{name}.state"), WITHIN_S))
+            stack.enter_async_context(run_engine(command, str(folder / f"{name}.state"), WITHIN_S))
             for name, command in commands(arguments, model)
         ]
         engines = await asyncio.gather(*starting)
-        say("measuring profiles")
+        progress("measuring profiles")
         instances = await profiled(engines, arguments)
         for one in instances:
             if one.profile.error is not None:
@@ -142,13 +142,13 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
         results.append(row("rate", (len(plan) - 1) / plan[-1].due_s, "requests/s", len(plan)))
         for number, mode in enumerate(MODES):
             if arguments.mode in (mode, "both"):
-                say(f"{mode}: {len(plan)} requests in about {plan[-1].due_s:.0f} s")
+                progress(f"{mode}: {len(plan)} requests in about {plan[-1].due_s:.0f} s")
                 results += await loaded(mode, plan, instances, folder, arguments, seed=10 * arguments.seed + number)
     return results
 
 
 def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
-    """Say how each engine is started: with one thread, on a core of its own."""
+    """Yield the commands that start the engines: one thread each, on a core of its own."""
     vllm = Path(arguments.vllm).with_name("vllm")
     cores = sorted(os.sched_getaffinity(0))
     for number in range(arguments.instances):
@@ -165,8 +165,8 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
         )
 
 
-async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) -> list[VllmInstance]:
-    """Give each engine its profile: one that was kept, or else a new one."""
+async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[VllmInstance]:
+    """Return the engines with profiles: kept ones, or new ones."""
     kept = None if arguments.profiles is None else Path(arguments.profiles)
     files = [] if kept is None else [kept / f"vllm-{number}.json" for number in range(len(engines))]
     if files and all(file.exists() for file in files):
@@ -182,8 +182,8 @@ async def profiled(engines: Sequence[Started], arguments: argparse.Namespace) ->
     ]
 
 
-async def measured(engines: Sequence[Started], arguments: argparse.Namespace) -> list[Profile]:
-    """Measure all engines at the same time, as `block profile measure` does: that is how they will run."""
+async def measured(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[Profile]:
+    """Measure all engines at the same time, as `block profile measure` does."""
     orders = [
         MeasureOptions(
             engine_url=engine.url,
@@ -212,18 +212,18 @@ def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) ->
     ]
 
 
-def lengths(generator: np.random.Generator, law: tuple[float, float], most: int, num: int) -> list[int]:
-    """Draw log-normal lengths, those beyond the most anew."""
+def lengths(generator: np.random.Generator, law: tuple[float, float], limit: int, num: int) -> list[int]:
+    """Draw log-normal lengths of at most `limit`; longer ones are drawn again."""
     drawn: list[int] = []
     while len(drawn) < num:
         length = round(float(generator.lognormal(*law)))
-        if 2 <= length <= most:
+        if 2 <= length <= limit:
             drawn.append(length)
     return drawn
 
 
 def capacity(instance: VllmInstance, prompts: Sequence[int], answers: Sequence[int]) -> float:
-    """Requests per second that the engine model serves where all are there from the beginning."""
+    """Return the requests per second that the engine model serves if all arrive at the beginning."""
     requests = [
         Request(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -240,12 +240,12 @@ async def loaded(
     mode: str, plan: Sequence[Planned], instances: Sequence[VllmInstance], folder: Path, arguments: argparse.Namespace,
     *, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Start what stands before the engines, send the load, and sum up."""
+    """Start the other programs, send the load, and return the results."""
     generator = np.random.default_rng(seed)
     chosen = set(generator.choice(len(plan), round(arguments.sample * len(plan)), replace=False).tolist())
     sampled = [one for number, one in enumerate(plan) if number in chosen]
     others = [one for number, one in enumerate(plan) if number not in chosen]
-    manner = Manner(model=MODEL, seed=seed)  # other prompts than before: nothing of them is cached
+    manner = Manner(model=MODEL, seed=seed)  # other prompts than before, so that none is cached
     limits = LoadLimits(timeout_s=WITHIN_S)
     children: list[Child] = []
     try:
@@ -272,7 +272,7 @@ async def loaded(
 
 
 async def warmed_up(gateway: Origin, manner: Manner, limits: LoadLimits, num_instances: int) -> None:
-    """Send a few requests that do not count, until all instances serve."""
+    """Send a few requests that do not count, until all instances have served some."""
     plan = [
         Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=WARM_UP_TOKENS)
         for number in range(WARM_UP)
@@ -289,7 +289,7 @@ async def warmed_up(gateway: Origin, manner: Manner, limits: LoadLimits, num_ins
 async def front_of(
     mode: str, instances: Sequence[VllmInstance], folder: Path, children: list[Child]
 ) -> tuple[dict[str, str], str, Origin]:
-    """Start sidecars, a tagger, a scheduler and a gateway; give the engines' URLs, and where the last two listen."""
+    """Start sidecars, a tagger, a scheduler and a gateway; yield the URLs of engines, scheduler and gateway."""
 
     async def start(name: str, *words: str, proxy: bool = False) -> Child:
         children.append(Child(name, *words, proxy_port=0 if proxy else None))
@@ -321,7 +321,7 @@ async def front_of(
 async def broadcast(
     sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], manner: Manner, limits: LoadLimits
 ) -> list[Both]:
-    """Have the scheduler decide on each request when it is due, and send it to every engine at once."""
+    """Request a decision for each request when it is due, and send the request to all engines."""
     start_s = time.monotonic()
     senders = {name: LoadSender(origin_of(url), manner, limits) for name, url in urls.items()}
 
@@ -350,7 +350,7 @@ async def broadcast(
 
 
 def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[dict[str, Any]]:
-    """Put the figures together."""
+    """Return the results of one mode."""
     good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
     rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
     for name in ("ttft", "tpot", "e2e"):
@@ -375,7 +375,7 @@ def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[di
 
 
 def predicted_and_actual(one: RequestResult, name: str) -> tuple[float, float] | None:
-    """What was predicted at the decision, and what was measured from the sending on."""
+    """Return a request's predicted and measured latency from sending on."""
     if one.predicted_ttft_s is None or one.predicted_e2e_s is None or one.ttft_s is None or one.e2e_s is None:
         return None
     if name != "tpot":
@@ -386,23 +386,23 @@ def predicted_and_actual(one: RequestResult, name: str) -> tuple[float, float] |
 
 
 def record(path: str, mode: str, results: Sequence[RequestResult]) -> None:
-    """Write a line for each request."""
+    """Write one line per request."""
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"mode": mode, **asdict(one)}) + "\n" for one in results)
 
 
 def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
-    """One result."""
+    """Return one result."""
     return {"name": name, "value": value, "unit": unit, "n": n}
 
 
 def replace_name(one: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same result under another name."""
+    """Return a result under another name."""
     return {**one, "name": name}
 
 
 def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]) -> dict[str, float]:
-    """Processor seconds used so far: by all processes of a kind, by this one, and by all others on the machine."""
+    """Return the processor seconds so far: of each program, of this process, and of all other processes."""
     kinds = {child.pid: child.name.partition("-")[0] for child in children}
     kinds |= {one.engine.pid: "engines" for one in instances}
     used = dict.fromkeys(kinds.values(), 0.0)
@@ -410,8 +410,8 @@ def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]
         try:
             fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
-        if (kind := kinds.get(int(fields[3]))) is not None:  # each of them leads a session of its own
+            continue  # the process has just ended
+        if (kind := kinds.get(int(fields[3]))) is not None:  # each program leads its own session
             used[kind] += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     used["load"] = time.process_time()
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
@@ -420,20 +420,20 @@ def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]
 
 
 def free_port() -> int:
-    """Find a port that nobody uses now."""
+    """Return an unused port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
     return port
 
 
-def say(text: str) -> None:
-    """Tell those who wait."""
+def progress(text: str) -> None:
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """What this was measured on."""
+    """Describe this machine."""
     return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
 
 

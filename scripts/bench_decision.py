@@ -1,6 +1,6 @@
 """What deciding costs by itself: processor time per request of what a scheduler and a simulator do alike.
 
-From a request's facts to the chosen instance: how much of its prompt everybody is likely to have cached, the shortlist,
+From a request's request to the chosen instance: how much of its prompt everybody is likely to have cached, the shortlist,
 the scores, the choice, and taking note of it; over a table of indicators that changes as requests go there. The
 forecasts are numbers from a table: making them is the sidecars' work, and `bench_predictor.py` measures it; asking for
 them is communication, and `bench_scheduler.py` measures that.
@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-
-from predictor.forecast import Forecast
 from scheduler.candidate_ranking import forecast_columns
-from scheduler.candidates import Facts
+
+from predictor.forecast_result import Forecast
+from scheduler.candidates import RequestIndicators
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 from scheduler.prefix import PrefixIndex
@@ -100,12 +100,12 @@ def decider(text: str, num: int) -> Callable[[], int]:
     ids = tuple(f"i{number:03}" for number in range(num))
     table, policy = InstanceTable(ids), policy_from(text, seed=1)
     for name in ids:
-        table.tell(name, told(rng), now_s=0.0)
+        table.tell(name, reported(rng), now_s=0.0)
     index = PrefixIndex(dict.fromkeys(ids, 1056))
     talks = [[(talk, block) for block in range(rng.randint(4, MOST_BLOCKS))] for talk in range(NUM_TALKS)]
     for talk in talks:
         index.sent(rng.choice(ids), talk)
-    foretold = np.array([forecast(rng) for _ in ids])
+    forecasts_read = np.array([forecast(rng) for _ in ids])
     clock_s = 0.0
     least_s = 1.0 / (3 * num)  # between two requests
 
@@ -113,30 +113,30 @@ def decider(text: str, num: int) -> Callable[[], int]:
         nonlocal clock_s
         clock_s += least_s
         talk = talks[int(clock_s / least_s) % NUM_TALKS]
-        facts = Facts(prompt_tokens=BLOCK_TOKENS * len(talk) + 100)
+        request = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(talk) + 100)
         if policy.needs_prefix:
             hits = index.look_up(talk, ids)
-            facts = Facts(prompt_tokens=facts.prompt_tokens, prefix_class=hits.deepest)
-            known = table.candidates(facts, clock_s)
+            request = RequestIndicators(prompt_tokens=request.prompt_tokens, prefix_class=hits.deepest)
+            known = table.candidates(request, clock_s)
             known.add({"prefix_hit_tokens": BLOCK_TOKENS * hits.num_blocks})
         else:
-            known = table.candidates(facts, clock_s)
+            known = table.candidates(request, clock_s)
         looked = policy.among(known)
         if policy.needs_forecast:
-            made = foretold if looked.places is None else foretold[looked.places]
-            looked.add(forecast_columns(made.tolist(), policy.foretold))
+            made = forecasts_read if looked.rows is None else forecasts_read[looked.rows]
+            looked.add(forecast_columns(made.tolist(), policy.forecasts_read))
         chosen = looked.place(policy.choose(looked))
         table.sent(ids[chosen], clock_s, prefill_tokens=100.0)
         if policy.needs_prefix:
             index.sent(ids[chosen], talk)
-        if table.known.told[2, chosen] > 20:  # as many are reserved: it tells of itself
-            table.tell(ids[chosen], told(rng), clock_s)
+        if table.known.reported[2, chosen] > 20:  # as many are reserved: it tells of itself
+            table.tell(ids[chosen], reported(rng), clock_s)
         return chosen
 
     return decide
 
 
-def told(rng: random.Random) -> dict[str, float]:
+def reported(rng: random.Random) -> dict[str, float]:
     """What a busy instance tells of itself."""
     return {
         "num_running": float(rng.randint(20, 48)),

@@ -1,15 +1,15 @@
-"""The live system under the paper's heaviest load: how long decisions take, how good they and their forecasts are.
+"""The live system under the paper's heaviest load: decision times, the quality of decisions, and forecast errors.
 
 Emulated engines (Llama-2-7B on A30), their sidecars, a tagger, a scheduler and a gateway run as processes of this
 machine; `--speed` slows the engines down until the machine is not the limit (all times but decisions' are engine time).
-Requests come as a Poisson process with ShareGPT's lengths.
+Requests arrive as a Poisson process with ShareGPT's lengths.
 
-- `decision_ms`: from the scheduler's receiving a request to its decision, promise included, wall clock, as it records.
-- `placing_ms`: the same as the gateway sees it, with the way to the scheduler and back.
-- `e2e_error`: of the e2e that the reply's header predicted, against what the client measured from sending on.
-- `best_instance_share`: of a sample of requests, how many went where they would have ended first. For each, all
-  engines' states are taken when it is sent; afterwards, when the true length of every answer is known, it is forecast
-  on each of them once more.
+- `decision_ms`: from the request's arrival at the scheduler to its decision, with the reservation, by the wall clock.
+- `placing_ms`: the same from the gateway, with the call to the scheduler.
+- `e2e_error`: the error of the forecast in the reply's headers, against the client's latency from sending on.
+- `best_instance_share`: of a sample of requests, the share that went to the instance where they would have ended first.
+  All engines' states are recorded when a sampled request is sent; later, when all true lengths are known, the request
+  is forecast on each of them again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import UnreadableError, View
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned, Timing, by_arrival, planned
+from simulator.load_report import RequestResult
 from simulator.reference_data import data_folder
 from simulator.traces import trace_from
 
@@ -58,10 +59,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class DecisionSample:
-    """All engines as they stood when a request was sent."""
+    """The states of all engines when a request was sent."""
 
     request_id: str
-    after_s: float  # from the start, engine time
+    after_s: float  # since the start, engine time
     views: dict[str, View] = field(default_factory=dict)
 
 
@@ -71,11 +72,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--instances", type=int, default=12)
     parser.add_argument("--rate", type=float, default=36.0, help="requests per second of engine time")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of load, engine time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="duration of the load, engine time")
     parser.add_argument("--speed", type=float, default=0.5, help="engine seconds per second")
     parser.add_argument("--policy", default="block")
-    parser.add_argument("--lengths", choices=("known", "tagged"), default="known", help="what the scheduler knows")
-    parser.add_argument("--sample", type=float, default=0.05, help="share of decisions that are looked into")
+    parser.add_argument("--lengths", choices=("known", "tagged"), default="known", help="how lengths are known")
+    parser.add_argument("--sample", type=float, default=0.05, help="share of decisions that are sampled")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     configure("warning", "text")
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, Any]]:
-    """Start everything, send the load, and look at what came of it; decisions are recorded in a file."""
+    """Start the system, send the load, and return the results; decisions are recorded in a file."""
     plan = plan_of(arguments)
     settings = ClusterSettings(
         instances=arguments.instances, policies=(arguments.policy,), port=0, log_level="warning",
@@ -117,7 +118,7 @@ async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, 
 
 
 def plan_of(arguments: argparse.Namespace) -> list[Planned]:
-    """Draw requests that fit an A30 from ShareGPT, and when they come."""
+    """Draw ShareGPT requests that fit an A30, and their arrival times."""
     generator = np.random.default_rng(arguments.seed)
     num = round(arguments.rate * arguments.seconds)
     lengths = trace_from(str(data_folder() / LENGTHS)).requests
@@ -128,7 +129,7 @@ def plan_of(arguments: argparse.Namespace) -> list[Planned]:
 
 
 async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.Namespace) -> list[DecisionSample]:
-    """Read the engines' states when some of the requests are sent; what they mean is made out later."""
+    """Read the engines' states when sampled requests are sent; they are evaluated later."""
     generator = np.random.default_rng(arguments.seed + 1)
     start_s = time.monotonic()
     paths = {path.stem: str(path) for path in cluster.folder.glob("engine-*.state")}
@@ -143,7 +144,7 @@ async def sample(plan: Sequence[Planned], cluster: Cluster, arguments: argparse.
 
 
 def view_of(path: str) -> View | None:
-    """Read one engine's state, each time into memory of its own; None while it is being written."""
+    """Read one engine's state into new memory; None while the engine writes it."""
     reader = Reader(path)
     try:
         return reader.read(contents=False)
@@ -154,7 +155,7 @@ def view_of(path: str) -> View | None:
 
 
 def quantiles_of(name: str, values: Sequence[float], unit: str) -> list[dict[str, Any]]:
-    """Give the median and the 99th percentile."""
+    """Return the median and the 99th percentile."""
     return [
         {"name": f"{name}.p{share}", "value": float(np.percentile(values, share)), "unit": unit, "n": len(values)}
         for share in (50, 99)
@@ -165,7 +166,7 @@ def summed_up(
     results: Sequence[RequestResult], samples: Sequence[DecisionSample], used: dict[str, float], wall_s: float,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Put the figures together."""
+    """Return the results."""
     good = [result for result in results if result.failure is None]
     placing_ms = [1000 * result.decision_s for result in results if result.decision_s is not None]
     rows = quantiles_of("placing_ms", placing_ms, "ms")
@@ -197,7 +198,7 @@ def summed_up(
 
 
 def rank_of(sample: DecisionSample, results: Sequence[RequestResult], speed: float) -> int | None:
-    """How many instances would have been better than the chosen one, all lengths being known."""
+    """Return the number of instances that would have been better than the chosen one, with true lengths."""
     lengths = {one.plan.request_id: one.plan for one in results}
     chosen = next(one for one in results if one.plan.request_id == sample.request_id)
     if chosen.instance not in sample.views:
@@ -205,7 +206,7 @@ def rank_of(sample: DecisionSample, results: Sequence[RequestResult], speed: flo
     profile = load_profile(PROFILE)
     ends = {}
     for name, view in sample.views.items():
-        snapshot = with_promises(snapshot_from_view(view), name, sample, results, speed)
+        snapshot = with_reservations(snapshot_from_view(view), name, sample, results, speed)
         engine = engine_from(with_lengths(snapshot, lengths), profile.step_time)
         candidate = Request(
             request_id="candidate", prompt_tokens=chosen.plan.prompt_tokens, output_tokens=chosen.plan.output_tokens
@@ -215,10 +216,10 @@ def rank_of(sample: DecisionSample, results: Sequence[RequestResult], speed: flo
     return sum(end < ends[chosen.instance] for end in ends.values())
 
 
-def with_promises(
+def with_reservations(
     snapshot: Snapshot, name: str, sample: DecisionSample, results: Sequence[RequestResult], speed: float
 ) -> Snapshot:
-    """Add what had been sent to the engine, and was not to be seen there yet."""
+    """Add the requests that had been sent to the engine but were not in its state yet."""
     shown = {plan_id(item.request.request_id) for item in (*snapshot.running, *snapshot.waiting)}
     on_their_way = [
         one.plan
@@ -235,12 +236,12 @@ def with_promises(
 
 
 def plan_id(name: str) -> str:
-    """What the plan calls a request that an engine or a sidecar names."""
+    """Return the plan's id of a request from its name at an engine or a sidecar."""
     return client_id(name).partition("-")[2]
 
 
 def with_lengths(snapshot: Snapshot, plans: dict[str, Planned]) -> Snapshot:
-    """Tell a snapshot how long every answer became."""
+    """Set the true lengths of all requests of a snapshot."""
 
     def known(request: Request) -> Request:
         plan = plans.get(plan_id(request.request_id))
@@ -258,7 +259,7 @@ def with_lengths(snapshot: Snapshot, plans: dict[str, Planned]) -> Snapshot:
 
 
 def processor_times(cluster: Cluster) -> dict[str, float]:
-    """Processor seconds used so far: by all processes of a kind, by this one, and by the whole machine."""
+    """Return the processor seconds so far: of each program, of this process, and of the whole machine."""
     used: dict[str, float] = {}
     for name, child in cluster.children.items():
         fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
@@ -271,7 +272,7 @@ def processor_times(cluster: Cluster) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What this was measured on."""
+    """Describe this machine."""
     return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
 
 

@@ -1,4 +1,4 @@
-"""How long a forecast takes, and how many requests a replay gets through: one core, ShareGPT-like lengths.
+"""The time of a forecast, and the throughput of a replay, on one core, with ShareGPT-like lengths.
 
 Engines are Block's testbed: Llama-2-7B on an A30, 1056 blocks of 16, chunks of 512.
 """
@@ -24,7 +24,7 @@ from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
 CASES = ((4, 0), (24, 0), (46, 0), (48, 10), (48, 20), (48, 50), (48, 100), (256, 200))
-ENGINES = 10  # random ones of each size
+ENGINES = 10  # random engines of each size
 BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
-    """Time forecasts on engines in each of the cases: to the candidate's last token, with all delays, and once more."""
+    """Time forecasts in each case: to the candidate's last token, with all delays, and repeated."""
     for caching in (False, True):
         for running, waiting in CASES:
             for what in ("", "delays", "again"):
@@ -60,7 +60,7 @@ def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
 
 
 def microseconds(running: int, waiting: int, what: str, *, caching: bool, seed: int, rounds: int) -> float:
-    """Median time of one forecast on one random engine of the wanted size; `again` is of an engine left alone since."""
+    """Return the median time of a forecast on random engines; `again` repeats it on an unchanged engine."""
     rng = random.Random(seed)
     engine = engine_with(running, waiting, rng, caching=caching)
     candidate = sharegpt_like("candidate", rng)
@@ -75,7 +75,7 @@ def microseconds(running: int, waiting: int, what: str, *, caching: bool, seed: 
 
 
 def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool) -> Engine:
-    """Bring an engine to where so many requests run, each somewhere in its answer, and so many wait."""
+    """Return an engine with `running` requests in the middle of their responses, and `waiting` ones."""
     config = EngineConfig(
         max_num_seqs=max(48, running),
         max_num_batched_tokens=512,
@@ -86,7 +86,7 @@ def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool
     engine = Engine(config, load_profile(PROFILE).step_time)
     for number in range(running):
         engine.add(sharegpt_like(f"r{number}", rng))
-    engine.advance(0.12 * math.sqrt(running))  # all have been admitted, and few have ended
+    engine.advance(0.12 * math.sqrt(running))  # all are admitted, and few have finished
     for number in range(waiting):
         engine.add(sharegpt_like(f"w{number}", rng, arrival_s=engine.now_s))
     return engine

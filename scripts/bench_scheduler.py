@@ -15,25 +15,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack
 
 import grpc
 import uvloop
 
-from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scripts.asking import quantile
+from scripts.running import Running, block_serving, instance_flags, report, sidecars_running
+from scripts.stand_ins import PLACE
 
-PLACE = "127.0.0.1"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 STAY_S = 2.0  # from a decision to its release
 WARM_UP_S = 2.0
 
@@ -47,33 +40,20 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=36.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case")
     parser.add_argument("--engines-per-sidecar", type=int, default=16)
-    parser.add_argument("--sidecars", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.sidecars:
-        uvloop.run(serve_sidecars(arguments.sidecars, arguments.engines_per_sidecar))
-        return
     results: list[dict[str, object]] = []
     for policy in arguments.policy or ["block"]:
         for num in arguments.instances or [12]:
             results += case(policy, num, arguments)
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        }
-        json.dump({"bench": "scheduler", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")
+    report("scheduler", results, as_json=arguments.json)
 
 
 def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Measure one policy over so many instances."""
     with ExitStack() as stack:
         sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
-        scheduler = stack.enter_context(scheduler_over(sidecars, policy))
+        flags = ["--policy", policy, "--sidecar-deadline-ms", "1000", *instance_flags(sidecars)]
+        scheduler = stack.enter_context(block_serving("scheduler", *flags))
         return uvloop.run(measured(scheduler, f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds))
 
 
@@ -82,7 +62,7 @@ def name_of(policy: str) -> str:
     return "".join(letter for letter in policy.replace(":", "-") if letter.isalnum() or letter in "-_")
 
 
-async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
+async def measured(scheduler: Running, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
     """Let requests come and go, and put what they saw into numbers."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
@@ -96,8 +76,8 @@ async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds:
     if not all(decision.HasField("reserved_for_s") for decision in decisions):
         raise RuntimeError("some decisions hold no place")
     n = len(decisions)
-    decision_ms = sorted(1e3 * decision.decision_s for decision in decisions)
-    schedule_ms = sorted(1e3 * one for one in took_s)
+    decision_ms = [1e3 * decision.decision_s for decision in decisions]
+    schedule_ms = [1e3 * one for one in took_s]
     numbers = [
         (f"decision_ms.{name}.p50", quantile(decision_ms, 0.5), "ms"),
         (f"decision_ms.{name}.p99", quantile(decision_ms, 0.99), "ms"),
@@ -106,11 +86,6 @@ async def measured(scheduler: SchedulerProcess, name: str, rate: float, seconds:
         (f"scheduler_cpu_us.{name}", 1e6 * cpu_s / n, "us"),
     ]
     return [{"name": name, "value": value, "unit": unit, "n": n} for name, value, unit in numbers]
-
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Give the value below which so many lie."""
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
 async def load(
@@ -149,216 +124,6 @@ async def load(
             group.create_task(one(number))
             number += 1
             due_s += rng.expovariate(rate)
-
-
-# The scheduler.
-
-
-class SchedulerProcess:
-    """The scheduler's process."""
-
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        """Remember where it listens."""
-        self.port = port
-        self._stat = Path(f"/proc/{process.pid}/stat")
-
-    def cpu_s(self) -> float:
-        """Processor time that it has taken, all its threads, in user and system mode."""
-        fields = self._stat.read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
-@contextmanager
-def scheduler_over(sidecars: Sequence[int], policy: str) -> Iterator[SchedulerProcess]:
-    """Run a scheduler; its log says where it listens."""
-    command = [str(Path(sys.executable).with_name("block")), "serve", "scheduler", "--port", "0"]
-    command += ["--log-format", "json", "--policy", policy, "--sidecar-deadline-ms", "1000"]
-    command += [f"--instance=i{place}=http://{PLACE}:1,{PLACE}:{port}" for place, port in enumerate(sidecars)]
-    with started(command, stderr=subprocess.PIPE) as process:
-        for line in process.stderr or ():
-            said = json.loads(line)
-            if said["event"] == "serving":
-                yield SchedulerProcess(process, said["port"])
-                return
-        raise RuntimeError("the scheduler did not start")
-
-
-@contextmanager
-def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
-    """Run sidecars in one process; its first line is the port of each."""
-    command = [sys.executable, __file__, "--sidecars", str(num), "--engines-per-sidecar", str(together)]
-    with started(command, stdout=subprocess.PIPE) as process:
-        yield [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
-
-
-@contextmanager
-def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a command until the block ends."""
-    root = str(Path(__file__).parents[1])
-    process = subprocess.Popen(  # type: ignore[call-overload]
-        command, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root}, **streams
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-# Sidecars.
-
-
-class StubSidecar:
-    """Forecasts a time that grows with each promise; all else that it says stays as it is."""
-
-    def __init__(self, name: str) -> None:
-        """Have promised nothing."""
-        self._held: set[str] = set()
-        self._answer = predictor_pb2.PredictResponse(
-            instance_id=name,
-            epoch=7,
-            state=common_pb2.INSTANCE_STATE_READY,
-            predict_s=1e-4,
-            indicators=common_pb2.Indicators(
-                age_s=0.003, source=common_pb2.STATE_SOURCE_EXPORTED, num_running=24, num_waiting=2, num_reserved=0,
-                num_total_blocks=1056, num_free_blocks=345, num_reserved_blocks=12, num_waiting_blocks=34,
-                queued_prefill_tokens=1234, context_tokens=9876, remaining_tokens=5432, requests_per_minute=180.0,
-                kv_hit_ratio=0.25, pace=1.01, step_s=0.031, num_preemptions_total=3, num_finished_total=999,
-            ),
-            predictions=[predictor_pb2.Prediction(prefix_hit_tokens=0, new_prefill_tokens=100)],
-        )  # fmt: skip
-
-    def _forecast(self, request: common_pb2.Request) -> predictor_pb2.PredictResponse:
-        prediction = self._answer.predictions[0]
-        prediction.request_id = request.request_id
-        prediction.forecast.CopyFrom(
-            common_pb2.Forecast(
-                request_id=request.request_id, ttft_s=0.2 + 0.01 * len(self._held), e2e_s=7.0 + 0.1 * len(self._held),
-                tpot_s=0.03, queue_s=0.1, output_tokens=210,
-            )
-        )  # fmt: skip
-        self._answer.indicators.num_reserved = len(self._held)
-        return self._answer
-
-    def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
-        """Answer one question."""
-        return self._forecast(request.requests[0]) if request.requests else self._answer
-
-    async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
-        """Tell of itself whenever a promise was made or taken back."""
-        sequence, told = 0, -1
-        while True:
-            if len(self._held) != told:
-                sequence, told = sequence + 1, len(self._held)
-                self._answer.indicators.num_reserved = told
-                yield predictor_pb2.WatchResponse(
-                    instance_id=self._answer.instance_id,
-                    sequence=sequence,
-                    full=True,
-                    indicators=self._answer.indicators,
-                    version=self._answer.version,
-                    epoch=7,
-                    state=self._answer.state,
-                )
-            await asyncio.sleep(request.min_interval_s)
-
-    def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
-        """Promise a place, unless others came first."""
-        response = predictor_pb2.ReserveResponse(
-            instance_id=self._answer.instance_id, epoch=7, expires_in_s=request.ttl_s
-        )
-        if request.HasField("if_version") and request.if_version != self._answer.version:
-            response.result = predictor_pb2.RESERVE_RESULT_CONFLICT
-            response.prediction.CopyFrom(self._forecast(request.request).predictions[0])
-        else:
-            response.result = predictor_pb2.RESERVE_RESULT_RESERVED
-            self._held.add(request.request.request_id)
-            self._answer.version += 1
-        response.version = self._answer.version
-        response.indicators.CopyFrom(self._answer.indicators)
-        return response
-
-    def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
-        self._held.discard(request.request_id)
-        return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
-
-
-class StubNode:
-    """Sidecars behind one port."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """Serve for some instances."""
-        self._sidecars = {name: StubSidecar(name) for name in names}
-
-    async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
-        """Answer one question, for one instance or for several."""
-        if request.instance_ids:
-            answers = [self._sidecars[name].predict(request) for name in request.instance_ids]
-            return predictor_pb2.PredictResponse(answers=answers)
-        return self._sidecars[request.instance_id].predict(request)
-
-    async def predict_stream(self, requests: Any, context: Any) -> Any:
-        """Answer one question after the other."""
-        async for request in requests:
-            yield await self.predict(request, context)
-
-    async def watch(self, request: predictor_pb2.WatchRequest, _: Any) -> Any:
-        """Tell of one instance."""
-        async for response in self._sidecars[request.instance_id].watch(request):
-            yield response
-
-    async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
-        """Promise a place."""
-        return self._sidecars[request.instance_id].reserve(request)
-
-    async def reserve_stream(self, requests: Any, context: Any) -> Any:
-        """Promise one place after the other."""
-        async for request in requests:
-            yield await self.reserve(request, context)
-
-    async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
-        return self._sidecars[request.instance_id].release(request)
-
-
-async def serve_sidecars(num: int, together: int) -> None:
-    """Serve on one port for each node, say which for each sidecar, and go on."""
-    ports, servers = [], []
-    names = [f"i{place}" for place in range(num)]
-    for first in range(0, num, together):
-        here = names[first : first + together]
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((handlers_of(StubNode(here)),))
-        ports += len(here) * [server.add_insecure_port(f"{PLACE}:0")]
-        await server.start()
-        servers.append(server)
-    print(*ports, flush=True)
-    await asyncio.gather(*(server.wait_for_termination() for server in servers))
-
-
-def handlers_of(one: StubNode) -> grpc.GenericRpcHandler:
-    """Put the methods of a node where the wire has them."""
-    question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
-    handlers: dict[str, Any] = {
-        "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),
-        "Watch": grpc.unary_stream_rpc_method_handler(
-            one.watch, predictor_pb2.WatchRequest.FromString, predictor_pb2.WatchResponse.SerializeToString
-        ),
-        "PredictStream": grpc.stream_stream_rpc_method_handler(one.predict_stream, question, answer),
-        "Reserve": grpc.unary_unary_rpc_method_handler(
-            one.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
-        ),
-        "ReserveStream": grpc.stream_stream_rpc_method_handler(
-            one.reserve_stream,
-            predictor_pb2.ReserveRequest.FromString,
-            predictor_pb2.ReserveResponse.SerializeToString,
-        ),
-        "Release": grpc.unary_unary_rpc_method_handler(
-            one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
-        ),
-    }
-    return grpc.method_handlers_generic_handler("block.v1.Predictor", handlers)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How many requests a processor second simulates: 12 instances at the paper's load and beyond, and 64 with 300,000.
+"""Simulated requests per second of processor time: 12 instances at the paper's load and above, and 64 instances.
 
-Engines are Block's testbed, Llama-2-7B on A30 (1056 blocks, 48 seats, chunks of 512); prompts and answers are
-ShareGPT's from `BLOCK_DATA`, or log-normal ones much like them where that is not there.
+Engines are Block's testbed, Llama-2-7B on A30 (1056 blocks, 48 sequences, chunks of 512); prompts and responses are
+ShareGPT's from `BLOCK_DATA`, or else log-normal ones with similar lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAREGPT = "lengths/block_sharegpt_v3_58k_lens.csv"
 LONGEST = 2048
 HEURISTICS = ("llumnix", "jsq", "lmetric", "round_robin")
 FORECASTING = ("block", "block: k = 3")
-OVERLOAD = 3.0  # times the rate, for queues of hundreds
+OVERLOAD = 3.0  # factor of the rate, for queues of hundreds of requests
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=32.0, help="requests per second, for 12 instances")
     parser.add_argument("--requests", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-large", action="store_true", help="leave 64 instances out")
+    parser.add_argument("--no-large", action="store_true", help="skip 64 instances")
     arguments = parser.parse_args()
     results = list(measure(arguments))
     if arguments.json:
@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     lengths = sharegpt()
     work = requests(lengths, arguments.requests, arguments.rate)
     for policy in (*HEURISTICS, *FORECASTING):
-        simulate(cluster(12), requests(lengths, 50, arguments.rate), policy)  # loads what is compiled
+        simulate(cluster(12), requests(lengths, 50, arguments.rate), policy)  # loads the compiled kernels
         rates = [len(work) / processor_seconds(12, work, policy) for _ in range(arguments.rounds)]
         name = f"requests_per_cpu_s.{policy.replace(': k = ', '_k')}"
         yield {"name": name, "value": statistics.median(rates), "unit": "requests/s", "n": len(work)}
@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def processor_seconds(num_instances: int, work: Workload, policy: str) -> float:
-    """Time one run, and see that it served everything."""
+    """Time one run, which must finish all requests."""
     start_s = time.process_time()
     result = simulate(cluster(num_instances), work, policy)
     seconds = time.process_time() - start_s
@@ -81,7 +81,7 @@ def processor_seconds(num_instances: int, work: Workload, policy: str) -> float:
 
 
 def cluster(num_instances: int) -> list[Unit]:
-    """Equal instances."""
+    """Return equal instances."""
     config = EngineConfig(
         max_num_seqs=48, max_num_batched_tokens=512, num_gpu_blocks=1057, max_model_len=LONGEST,
         enable_prefix_caching=False,
@@ -90,11 +90,11 @@ def cluster(num_instances: int) -> list[Unit]:
 
 
 def sharegpt() -> RequestLengths:
-    """Prompts and answers that go into the model's context together."""
+    """Return the lengths of requests that fit the model's context."""
     path = data_folder() / SHAREGPT
     if path.exists():
         return fitting(lengths_of(trace_from(str(path)).requests), LONGEST)
-    print(f"{path} is not there (BLOCK_DATA): log-normal lengths instead", file=sys.stderr)
+    print(f"{path} does not exist (BLOCK_DATA): log-normal lengths are used", file=sys.stderr)
     generator = np.random.default_rng(0)
     prompts = np.minimum(1000, 1 + generator.lognormal(3.6, 1.5, 50_000)).astype(np.int64)
     answers = np.minimum(1000, 1 + generator.lognormal(5.5, 0.9, 50_000)).astype(np.int64)
@@ -102,7 +102,7 @@ def sharegpt() -> RequestLengths:
 
 
 def requests(lengths: RequestLengths, num: int, rate: float) -> Workload:
-    """Draw requests that come as a Poisson process."""
+    """Draw requests of a Poisson process."""
     generator = np.random.default_rng(1)
     return workload(drawn(lengths, num, generator), at_rate(poisson_gaps(num, generator), rate))
 

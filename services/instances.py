@@ -10,11 +10,13 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from predictor.suggestions import require_known
+from scheduler.instances import ROLES
 from services.http.client import origin_of
 from services.logs import log_event
+from services.settings import Option
 from simulator.codec import read_text
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class Instance:
     sidecar_address: str
     models: tuple[str, ...] = ()
     state: str = "ready"
+    role: str = "both"  # or prefill, or decode
+    tier: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what nobody could reach."""
@@ -48,6 +52,8 @@ class Instance:
             raise ValueError("models: one has no name")
         if self.state not in STATES:
             raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
+        if self.role not in ROLES:
+            raise ValueError(f"role: {self.role!r} is none of {', '.join(ROLES)}")
 
 
 FIELDS = tuple(spec.name for spec in fields(Instance))
@@ -104,7 +110,7 @@ def _from_table(table: Any, place: int) -> Instance:
         models = table.get("models", [])
         if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
             raise ValueError("models: must be a list of texts")
-        for name in (*REQUIRED, "state"):
+        for name in (*REQUIRED, "state", "role", "tier"):
             if not isinstance(table.get(name, ""), str):
                 raise ValueError(f"{name}: must be a text, not {table[name]!r}")
         return Instance(**{**table, "models": tuple(models)})
@@ -195,6 +201,47 @@ class FromName:
             engine_url=f"http://{host}:{engine_port}",
             sidecar_address=f"{host}:{sidecar_port}",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSourceSettings:
+    """Where the list of instances comes from: flags, a file or a DNS name."""
+
+    listed: Annotated[
+        tuple[str, ...],
+        Option(
+            "An instance: its id, the URL of its engine and host:port of its sidecar; names of its models may follow "
+            "after further commas. Repeatable; in the environment variable, instances are separated by spaces.",
+            name="instance",
+            metavar="ID=ENGINE_URL,SIDECAR",
+        ),
+    ] = ()
+    instances_file: Annotated[
+        str, Option("TOML or JSON file with a list `instances`; changes are applied at once.", metavar="FILE")
+    ] = ""
+    instances_dns: Annotated[
+        str,
+        Option(
+            "DNS name; each of its addresses is an instance with the id ADDRESS:ENGINE_PORT.",
+            metavar="NAME:ENGINE_PORT:SIDECAR_PORT",
+        ),
+    ] = ""
+    poll_s: Annotated[float, "Interval at which the file or the DNS name is checked for changes, in seconds."] = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse several sources, or none."""
+        if not 0 < self.poll_s < 1e6:
+            raise ValueError(f"poll_s: must be a time above 0, not {self.poll_s}")
+        if [bool(self.listed), bool(self.instances_file), bool(self.instances_dns)].count(True) != 1:
+            raise ValueError("instances: give one of --instance, --instances-file and --instances-dns")
+
+    def source(self) -> InstanceSource:
+        """Make the source."""
+        if self.instances_file:
+            return FromFile(self.instances_file)
+        if self.instances_dns:
+            return source_from_name(self.instances_dns)
+        return Listed([instance_from_flag(text) for text in self.listed])
 
 
 def source_from_name(text: str) -> FromName:

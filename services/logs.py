@@ -5,11 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+from services.settings import Option
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What a program logs, and how."""
+
+    log_level: Annotated[str, Option("Least severe level that is logged.", choices=LEVELS)] = "info"
+    log_format: Annotated[str, Option("Format of log lines, which go to standard error.", choices=FORMATS)] = "text"
+
+    def apply(self) -> None:
+        """Set up the log of this process."""
+        configure(self.log_level, self.log_format)
 
 
 def log_event(log: logging.Logger, level: int, event: str, **fields: Any) -> None:

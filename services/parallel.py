@@ -1,4 +1,4 @@
-"""Running many simulations at once: one process per core, or on a Ray cluster."""
+"""Runners that run many simulations at once: in one process per core, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from simulator.parallel import Runner, one_by_one
 T = TypeVar("T")
 R = TypeVar("R")
 
+OBJECT_STORE_BYTES = 100 * 2**20  # tasks and results are small; Ray's default is 30 % of the memory
+
 
 @contextmanager
 def processes(num: int | None = None) -> Iterator[Runner]:
-    """Have one process per core; with a single one, this one."""
+    """Run tasks in `num` processes, by default one per core; with one, in this process."""
     num = num or len(os.sched_getaffinity(0))
     if num == 1:
         yield one_by_one
@@ -25,9 +27,9 @@ def processes(num: int | None = None) -> Iterator[Runner]:
     with ProcessPoolExecutor(num, mp_context=get_context("forkserver")) as pool:
 
         def runner(measure: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[tuple[int, R]]:
-            places = {pool.submit(measure, task): place for place, task in enumerate(tasks)}
-            for future in as_completed(places):
-                yield places[future], future.result()
+            indices = {pool.submit(measure, task): index for index, task in enumerate(tasks)}
+            for future in as_completed(indices):
+                yield indices[future], future.result()
 
         try:
             yield runner
@@ -37,26 +39,25 @@ def processes(num: int | None = None) -> Iterator[Runner]:
 
 
 @contextmanager
-def ray_cluster(address: str) -> Iterator[Runner]:
-    """Have a Ray cluster: `local` starts one on this machine, `auto` or an address joins one that runs."""
+def ray_cluster(address: str, num_cpus: int | None = None) -> Iterator[Runner]:
+    """Run tasks on a Ray cluster: `local` starts one with `num_cpus`, `auto` or an address joins a running one."""
     try:
         import ray
     except ImportError:
         raise ValueError("--ray: Ray is not installed (pip install 'block-serving[ray]')") from None
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address == "local":
-        ray.init(address="local", **quiet)
-    else:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        options |= {"include_dashboard": False, "num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
+    ray.init(address=address, **options)
     try:
 
         def runner(measure: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[tuple[int, R]]:
             remote = ray.remote(measure)
-            places = {remote.remote(task): place for place, task in enumerate(tasks)}
-            left = list(places)
-            while left:
-                (done,), left = ray.wait(left, num_returns=1)
-                yield places[done], ray.get(done)
+            indices = {remote.remote(task): index for index, task in enumerate(tasks)}
+            pending = list(indices)
+            while pending:
+                (done,), pending = ray.wait(pending, num_returns=1)
+                yield indices[done], ray.get(done)
 
         yield runner
     finally:

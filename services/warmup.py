@@ -7,6 +7,7 @@ import time
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.forecast import Forecaster
+from predictor.lengths import Tag, expected_tokens
 from predictor.profile import constant_profile
 from predictor.request import Request
 from predictor.transfer import engine_from, snapshot_of
@@ -17,6 +18,7 @@ from simulator.replay import loaded_engine
 def warm_up() -> float:
     """Run every kernel once, from the cache where it is there; return the seconds it took."""
     start_s = time.monotonic()
+    expected_tokens(Tag(median_tokens=2.0, spread=1.0), 1)  # imports scipy
     asked = Request(request_id="asked", prompt_tokens=40, output_tokens=4)
     for name in BATCHERS:
         config = EngineConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,14 +12,16 @@ import numpy.typing as npt
 
 from predictor.forecast import RESULT
 from predictor.state import NOBODY
-from scheduler.holding import Refusals
+from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.indicators import roots_of
 from scheduler.instance_table import InstanceTable
+from scheduler.instances import InstanceDirectory
 from scheduler.policy import policy_from
-from scheduler.prefix import PrefixIndex
+from scheduler.prefix import PromptPrefixes
 from simulator import kernels
-from simulator.conditions import SENT_INDEX, Conditions, require_outages
+from simulator.conditions import FIRST_COME, Conditions, require_outages
 from simulator.fleet import Unit, make_fleet, noise_factors, residual_table
+from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
 from simulator.scheduler_view import SchedulerView
@@ -57,15 +60,22 @@ def simulation(
         generator=draws,
     )
     ids = _names(len(units))
+    pauses = np.random.default_rng([seed, 2])
+    queue_order = QueueOrder(work, units, conditions, conditions.num_schedulers)
     schedulers = []
     for _ in range(conditions.num_schedulers):
         made = policy_from(policy, seed=int(draws.integers(1 << 62)))
-        prefixes = None
-        if conditions.prefix_view == SENT_INDEX and made.needs_prefix:
-            prefixes = PrefixIndex({name: unit.config.num_gpu_blocks for name, unit in zip(ids, units, strict=True)})
-        schedulers.append(
-            SchedulerView(policy=made, table=InstanceTable(ids), prefixes=prefixes, refusals=Refusals(len(units)))
+        table = InstanceTable(ids)
+        sizes = {name: unit.config.num_gpu_blocks for name, unit in zip(ids, units, strict=True)}
+        core = SchedulerCore(
+            made,
+            InstanceDirectory(table),
+            random=pauses.random,
+            rules=DecisionRules(max_held=sys.maxsize, explains=False),
+            order=None if conditions.turn == FIRST_COME else queue_order.order,
+            prefixes=PromptPrefixes(table, sizes),
         )
+        schedulers.append(SchedulerView(core=core))
     made = schedulers[0].policy
     roots = {root.name for root in roots_of(made.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
@@ -78,10 +88,10 @@ def simulation(
         conditions=conditions,
         fleet=fleet,
         requests=_requests(work, lengths, conditions.order_s_per_token),
-        turns=_turns(len(work), conditions.num_schedulers, draws),
-        pauses=np.random.default_rng([seed, 2]),
+        scheduler_of=_schedulers_of(len(work), conditions.num_schedulers, draws),
+        queue_order=queue_order,
         results=np.zeros(len(units), RESULT).view(np.recarray),
-        told=np.zeros_like(schedulers[0].table.known.told),
+        reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,
         possible=_possible(units, lengths),
         up_since=dict.fromkeys(range(len(units)), 0.0),
@@ -91,15 +101,15 @@ def simulation(
     )
     for which, scheduler in enumerate(schedulers):
         if conditions.has_fresh_indicators:
-            scheduler.table.known.told = simulation.told
+            scheduler.table.known.reported = simulation.reported
         else:
             simulation.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
-            scheduler.table.known.told[:] = 0.0
-            scheduler.table.known.told_s[:] = 0.0
+            scheduler.table.known.reported[:] = 0.0
+            scheduler.table.known.reported_s[:] = 0.0
     simulation.look(0.0)
     for scheduler in schedulers:
         if not conditions.has_fresh_indicators:
-            scheduler.table.known.told[:] = simulation.told
+            scheduler.table.known.reported[:] = simulation.reported
     for outage in conditions.outages:
         simulation.schedule(outage.from_s, OUT, outage.instance)
         if outage.until_s < FOREVER:
@@ -114,7 +124,7 @@ def _names(num: int) -> tuple[str, ...]:
     return tuple(f"instance-{index:0{width}d}" for index in range(num))
 
 
-def _turns(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
+def _schedulers_of(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
     if num_schedulers == 1:
         return np.zeros(num, np.int64)
     return draws.integers(0, num_schedulers, num)

@@ -1,4 +1,4 @@
-"""A simulated cluster that grows and shrinks by the provisioner's own rules, cold starts included."""
+"""Simulated autoscaling: a cluster that grows and shrinks by the provisioner's rules, with cold starts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from simulator.run import BACK, CALL, Simulation
 from simulator.workload import Workload
 
 STATIC = "static"
-TICK_S = 1.0  # between two looks of the provisioner
+TICK_S = 1.0  # between two evaluations of the rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Provisioning:
-    """By which rule a cluster changes its size, from how many, and how long an instance takes to come."""
+class AutoscalingOptions:
+    """The rule that changes a cluster's size, the initial size, and the cold start of an instance."""
 
     rule: str = STATIC
-    first: int = 6  # instances in the beginning
+    first: int = 6  # initial number of instances
     cold_start_s: float = 60.0
     aims: Aims = field(default_factory=Aims)
     limits: ScalingLimits = field(default_factory=ScalingLimits)
     schedule: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, by name."""
+        """Reject values out of range, naming the field."""
         require_count("first", self.first)
         require_times(self, "cold_start_s")
         if self.first > self.limits.max_instances:
@@ -52,76 +52,80 @@ class Provisioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A moment at which more were asked for, or some let go, and why."""
+    """One change of the number of instances, with its reason."""
 
     time_s: float
-    num_present: int  # from then on, starting ones included
+    num_present: int  # after the change, with starting instances
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Provisioned:
-    """A run, and what it took."""
+class ProvisionedRun:
+    """A run with its changes of size and its cost."""
 
     result: RunResult
     changes: list[Change]
-    instance_s: float  # from being asked for to having left, in sum
+    instance_s: float  # total time from the request of an instance to its removal
 
     @property
     def changes_per_h(self) -> float:
-        """How often the size changed."""
+        """Changes of size per hour."""
         return 3600.0 * len(self.changes) / max(1e-9, self.result.end_s - float(self.result.work.arrival_s[0]))
 
 
-def provisioned(  # noqa: PLR0913 - what a run is made of
+def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     units: Sequence[Unit],
     work: Workload,
     policy: str | Mapping[str, Any],
-    how: Provisioning,
+    options: AutoscalingOptions,
     conditions: Conditions | None = None,
     *,
     seed: int = 0,
-) -> Provisioned:
-    """Serve a workload while a rule looks after the size of the cluster; `units` are all that may be had."""
-    if len(units) < how.limits.max_instances:
-        raise ValueError(f"max_instances: {how.limits.max_instances} are more than the {len(units)} that there are")
+) -> ProvisionedRun:
+    """Serve a workload while a rule changes the size of the cluster; `units` are all available instances."""
+    if len(units) < options.limits.max_instances:
+        raise ValueError(
+            f"max_instances: {options.limits.max_instances} is more than the {len(units)} available instances"
+        )
     sim = simulation(units, work, policy, conditions or Conditions(), seed=seed)
     if not sim.schedulers[0].policy.needs_forecast:
-        raise ValueError(f"policy: {sim.schedulers[0].policy.text} makes no forecasts, which rules are made of")
-    growing = Growing(sim, how)
+        raise ValueError(f"policy: {sim.schedulers[0].policy.text} makes no forecasts, which the rules need")
+    provisioner = SimulatedProvisioner(sim, options)
     result = sim.run()
-    return Provisioned(result=result, changes=growing.changes, instance_s=growing.paid_s(result.end_s))
+    return ProvisionedRun(result=result, changes=provisioner.changes, instance_s=provisioner.paid_s(result.end_s))
 
 
-class Growing:
-    """Looks after the instances of one simulation."""
+class SimulatedProvisioner:
+    """Starts and drains the instances of one simulation by a rule."""
 
-    def __init__(self, sim: Simulation, how: Provisioning) -> None:
-        """Take away all but the first ones, and begin to look."""
+    def __init__(self, sim: Simulation, options: AutoscalingOptions) -> None:
+        """Remove all but the initial instances, and schedule the first tick."""
         self.changes: list[Change] = []
-        self._sim, self._how = sim, how
-        self._observed = Observed(how.aims, how.limits)
+        self._sim, self._options = sim, options
+        self._observed = Observed(options.aims, options.limits)
         self._planner = None
-        if how.rule != STATIC:
-            self._planner = Planner(rule_from(how.rule, how.aims, how.schedule), how.limits, self._observed)
+        if options.rule != STATIC:
+            self._planner = Planner(
+                rule_from(options.rule, options.aims, options.schedule), options.limits, self._observed
+            )
         self._names = list(sim.schedulers[0].table.known.instance_ids)
-        self._asked_s = dict.fromkeys(range(how.first), 0.0)  # instances that are paid for
+        self._requested_s = dict.fromkeys(range(options.first), 0.0)  # of all instances that are paid for
         self._starting: dict[int, float] = {}
         self._paid_s = 0.0
         self._open = np.zeros(0, np.int64)
         self._new: list[int] = []
-        sim.up_since = dict.fromkeys(range(how.first), 0.0)
-        sim.fleet.units.up[how.first :] = 0
+        sim.up_since = dict.fromkeys(range(options.first), 0.0)
+        sim.fleet.units.up[options.first :] = 0
         sim.find_places()
         sim.decided = self._placed
         sim.schedule(0.0, CALL, self._tick)
 
     def paid_s(self, end_s: float) -> float:
-        """Sum up what instances were paid for."""
-        return self._paid_s + sum(max(0.0, end_s - since_s) for since_s in self._asked_s.values())
+        """Return the total time for which instances were paid for."""
+        return self._paid_s + sum(max(0.0, end_s - since_s) for since_s in self._requested_s.values())
 
     def _placed(self, number: int, index: int, now_s: float, ends_s: npt.NDArray[np.float64]) -> None:
-        elsewhere = np.partition(ends_s, 1)[1] if len(ends_s) > 1 else math.nan
+        next_best = np.partition(ends_s, 1)[1] if len(ends_s) > 1 else math.nan
         lengths = self._sim.work.lengths
         self._observed.placed(
             now_s,
@@ -131,7 +135,7 @@ class Growing:
                 prompt_tokens=int(lengths.prompt_tokens[number]),
                 output_tokens=int(self._sim.tag_tokens[number]),
                 e2e_s=float(ends_s.min()),
-                next_best_e2e_s=float(elsewhere),
+                next_best_e2e_s=float(next_best),
             ),
         )
         self._new.append(number)
@@ -139,33 +143,33 @@ class Growing:
     def _tick(self, now_s: float) -> None:
         sim = self._sim
         sim.look(now_s)
-        self._hear_of_ends(now_s)
-        self._let_go(now_s)
+        self._observe_finished(now_s)
+        self._remove_drained(now_s)
         for index in [index for index, ready_s in self._starting.items() if ready_s <= now_s]:
-            self._observed.cold_starts.measured(now_s - self._asked_s[index])
+            self._observed.cold_starts.measured(now_s - self._requested_s[index])
             del self._starting[index]
         if self._planner is not None:
             self._plan(now_s, self._planner)
         if now_s <= sim.work.arrival_s[-1]:
             sim.schedule(now_s + TICK_S, CALL, self._tick)
-        elif sim.leaving:  # only to see them off
-            sim.schedule(now_s + TICK_S, CALL, self._see_off)
+        elif sim.leaving:  # only until draining instances are removed
+            sim.schedule(now_s + TICK_S, CALL, self._await_drained)
 
-    def _see_off(self, now_s: float) -> None:
+    def _await_drained(self, now_s: float) -> None:
         self._sim.look(now_s)
-        self._let_go(now_s)
+        self._remove_drained(now_s)
         if self._sim.leaving:
-            self._sim.schedule(now_s + TICK_S, CALL, self._see_off)
+            self._sim.schedule(now_s + TICK_S, CALL, self._await_drained)
 
     def _plan(self, now_s: float, planner: Planner) -> None:
         sim = self._sim
-        ready = [index for index in self._asked_s if index not in self._starting and index not in sim.leaving]
+        ready = [index for index in self._requested_s if index not in self._starting and index not in sim.leaving]
         decision = planner.plan(now_s, [self._names[index] for index in ready], len(self._starting), unix_s=now_s)
         if decision.kind == START:
-            for index in [one for one in range(len(self._names)) if one not in self._asked_s][: decision.num]:
-                self._asked_s[index] = now_s
-                self._starting[index] = now_s + self._how.cold_start_s
-                sim.schedule(now_s + self._how.cold_start_s, BACK, index)
+            for index in [one for one in range(len(self._names)) if one not in self._requested_s][: decision.num]:
+                self._requested_s[index] = now_s
+                self._starting[index] = now_s + self._options.cold_start_s
+                sim.schedule(now_s + self._options.cold_start_s, BACK, index)
         elif decision.kind == DRAIN:
             sim.leaving.update(self._names.index(name) for name in decision.instance_ids)
             sim.find_places()
@@ -174,7 +178,7 @@ class Growing:
         planner.done(now_s, decision)
         self.changes.append(Change(time_s=now_s, num_present=decision.num_desired, why=decision.why))
 
-    def _hear_of_ends(self, now_s: float) -> None:
+    def _observe_finished(self, now_s: float) -> None:
         sim = self._sim
         for index in sim.up_since:
             kernels.harvest(sim.fleet, sim.requests, index)
@@ -186,8 +190,8 @@ class Growing:
             self._observed.ended(now_s, str(number), end_s - float(sim.work.arrival_s[number]))
         self._open = numbers[~ended]
 
-    def _let_go(self, now_s: float) -> None:
-        """Take away those that were to leave and have nothing left."""
+    def _remove_drained(self, now_s: float) -> None:
+        """Remove draining instances that have no requests left."""
         sim = self._sim
         for index in sorted(sim.leaving):
             head = sim.fleet.stack.engine[index, 0]
@@ -198,5 +202,5 @@ class Growing:
             sim.fleet.units[index].up = 0
             sim.up_s += now_s - sim.up_since.pop(index)
             sim.leaving.remove(index)
-            self._paid_s += now_s - self._asked_s.pop(index)
+            self._paid_s += now_s - self._requested_s.pop(index)
         sim.find_places()

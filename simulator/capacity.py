@@ -1,8 +1,8 @@
-"""The largest rate at which an SLO holds, and how sure that is.
+"""The capacity of a cluster: the largest rate at which an SLO holds, with a confidence interval.
 
-Every seed is one sample of traffic, the same for all policies and, in its pattern, at all rates. Its own capacity is
-found by bisection; between seeds capacities differ, so brackets are halved only until what is left of them is small
-against that, and seeds are added until the mean is known well enough.
+Each seed is one sample of traffic: the same for all policies, and the same pattern at all rates. The capacity of each
+seed is found by bisection. Capacities differ between seeds, so brackets are halved only until their width is small
+compared with that difference, and seeds are added until the mean is precise enough.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from simulator.parallel import Runner, one_by_one
 from simulator.scenario import Scenario
 
 CONFIDENCE = 0.95
-MOST_DOUBLINGS = 24
+MAX_TRIALS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What must hold of a run: a percentile of a latency below a limit."""
+    """What a run must meet: a percentile of a latency below a limit."""
 
     metric: str = "ttft_s"
     percentile: float = 99.0
     limit_s: float = 3.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Reject values out of range, naming the field."""
         if self.metric not in ("ttft_s", "tpot_s", "e2e_s"):
             raise ValueError(f"objective.metric: {self.metric!r} is none of ttft_s, tpot_s, e2e_s")
         if not 0 < self.percentile <= 100:
-            raise ValueError(f"objective.percentile: must lie above 0 and at most at 100, not {self.percentile}")
+            raise ValueError(f"objective.percentile: must be above 0 and at most 100, not {self.percentile}")
         if not 0 < self.limit_s < math.inf:
             raise ValueError(f"objective.limit_s: must be a number above 0, not {self.limit_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run, to see whether the objective holds at this rate."""
+    """One run that shows whether the objective holds at a rate."""
 
     scenario: Scenario
     policy: str
@@ -55,29 +55,29 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How far to go: relative width of brackets, number of seeds, and the confidence interval that is good enough.
+    """When a search ends: the relative width of brackets, the relative confidence interval, the number of seeds.
 
-    Where capacities are compared seed by seed (`paired`), noise between seeds cancels out and no bracket is left wide.
+    If capacities are compared seed by seed (`paired`), noise between seeds cancels out, so every bracket is narrowed.
     """
 
     resolution: float = 0.005
     precision: float = 0.01
     seeds: int = 5
-    most_seeds: int = 5
+    max_seeds: int = 5
     first_rate: float = 10.0
     paired: bool = False
 
 
 @dataclass(slots=True)
 class Bracket:
-    """What one seed has shown: the objective holds at `low` and not at `high`."""
+    """The trials of one seed so far: the objective holds at the rate `low` and not at `high`."""
 
     low: float = 0.0
     high: float = math.inf
     num_trials: int = 0
 
     def next_rate(self, first_rate: float) -> float:
-        """Where to look next: out in growing strides while one end is open, else in the middle."""
+        """Return the rate of the next trial: in growing strides while one end is open, else in the middle."""
         if self.low == 0 and self.high == math.inf:
             return first_rate
         stride = math.pow(1.15, math.pow(1.6, max(0, self.num_trials - 1)))
@@ -88,7 +88,7 @@ class Bracket:
         return (self.low + self.high) / 2
 
     def learn(self, rate: float, *, holds: bool) -> None:
-        """Take in a trial."""
+        """Narrow the bracket by the result of a trial."""
         self.num_trials += 1
         if holds:
             self.low = max(self.low, rate)
@@ -97,53 +97,53 @@ class Bracket:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether both ends are known."""
+        """Whether both ends are known."""
         return self.low > 0 and self.high < math.inf
 
     @property
     def middle(self) -> float:
-        """The best guess."""
+        """The estimate of the capacity."""
         return (self.low + self.high) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The mean over seeds, with its confidence interval; `per_seed` are the seeds' own."""
+    """The mean capacity over seeds, with its confidence interval, and the capacity of each seed."""
 
     policy: str
     mean: float
-    ci95: float  # half the width
+    ci95: float  # half the width of the interval
     per_seed: tuple[float, ...]
     num_trials: int
 
 
-Told = Callable[[Trial, float], None]
+OnTrial = Callable[[Trial, float], None]  # called with each trial and its measured percentile
 
 
-class HopelessError(Exception):
-    """A trial cannot meet its objective any more."""
+class ObjectiveMissedError(Exception):
+    """A running trial can no longer meet its objective."""
 
 
 def trial_s(trial: Trial) -> float:
-    """Run a trial; return the measured percentile, infinity where it is given up as hopeless."""
+    """Run a trial; return the measured percentile, or infinity if it was stopped because it misses the objective."""
     scenario, objective = trial.scenario, trial.objective
     work = scenario.workload(trial.rate, trial.seed)
     running = simulation(scenario.units(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    most_late = (1 - objective.percentile / 100) * len(work) + 1
+    max_late = (1 - objective.percentile / 100) * len(work) + 1
 
     def watch(_: int) -> None:
         now_s, limit_s = running.now_s, objective.limit_s
-        held = [number for scheduler in running.schedulers for number in scheduler.held.numbers]
-        waiting = sum(now_s - work.arrival_s[number] > limit_s for number in held)
-        if waiting + count_late(running.fleet, running.requests, now_s, limit_s) > most_late:
-            raise HopelessError
+        held = [number for scheduler in running.schedulers for number in scheduler.core.waiting]
+        num_waiting_late = sum(now_s - work.arrival_s[number] > limit_s for number in held)
+        if num_waiting_late + count_late(running.fleet, running.requests, now_s, limit_s) > max_late:
+            raise ObjectiveMissedError
 
     try:
         result = running.run(watch if objective.metric == "ttft_s" else None)
-    except HopelessError:
+    except ObjectiveMissedError:
         return math.inf
     values = getattr(latencies(result), objective.metric)
-    if objective.metric == "tpot_s":  # an answer of one token has none
+    if objective.metric == "tpot_s":  # a response of one token has no TPOT
         values = np.where((result.outcomes.produced_tokens <= 1) & ~np.isnan(latencies(result).e2e_s), 0.0, values)
     return percentile_of_all(values, objective.percentile)
 
@@ -153,21 +153,21 @@ def capacities(
     objective: Objective,
     search: Search,
     runner: Runner = one_by_one,
-    told: Told | None = None,
+    on_trial: OnTrial | None = None,
 ) -> list[Capacity]:
-    """Find the capacities of several cases side by side: in each round every open bracket gets one trial."""
+    """Find the capacities of several cases in parallel: in each round, every unfinished bracket gets one trial."""
     brackets: dict[tuple[int, int], Bracket] = {
         (case, seed): Bracket() for case in range(len(cases)) for seed in range(search.seeds)
     }
     while True:
-        wanted = [key for key in brackets if not _is_settled(key, brackets, search)]
-        if not wanted:
+        unfinished = [key for key in brackets if not _is_settled(key, brackets, search)]
+        if not unfinished:
             for case in range(len(cases)):
                 own = _of_case(case, brackets)
-                if len(own) < search.most_seeds and not _is_precise([own[seed].middle for seed in own], search):
+                if len(own) < search.max_seeds and not _is_precise([own[seed].middle for seed in own], search):
                     brackets[case, len(own)] = Bracket()
-                    wanted.append((case, len(own)))
-            if not wanted:
+                    unfinished.append((case, len(own)))
+            if not unfinished:
                 break
         trials = [
             Trial(
@@ -177,13 +177,13 @@ def capacities(
                 seed=seed,
                 objective=objective,
             )
-            for case, seed in wanted
+            for case, seed in unfinished
         ]
-        for place, value_s in runner(trial_s, trials):
-            brackets[wanted[place]].learn(trials[place].rate, holds=value_s < objective.limit_s)
-            if told is not None:
-                told(trials[place], value_s)
-    return [_summed_up(policy, _of_case(case, brackets)) for case, (_, policy) in enumerate(cases)]
+        for index, value_s in runner(trial_s, trials):
+            brackets[unfinished[index]].learn(trials[index].rate, holds=value_s < objective.limit_s)
+            if on_trial is not None:
+                on_trial(trials[index], value_s)
+    return [_capacity(policy, _of_case(case, brackets)) for case, (_, policy) in enumerate(cases)]
 
 
 def _of_case(case: int, brackets: dict[tuple[int, int], Bracket]) -> dict[int, Bracket]:
@@ -191,19 +191,19 @@ def _of_case(case: int, brackets: dict[tuple[int, int], Bracket]) -> dict[int, B
 
 
 def _first_rate(case: int, brackets: dict[tuple[int, int], Bracket], search: Search) -> float:
-    """Begin where other seeds were found to end."""
+    """Start at the mean capacity of the other seeds, if one is known."""
     known = [bracket.middle for bracket in _of_case(case, brackets).values() if bracket.is_closed]
     return float(np.mean(known)) if known else search.first_rate
 
 
 def _is_settled(key: tuple[int, int], brackets: dict[tuple[int, int], Bracket], search: Search) -> bool:
-    """Tell whether a bracket need not be halved any more: it is as narrow as asked for, or its width is lost in noise.
+    """Return whether a bracket is finished: as narrow as required, or narrow compared with the noise between seeds.
 
-    A capacity spread evenly over a bracket has a standard deviation of its width / √12; where that is below a quarter
-    of the one between seeds, it adds 3 % to it.
+    A capacity that is uniform over a bracket has a standard deviation of width / √12; below a quarter of the standard
+    deviation between seeds, it adds 3 % to that.
     """
     bracket = brackets[key]
-    if bracket.num_trials >= MOST_DOUBLINGS:
+    if bracket.num_trials >= MAX_TRIALS:
         return True
     if not bracket.is_closed:
         return False
@@ -224,14 +224,14 @@ def _is_precise(values: Sequence[float], search: Search) -> bool:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the 95 % confidence interval of a mean, by Student's t."""
+    """Return half the 95 % confidence interval of a mean, by Student's t."""
     if len(values) < 2:
         return math.inf
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
 
 
-def _summed_up(policy: str, own: dict[int, Bracket]) -> Capacity:
+def _capacity(policy: str, own: dict[int, Bracket]) -> Capacity:
     values = [own[seed].middle for seed in sorted(own)]
     widths = [own[seed].high - own[seed].low for seed in sorted(own)]
     rest = float(np.mean(widths)) / 2 if len(values) < 2 else float(np.mean(widths)) / math.sqrt(12 * len(values))
@@ -246,6 +246,6 @@ def _summed_up(policy: str, own: dict[int, Bracket]) -> Capacity:
 
 
 def gain(better: Capacity, than: Capacity) -> tuple[float, float]:
-    """By which share one capacity is above another, seed by seed, and half the 95 % confidence interval of that."""
+    """Return by what share one capacity exceeds another, seed by seed, and half the 95 % interval of that."""
     ratios = [one / other - 1 for one, other in zip(better.per_seed, than.per_seed, strict=False)]
     return float(np.mean(ratios)), half_width(ratios)

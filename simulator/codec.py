@@ -8,10 +8,9 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from predictor.config import FIELD_NAMES
 from predictor.prefix import block_hashes
@@ -19,10 +18,10 @@ from predictor.request import Request
 from predictor.snapshot import VERSION, Snapshot
 from predictor.suggestions import require_known
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
-_REQUEST = TypeAdapter(Request)
-_SNAPSHOT = TypeAdapter(Snapshot)
+T = TypeVar("T")
 
 SHORTHANDS = ("prompt_token_ids",)
 REQUEST_FIELDS = tuple(spec.name for spec in fields(Request)) + SHORTHANDS
@@ -55,12 +54,12 @@ def snapshot_from(data: Any) -> Snapshot:
     """Check and build a snapshot; one of a newer version is refused before anything else is looked at."""
     if isinstance(data, Mapping) and isinstance(data.get("version"), int) and data["version"] > VERSION:
         raise ValueError(f"version: {data['version']} is newer than {VERSION}, the newest that can be read here")
-    return _checked(_SNAPSHOT, data)
+    return _checked(Snapshot, data)
 
 
 def snapshot_json(snapshot: Snapshot) -> str:
     """Write a snapshot down."""
-    return _SNAPSHOT.dump_json(snapshot).decode()
+    return _adapter_of(Snapshot).dump_json(snapshot).decode()
 
 
 def request_from(data: Any, *, block_size: int, default_id: str) -> Request:
@@ -76,7 +75,7 @@ def request_from(data: Any, *, block_size: int, default_id: str) -> Request:
         spelled = {**_from_token_ids(token_ids, block_size), **spelled}
     if isinstance(spelled.get("prefix_hashes"), list):
         spelled["prefix_hashes"] = tuple(spelled["prefix_hashes"])
-    return _checked(_REQUEST, spelled)
+    return _checked(Request, spelled)
 
 
 def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
@@ -149,9 +148,19 @@ def settings_from_toml(path: str) -> dict[str, Any]:
     return settings
 
 
-def _checked(adapter: TypeAdapter[T], data: Any) -> T:
+@cache
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    """Make pydantic's validator of a dataclass; most programs never read one, and importing pydantic takes a while."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _checked(kind: type[T], data: Any) -> T:
+    from pydantic import ValidationError
+
     try:
-        return adapter.validate_json(json.dumps(data))
+        checked: T = _adapter_of(kind).validate_json(json.dumps(data))  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
         first = error.errors()[0]
         place = _place(first["loc"])
@@ -164,6 +173,7 @@ def _checked(adapter: TypeAdapter[T], data: Any) -> T:
             raise ValueError(message) from None
         separator = "." if first["type"] == "value_error" else ": "  # ours name their field themselves
         raise ValueError(f"{place}{separator}{message}") from None
+    return checked
 
 
 def _place(location: Iterable[int | str]) -> str:

@@ -1,4 +1,4 @@
-"""Under what conditions a simulated cluster runs: what takes time, what is known late, what goes wrong."""
+"""The conditions of a simulated run: delays, stale indicators, noise, outages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TURNS = (FIRST_COME, LATE_LAST, FEWEST_LATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """An instance is not there from `from_s` on, and with what it had in mind gone, again at `until_s`.
+    """An instance is down from `from_s` until `until_s`, and loses its state.
 
-    One that begins at time 0 is an instance that is provisioned later: `until_s` is then when its start is over.
+    An outage from time 0 on stands for an instance that is provisioned later: it is ready at `until_s`.
     """
 
     instance: int
@@ -27,7 +27,7 @@ class Outage:
     until_s: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is no span of time."""
+        """Reject an empty or negative span of time."""
         require_count("outage.instance", self.instance, at_least=0)
         if not 0 <= self.from_s < self.until_s:
             raise ValueError(f"outage.until_s: must be after from_s {self.from_s}, not {self.until_s}")
@@ -35,13 +35,14 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a decision costs and knows.
+    """What decisions cost, and what schedulers know when they decide.
 
-    A scheduler looks at `decision_s` before its request is promised to an instance, and that gets it `network_s` later.
-    Indicators are told every `indicator_period_s`, and known `indicator_delay_s` after; both 0 is always true ones.
-    Forecasts are asked for with every decision. Without `reservations`, instances and forecasts do not know of requests
-    that are on their way. `prefix_view` says where hits are known from: the engines' caches, or what was sent there.
-    Where a policy holds requests, `turn` says in which order they get their turn; those held for `late_s` are late.
+    A decision takes `decision_s` until the request is reserved at an instance, which receives it `network_s` later.
+    Instances report indicators every `indicator_period_s`, and schedulers receive them `indicator_delay_s` later; if
+    both are 0, indicators are always current. Forecasts are made at every decision. Without `reservations`, indicators
+    and forecasts leave out requests that are on their way. `prefix_view` is where prefix hits are looked up: in the
+    engines' caches, or in an index of what was sent. If the policy holds requests, `turn` is the order in which they
+    are retried; those that were held for `late_s` are late.
     """
 
     num_schedulers: int = 1
@@ -56,11 +57,11 @@ class Conditions:
     late_s: float = math.inf
     turn: str = FIRST_COME
     prefix_view: str = ENGINE_CACHE
-    sample_s: float = 1.0  # of what is watched over time; 0 for nothing
+    sample_s: float = 1.0  # interval of the cluster samples; 0 for none
     outages: tuple[Outage, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Reject values out of range, naming the field."""
         require_count("num_schedulers", self.num_schedulers)
         for name in (
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
@@ -80,7 +81,7 @@ class Conditions:
 
     @property
     def has_fresh_indicators(self) -> bool:
-        """Tell whether policies always see instances as they are."""
+        """Whether indicators are always current."""
         return self.indicator_period_s == 0 and self.indicator_delay_s == 0
 
 
@@ -88,11 +89,11 @@ CONDITION_NAMES = tuple(spec.name for spec in fields(Conditions))
 
 
 def require_outages(outages: Sequence[Outage], num_instances: int) -> None:
-    """Refuse outages of instances that are not there, and those that overlap."""
+    """Reject outages of unknown instances, and outages of one instance that overlap."""
     for outage in outages:
         if outage.instance >= num_instances:
             raise ValueError(f"outage.instance: {outage.instance} is none of {num_instances}")
     by_instance = sorted(outages, key=lambda outage: (outage.instance, outage.from_s))
     for one, other in pairwise(by_instance):
         if one.instance == other.instance and other.from_s < one.until_s:
-            raise ValueError(f"outage.from_s: instance {one.instance} is out already at {other.from_s:g} s")
+            raise ValueError(f"outage.from_s: instance {one.instance} is already down at {other.from_s:g} s")

@@ -1,4 +1,4 @@
-"""What is sent, and when: lengths and arrival times, drawn or from a trace. Pure but for the generator handed in."""
+"""Load plans: the lengths and arrival times of requests to send, drawn or from a trace."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from predictor.request import Request, Slo
 
-MOST_REQUESTS = 1_000_000
-MOST_TOKENS = 1_000_000
+MAX_REQUESTS = 1_000_000
+MAX_TOKENS = 1_000_000
 ARRIVALS = ("poisson", "gamma", "uniform", "trace")
 
 Generator = np.random.Generator
@@ -20,9 +20,9 @@ Draw = Callable[[Generator, int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When requests come: `rate` a second on average, or as the trace says, `speed` times as fast.
+    """When requests arrive: `rate` per second on average, or as in the trace, `speed` times as fast.
 
-    `cv` is the coefficient of variation of gamma's gaps: 1 is Poisson, above is burstier.
+    `cv` is the coefficient of variation of gamma gaps: 1 is Poisson, more is burstier.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Timing:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be followed."""
+        """Reject values out of range, naming the field."""
         if self.kind not in ARRIVALS:
             raise ValueError(f"arrivals: {self.kind!r} is none of {', '.join(ARRIVALS)}")
         for name in ("rate", "cv", "speed"):
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One request to be: when it is due, counted from the start, and its lengths; times are the endpoint's."""
+    """One request to send: when it is due, from the start in the endpoint's time, and its lengths."""
 
     request_id: str
     due_s: float
@@ -50,14 +50,20 @@ class Planned:
     output_tokens: int
     priority: int = 0
     slo: Slo | None = None
-    prefix: tuple[int | str, ...] = ()  # what its prompt begins with, by name: equal names are equal tokens
-    block_tokens: int = 1  # of each
+    prefix: tuple[int | str, ...] = ()  # the blocks that its prompt begins with; equal names are equal tokens
+    block_tokens: int = 1  # tokens per block
+
+
+def target_of(name: str, request: Planned, slo: Slo) -> float | None:
+    """Return a request's SLO target by name, or else that of the run."""
+    own: float | None = getattr(request.slo, name, None)
+    return getattr(slo, name) if own is None else own
 
 
 def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Generator) -> list[Request]:
-    """Draw lengths; arrivals are still to be given."""
-    if not 1 <= num <= MOST_REQUESTS:
-        raise ValueError(f"num_requests: must lie between 1 and {MOST_REQUESTS}, not {num}")
+    """Draw requests with lengths only; `planned` adds arrival times."""
+    if not 1 <= num <= MAX_REQUESTS:
+        raise ValueError(f"num_requests: must lie between 1 and {MAX_REQUESTS}, not {num}")
     prompts = whole(lengths_of(prompt_tokens, "prompt_tokens")(generator, num))
     outputs = whole(lengths_of(output_tokens, "output_tokens")(generator, num))
     return [
@@ -66,15 +72,15 @@ def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Gener
     ]
 
 
-def by_arrival(requests: Sequence[Request], most: int | None) -> list[Request]:
-    """Take the first requests of a trace."""
-    return sorted(requests, key=lambda request: request.arrival_s)[:most]
+def by_arrival(requests: Sequence[Request], limit: int | None) -> list[Request]:
+    """Return the first `limit` requests of a trace, in the order of arrival."""
+    return sorted(requests, key=lambda request: request.arrival_s)[:limit]
 
 
 def planned(
     requests: Sequence[Request], timing: Timing, generator: Generator, *, block_tokens: int = 1
 ) -> list[Planned]:
-    """Say when each is due, the first at once; what names their prefixes stands for so many tokens each."""
+    """Plan when each request is sent, the first at 0; each prefix hash stands for `block_tokens` tokens."""
     if timing.kind == "trace":
         first_s = min(request.arrival_s for request in requests)
         due_s = [(request.arrival_s - first_s) / timing.speed for request in requests]
@@ -96,7 +102,7 @@ def planned(
 
 
 def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]:
-    """Draw times from 0 on."""
+    """Draw arrival times; the first is 0."""
     gap_s = 1 / timing.rate
     if timing.kind == "uniform":
         gaps = np.full(num, gap_s)
@@ -109,14 +115,14 @@ def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]
 
 
 def lengths_of(text: str, field: str) -> Draw:
-    """Read a number of tokens or a distribution: 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN."""
+    """Parse a number of tokens or a distribution: 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN."""
     name, *words = text.split(":")
     try:
         numbers = [float(word) for word in (words or [name])]
     except ValueError:
-        raise ValueError(f"{field}: {text!r} is no number of tokens and no known distribution") from None
-    if not all(math.isfinite(number) and 0 <= number <= MOST_TOKENS for number in numbers):
-        raise ValueError(f"{field}: numbers must lie between 0 and {MOST_TOKENS}, in {text!r}")
+        raise ValueError(f"{field}: {text!r} is neither a number of tokens nor a known distribution") from None
+    if not all(math.isfinite(number) and 0 <= number <= MAX_TOKENS for number in numbers):
+        raise ValueError(f"{field}: numbers must lie between 0 and {MAX_TOKENS}, in {text!r}")
     match name, numbers:
         case "uniform", [low, high] if low <= high:
             return lambda generator, num: generator.uniform(low, high + 1, num).tolist()
@@ -130,5 +136,5 @@ def lengths_of(text: str, field: str) -> Draw:
 
 
 def whole(values: Iterable[float]) -> list[int]:
-    """Make token counts of numbers: whole, at least one."""
-    return [min(MOST_TOKENS, max(1, int(value))) for value in values]
+    """Convert numbers to token counts of at least one."""
+    return [min(MAX_TOKENS, max(1, int(value))) for value in values]

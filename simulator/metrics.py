@@ -1,13 +1,9 @@
-"""What a run comes to in numbers, and its requests one by one."""
+"""Metrics of a run: latencies, their percentiles, SLO attainment, and one row per request."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +14,13 @@ from simulator.result import FATES, RunResult
 Floats = npt.NDArray[np.float64]
 
 PERCENTILES = (50, 90, 99)
-WINDOW_S = 10.0  # of the imbalance of prefill (LMetric §4.4, figure 10)
+WINDOW_S = 10.0  # of the prefill imbalance (LMetric §4.4, figure 10)
 CDF_POINTS = 101
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTarget:
-    """How late a request may be; None where anything goes."""
+    """Limits of a request's latencies; None for no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -33,7 +29,7 @@ class SloTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of all requests, in the order of arrival; NaN where it never came, or where there is none."""
+    """The latencies of all requests, in the order of arrival; NaN if a token never came or the latency is undefined."""
 
     ttft_s: Floats
     tpot_s: Floats
@@ -41,7 +37,7 @@ class Latencies:
 
 
 def latencies(result: RunResult) -> Latencies:
-    """Count from when requests came to the cluster, decisions and network included."""
+    """Return latencies from the arrival at the cluster, so with decision and network."""
     outcomes, arrival_s = result.outcomes, result.work.arrival_s
     finished = result.decisions.fate == FATES.index("finished")
     first = np.where(outcomes.first_token_s >= 0, outcomes.first_token_s, np.nan)
@@ -55,17 +51,17 @@ def latencies(result: RunResult) -> Latencies:
 
 
 def p99_ttft_s(result: RunResult) -> float:
-    """The paper's measure of capacity; infinite where one in a hundred never got a token."""
+    """Return P99 TTFT, the paper's criterion of capacity; infinite if over 1 % of the requests never got a token."""
     return percentile_of_all(latencies(result).ttft_s, 99)
 
 
 def percentile_of_all(values: Floats, percentile: float) -> float:
-    """Take what never came for infinitely late."""
+    """Return a percentile, with missing values as infinite."""
     return float(np.percentile(np.where(np.isnan(values), np.inf, values), percentile, method="higher"))
 
 
 def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0) -> dict[str, Any]:
-    """Sum a run up; requests that came in its first `skip_s` are left out of the latencies."""
+    """Summarise a run; latencies leave out the requests that arrived in the first `skip_s`."""
     took = latencies(result)
     counted = result.work.arrival_s >= result.work.arrival_s[0] + skip_s
     fates = result.decisions.fate
@@ -74,7 +70,7 @@ def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0
     finished = fates == FATES.index("finished")
     lengths = result.work.lengths
     computed = result.decisions.instance >= 0
-    summed: dict[str, Any] = {
+    totals: dict[str, Any] = {
         "policy": result.policy,
         "num_requests": len(fates),
         **{f"num_{name}": int((fates == place).sum()) for place, name in enumerate(FATES)},
@@ -87,65 +83,65 @@ def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0
         "prefill_imbalance": prefill_imbalance(result),
     }
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        summed[name] = spread_of(getattr(took, name)[counted])
+        totals[name] = spread_of(getattr(took, name)[counted])
     if result.samples:
         free = np.stack([sample.free_blocks for sample in result.samples])
-        summed["free_blocks"] = {"mean": float(free.mean()), "variance": float(free.var(axis=1).mean())}
+        totals["free_blocks"] = {"mean": float(free.mean()), "variance": float(free.var(axis=1).mean())}
     predicted = result.decisions.predicted_e2e_s
     if np.isfinite(predicted).any():
         errors = np.abs(predicted / took.e2e_s - 1)[np.isfinite(predicted) & finished]
-        summed["e2e_error"] = spread_of(errors)
+        totals["e2e_error"] = spread_of(errors)
     if slo is not None:
-        summed["slo_attainment"] = attainment(took, slo)
-    return summed
+        totals["slo_attainment"] = attainment(took, slo)
+    return totals
 
 
 def spread_of(values: Floats) -> dict[str, float | None]:
-    """Give mean and percentiles of what there is."""
-    there = values[~np.isnan(values)]
-    if len(there) == 0:
+    """Return mean and percentiles of the values that are not NaN."""
+    known = values[~np.isnan(values)]
+    if len(known) == 0:
         return dict.fromkeys(("mean", *(f"p{percentile}" for percentile in PERCENTILES)))
-    points = np.percentile(there, PERCENTILES)
-    return {"mean": float(there.mean()), **{f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}}
+    points = np.percentile(known, PERCENTILES)
+    return {"mean": float(known.mean()), **{f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}}
 
 
 def attainment(took: Latencies, slo: SloTarget) -> float:
-    """Share of requests that were in time in every respect asked for."""
+    """Return the share of finished requests that met all limits, of all requests."""
     good = ~np.isnan(took.e2e_s)
-    for values, most in ((took.ttft_s, slo.ttft_s), (took.tpot_s, slo.tpot_s), (took.e2e_s, slo.e2e_s)):
-        if most is not None:
-            good &= np.isnan(values) | (values <= most)
+    for values, limit_s in ((took.ttft_s, slo.ttft_s), (took.tpot_s, slo.tpot_s), (took.e2e_s, slo.e2e_s)):
+        if limit_s is not None:
+            good &= np.isnan(values) | (values <= limit_s)
     return float(good.mean())
 
 
 def cdf(values: Floats) -> dict[str, list[float]]:
-    """Give the distribution at evenly spaced shares."""
-    there = values[~np.isnan(values)]
+    """Return the distribution's quantiles at evenly spaced shares."""
+    known = values[~np.isnan(values)]
     shares = np.linspace(0, 1, CDF_POINTS)
-    points = np.quantile(there, shares) if len(there) else np.zeros(0)
+    points = np.quantile(known, shares) if len(known) else np.zeros(0)
     return {"share": shares.tolist(), "value": points.tolist()}
 
 
 def prefill_imbalance(result: RunResult) -> float | None:
-    """Mean over windows of ten seconds: how far the busiest instance's prefill time is above the mean, in its terms.
+    """Return by what share the busiest instance's prefill time is above the mean, averaged over windows of 10 s.
 
-    A request's prefill counts as what its prompt, less what was cached, takes alone on its engine, at its first token.
+    A prefill counts at its first token, with the step time that its uncached prompt takes alone on its engine.
     """
     outcomes, instance = result.outcomes, result.decisions.instance
-    there = (outcomes.first_token_s >= 0) & (instance >= 0)
-    if not there.any() or len(result.units) < 2:
+    started = (outcomes.first_token_s >= 0) & (instance >= 0)
+    if not started.any() or len(result.units) < 2:
         return None
-    tokens = np.maximum(1, result.work.lengths.prompt_tokens - outcomes.hit_tokens)[there]
+    tokens = np.maximum(1, result.work.lengths.prompt_tokens - outcomes.hit_tokens)[started]
     seconds = np.zeros(len(tokens))
     for index, unit in enumerate(result.units):
-        mine = instance[there] == index
+        mine = instance[started] == index
         if mine.any():
             known = tabulate(unit.step_time, int(tokens.max()), 1)
             cost = {int(count): _prefill_s(known, int(count)) for count in np.unique(tokens[mine])}
             seconds[mine] = [cost[int(count)] for count in tokens[mine]]
-    window = ((outcomes.first_token_s[there] - result.work.arrival_s[0]) // WINDOW_S).astype(np.int64)
+    window = ((outcomes.first_token_s[started] - result.work.arrival_s[0]) // WINDOW_S).astype(np.int64)
     work = np.zeros((int(window.max()) + 1, len(result.units)))
-    np.add.at(work, (window, instance[there]), seconds)
+    np.add.at(work, (window, instance[started]), seconds)
     work = work[work.sum(axis=1) > 0]
     return float((work.max(axis=1) / work.mean(axis=1) - 1).mean())
 
@@ -154,13 +150,13 @@ def _prefill_s(costs: Costs, tokens: int) -> float:
     return step_seconds(costs, tokens, 1, 0, 0.0, 1, float(tokens) ** 2, 0.0)
 
 
-# One row a request.
+# One row per request.
 
 
-def table(result: RunResult) -> dict[str, np.ndarray]:
-    """Give all there is to know of each request, as columns."""
+def request_table(result: RunResult) -> dict[str, np.ndarray]:
+    """Return all facts and outcomes of the requests, as columns."""
     took = latencies(result)
-    never = {name: np.where(result.outcomes[name] >= 0, result.outcomes[name], np.nan)
+    times = {name: np.where(result.outcomes[name] >= 0, result.outcomes[name], np.nan)
              for name in ("scheduled_s", "first_token_s", "finished_s")}  # fmt: skip
     width = len(str(len(result.units) - 1))
     names = np.array([*(f"instance-{index:0{width}d}" for index in range(len(result.units))), ""])
@@ -174,7 +170,7 @@ def table(result: RunResult) -> dict[str, np.ndarray]:
         "instance": names[result.decisions.instance],
         "scheduler": np.asarray(result.decisions.scheduler),
         "num_sends": np.asarray(result.decisions.num_sends),
-        **never,
+        **times,
         "ttft_s": took.ttft_s,
         "tpot_s": took.tpot_s,
         "e2e_s": took.e2e_s,
@@ -183,46 +179,3 @@ def table(result: RunResult) -> dict[str, np.ndarray]:
         "num_preemptions": np.asarray(result.outcomes.num_preemptions),
         "prefix_hit_tokens": np.asarray(result.outcomes.hit_tokens),
     }
-
-
-def write_csv(columns: Mapping[str, np.ndarray], out: TextIO) -> None:
-    """Write rows; what never came is left empty."""
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(zip(*(_cells(column) for column in columns.values()), strict=True))
-
-
-def _cells(column: np.ndarray) -> list[Any]:
-    if column.dtype.kind != "f":
-        return list(column.tolist())
-    return ["" if math.isnan(value) else repr(value) for value in column.tolist()]
-
-
-def write_parquet(columns: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write a Parquet file, for which pyarrow must be there."""
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{path}: Parquet needs pyarrow (pip install pyarrow); .csv does not") from None
-    parquet.write_table(pa.table({name: pa.array(column) for name, column in columns.items()}), path)
-
-
-def write_rows(result: RunResult, path: Path) -> None:
-    """Write one row a request, as the file's ending says: .csv or .parquet."""
-    columns = table(result)
-    writers: Mapping[str, Callable[[], None]] = {
-        ".csv": lambda: _write_text(columns, path),
-        ".parquet": lambda: write_parquet(columns, path),
-    }
-    if path.suffix not in writers:
-        raise ValueError(f"{path}: must end in .csv or .parquet")
-    try:
-        writers[path.suffix]()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _write_text(columns: Mapping[str, np.ndarray], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as out:
-        write_csv(columns, out)

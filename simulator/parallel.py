@@ -1,4 +1,4 @@
-"""Applying a function to many tasks, one after the other or many at once."""
+"""The interface by which searches and experiments run many simulations, here one after the other."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ R = TypeVar("R")
 
 
 class Runner(Protocol):
-    """Applies a function to many tasks, and gives results as they come, each with its task's place."""
+    """Applies a function to many tasks; yields each result with the index of its task, as results become available."""
 
     def __call__(self, measure: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[tuple[int, R]]:
-        """Run them."""
+        """Run all tasks."""
 
 
 def one_by_one(measure: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[tuple[int, R]]:
-    """Run tasks in this process."""
-    for place, task in enumerate(tasks):
-        yield place, measure(task)
+    """Run tasks in this process, one after the other."""
+    for index, task in enumerate(tasks):
+        yield index, measure(task)

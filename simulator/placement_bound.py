@@ -1,9 +1,9 @@
-"""A rate that no placement can sustain, whatever it knows and in whichever order it serves.
+"""An upper bound of the rate that any placement can sustain, whatever it knows and in whatever order it serves.
 
-A step costs at least so much for each answer token in it, for each prompt token and for each token of context that is
-read, at prices that no step of the engine undercuts; a request's tokens then cost at least their price, wherever it is
-served. The best such prices are those of a linear program. Contexts have a price beyond their reading where memory is
-what binds: no more than fit are in a step together.
+Give every response token, prompt token and token of context that is read a price in seconds, such that no step of the
+engine takes less time than the prices of its tokens. A request then takes at least the sum of its tokens' prices,
+wherever it is served. A linear program finds the prices with the largest sum. Where memory is the bottleneck, context
+costs more than the time to read it, because only a limited number of tokens fits into a step.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from predictor.step_time import (
 from simulator.fleet import Unit
 from simulator.workload import Workload
 
-SCALES = np.array([1e3, 1e4, 1e6])  # of the prices, so that the solver sees numbers near one
+SCALES = np.array([1e3, 1e4, 1e6])  # of the prices, so that the solver works with numbers near one
 
 
 def sustained_rate(units: Sequence[Unit], work: Workload, rate: float) -> float:
-    """Tell the rate at which instances that never idle are just done with all requests when the last one comes.
+    """Return the rate at which instances that never idle have just served all requests when the last one arrives.
 
-    The workload is one that was drawn at `rate`, and so is the result. A run of a finite trace may hold a little more:
-    it begins with empty instances, and ends with full ones.
+    The workload must be drawn at `rate`. A run of a finite trace may sustain a little more, because it starts with
+    empty instances and ends with full ones.
     """
     if any(unit != units[0] for unit in units):
-        raise ValueError("bound: is known of equal instances only")
+        raise ValueError("bound: is defined for equal instances only")
     if units[0].config.enable_prefix_caching:
-        raise ValueError("bound: is not known where prompts are cached")
-    seconds = least_seconds(units[0], work) / len(units)
+        raise ValueError("bound: is not defined with prefix caching")
+    seconds = min_busy_s(units[0], work) / len(units)
     return rate * float(work.arrival_s[-1]) / seconds
 
 
-def least_seconds(unit: Unit, work: Workload) -> float:
-    """Tell how long one instance is busy at least with all requests."""
+def min_busy_s(unit: Unit, work: Workload) -> float:
+    """Return the minimum time for which one instance is busy with all requests."""
     prompts = work.lengths.prompt_tokens.astype(np.float64)
-    decodes = work.lengths.output_tokens - 1.0  # the first token comes of the prompt
+    decodes = work.lengths.output_tokens - 1.0  # the prompt's step produces the first token
     contexts = decodes * prompts + decodes * (decodes + 1) / 2
     amounts = np.array([decodes.sum(), prompts.sum(), contexts.sum()])
     rows, costs = zip(*_steps(unit), strict=True)
@@ -57,16 +57,16 @@ def least_seconds(unit: Unit, work: Workload) -> float:
 
 
 def _steps(unit: Unit) -> Iterator[tuple[tuple[float, float, float], float]]:
-    """Give the steps that matter, as (decodes, prompt tokens, contexts read) and least seconds.
+    """Yield the steps that constrain the prices: (decodes, prompt tokens, context read) and minimum seconds.
 
-    Between the knots of the step time and between none and all of the memory, costs run straight.
+    Between the knots of the step time, and between empty and full memory, costs are linear.
     """
-    most, chunk = unit.config.max_num_seqs, unit.config.max_num_batched_tokens
+    num_seqs, chunk = unit.config.max_num_seqs, unit.config.max_num_batched_tokens
     room = (unit.config.num_gpu_blocks - 1) * unit.config.block_size
-    costs = tabulate(unit.step_time, chunk, most)
+    costs = tabulate(unit.step_time, chunk, num_seqs)
     once = costs.coefficients[CONSTANT] + costs.by_count[:, SAMPLED].min()
     knots = {int(edge) for x in unit.step_time.by_tokens.x for edge in (np.floor(x), np.ceil(x))} | {chunk}
-    for decodes in range(min(most, chunk) + 1):
+    for decodes in range(min(num_seqs, chunk) + 1):
         prompts = {1, *(knot - decodes for knot in knots)}
         for tokens in sorted({0, *(one for one in prompts if 0 < one <= chunk - decodes)}):
             if decodes + tokens == 0:

@@ -1,4 +1,4 @@
-"""One engine as large and as fast as many: what could be had if placing requests were no matter."""
+"""One engine as large and as fast as several: a bound for every placement of requests on them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from predictor.config import EngineConfig
 from predictor.step_time import CURVES, Curve, StepTime
 
-# Seconds per context token, of which a pooled engine reads as many at once as there are engines.
+# Seconds per context token; a pooled engine reads the context of all engines at once.
 SLOPES = ("decode_slope", "mixed_slope")
 ONCE = ("constant_s", "empty_s")
 
 
 def pooled_config(config: EngineConfig, num: int) -> EngineConfig:
-    """Have the seats, the blocks and the tokens a step of all; one block is nobody's in each engine."""
+    """Sum up the sequences, KV blocks and step tokens of all engines; each has one null block."""
     if num == 1:
         return config
     return replace(
@@ -26,15 +26,15 @@ def pooled_config(config: EngineConfig, num: int) -> EngineConfig:
 
 
 def pooled_step_time(step_time: StepTime, num: int) -> StepTime:
-    """Take as long for `num` times as much as one engine takes for its share of it, if all have the same share."""
+    """Take as long for a step as each of `num` engines takes for an equal share of it."""
     if num == 1:
         return step_time
     changes: dict[str, Any] = {}
     for spec in fields(step_time):
         value = getattr(step_time, spec.name)
         if spec.name in CURVES:
-            down = num if spec.name in SLOPES else 1
-            changes[spec.name] = Curve(x=tuple(num * x for x in value.x), y=tuple(y / down for y in value.y))
+            divisor = num if spec.name in SLOPES else 1
+            changes[spec.name] = Curve(x=tuple(num * x for x in value.x), y=tuple(y / divisor for y in value.y))
         elif spec.name not in ONCE:
             changes[spec.name] = value / num
     return replace(step_time, **changes)

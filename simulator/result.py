@@ -1,4 +1,4 @@
-"""What comes of a run."""
+"""The result of a simulated run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from simulator.fleet import Unit
 from simulator.workload import Workload
 
-# What became of a request.
+# The final status of a request.
 FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
 FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
 
@@ -30,7 +30,7 @@ DECISION = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSample:
-    """All instances at a moment, a value for each."""
+    """All instances at one moment, one value per instance."""
 
     time_s: float
     free_blocks: npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ class ClusterSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What became of every request, in the order of arrival; times are the simulation's."""
+    """The outcome of every request, in the order of arrival; times are on the simulation's clock."""
 
     work: Workload
     units: tuple[Unit, ...]
@@ -50,4 +50,4 @@ class RunResult:
     decisions: np.recarray[Any, Any]  # DECISION
     samples: list[ClusterSample]
     end_s: float
-    up_s: float  # seconds that instances were there, in sum
+    up_s: float  # total seconds that instances were up

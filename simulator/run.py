@@ -1,4 +1,4 @@
-"""One run of a simulated cluster: requests come, schedulers decide by their policies, engines serve."""
+"""One run of a simulated cluster: requests arrive, schedulers decide by their policies, engines serve."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.state import NOBODY
-from scheduler.candidates import Candidates, Facts
-from scheduler.holding import pause_s
-from scheduler.indicators import ROW_OF, Column
-from scheduler.policy import Policy
+from scheduler.candidates import Candidates, RequestIndicators
+from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
+from scheduler.indicators import INDEX_OF, Column
+from scheduler.placement import PlacementRequest
+from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 from simulator import forecast_kernels, kernels
-from simulator.conditions import Conditions
+from simulator.conditions import SENT_INDEX, Conditions
 from simulator.fleet import Unit, restart, widened, workspace_for
 from simulator.queue_order import QueueOrder
 from simulator.result import FATES, FINISHED, LOST, REFUSED, ClusterSample, RunResult
@@ -26,17 +27,16 @@ from simulator.scheduler_view import SchedulerView
 from simulator.workload import Workload
 
 FOREVER = math.inf
-ROWS = np.array([ROW_OF[name] for name in kernels.TELLS], np.int64)
-PER_MINUTE, DRAINED = ROW_OF["requests_per_minute"], ROW_OF["drained_s"]
-FINISHED_TOTAL = ROW_OF["num_finished_total"]
+ROWS = np.array([INDEX_OF[name] for name in kernels.TELLS], np.int64)
+PER_MINUTE, DRAINED = INDEX_OF["requests_per_minute"], INDEX_OF["drained_s"]
 FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
-    ROW_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
+    INDEX_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
 )
 
 # What happens besides arrivals, in the order in which it happens at one moment.
-BACK, OUT, TICK, HEARD, RETRY, SAMPLE, CALL = range(7)
+BACK, OUT, TICK, REPORT, WAKE, SAMPLE, CALL = range(7)
 
-FORETOLD = {
+FORECAST_FIELDS = {
     "predicted_ttft_s": "first_token_s",
     "predicted_e2e_s": "finished_s",
     "predicted_queue_s": "scheduled_s",
@@ -57,24 +57,24 @@ class Simulation:
     conditions: Conditions
     fleet: kernels.EngineArrays
     requests: kernels.Requests
-    turns: npt.NDArray[np.int64]  # which scheduler a request comes to
-    pauses: np.random.Generator  # how long schedulers wait that hold requests
+    scheduler_of: npt.NDArray[np.int64]  # by request
+    queue_order: QueueOrder
     workspace: Any = None
     results: Any = None
-    told: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    reported: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     decisions: Any = None
     samples: list[ClusterSample] = field(default_factory=list)
     events: list[tuple[float, int, int, Any]] = field(default_factory=list)
     num_events: int = 0
     unsent: tuple[int, int, float, float] = (NOBODY, 0, 0.0, 0.0)
     possible: npt.NDArray[np.bool_] | None = None  # per request and instance; None where all can serve all
-    places: npt.NDArray[np.intp] | None = None  # of the instances that are up; None where all are
+    rows: npt.NDArray[np.intp] | None = None  # of the instances that are up; None where all are
     up_since: dict[int, float] = field(default_factory=dict)
     up_s: float = 0.0
     now_s: float = 0.0
     leaving: set[int] = field(default_factory=set)  # instances that finish what they have, and get nothing new
-    decided: Callable[[int, int, float, npt.NDArray[np.float64]], None] | None = None  # hears every decision
-    homeless: list[int] = field(default_factory=list)  # requests that came while no instance was there
+    decided: Callable[[int, int, float, npt.NDArray[np.float64]], None] | None = None  # called for every decision
+    unplaced: list[int] = field(default_factory=list)  # requests that arrived while no instance was up
     minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
     watches_minute: bool = False
     watches_drain: bool = False
@@ -82,8 +82,14 @@ class Simulation:
     sees_now: bool = True  # decisions need the instances as they are
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
-    orders: QueueOrder | None = None  # of those that are held
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
+    _scheduler_of: list[int] = field(default_factory=list)
+    _arrival_s: list[float] = field(default_factory=list)
+    _has_fresh_indicators: bool = True
+    _needs_forecast: bool = False
+    _needs_prefix: bool = False
+    _needs_tpot: bool = False
+    _forecast_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Take out of records what each decision needs: it is found faster."""
@@ -93,8 +99,14 @@ class Simulation:
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
-        if self.holds:
-            self.orders = QueueOrder(self.work, self.units, self.conditions, len(self.schedulers))
+        self.queue_order.mean_step_s = lambda: float(self.reported[STEP_S].mean())
+        self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
+        self._has_fresh_indicators = self.conditions.has_fresh_indicators
+        self._needs_forecast, self._needs_prefix = policy.needs_forecast, policy.needs_prefix
+        self._needs_tpot = "predicted_tpot_s" in policy.forecasts_read
+        self._forecast_names = tuple(
+            name for name in FORECAST_FIELDS if name in policy.forecasts_read or name == "predicted_e2e_s"
+        )
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
@@ -117,14 +129,14 @@ class Simulation:
     def _is_over(self) -> bool:
         """Tell whether nothing that still happens can matter to a request."""
         self.look(self.now_s)
-        busy = self.homeless or self.unsent[0] != NOBODY or self._num_held()
+        busy = self.unplaced or self.unsent[0] != NOBODY or self._num_held()
         return not busy and all(
             engine.num_running + engine.num_waiting + engine.num_pending == 0
             for engine in self.fleet.stack.engine[:, 0]
         )
 
     def _num_held(self) -> int:
-        return sum(len(scheduler.held) for scheduler in self.schedulers)
+        return sum(scheduler.core.num_waiting for scheduler in self.schedulers)
 
     # What happens besides arrivals.
 
@@ -143,10 +155,10 @@ class Simulation:
                 self.schedule(time_s + self.conditions.sample_s, SAMPLE)
         elif kind == TICK:
             self._tick(time_s, what)
-        elif kind == HEARD:
-            self.schedulers[what[0]].hear(*what[1:])
-        elif kind == RETRY:
-            self._retry(what, time_s)
+        elif kind == REPORT:
+            self.schedulers[what[0]].take_reports(*what[1:])
+        elif kind == WAKE:
+            self._wake(what, time_s)
         elif kind == OUT:
             self._out(time_s, what)
         elif kind == CALL:
@@ -155,26 +167,26 @@ class Simulation:
             self._back(time_s, what)
 
     def _sample(self, time_s: float) -> None:
-        told = self.told.copy()
+        reported = self.reported.copy()
         self.samples.append(
             ClusterSample(
                 time_s=time_s,
-                free_blocks=told[FREE_BLOCKS],
-                num_running=told[RUNNING],
-                num_waiting=told[WAITING],
-                num_preemptions=float(told[PREEMPTIONS].sum()),
+                free_blocks=reported[FREE_BLOCKS],
+                num_running=reported[RUNNING],
+                num_waiting=reported[WAITING],
+                num_preemptions=float(reported[PREEMPTIONS].sum()),
             )
         )
 
     def _tick(self, time_s: float, which: int) -> None:
         """Have all instances tell a scheduler of themselves; it hears it later."""
         self.look(time_s)
-        told = self.told.copy()
+        reported = self.reported.copy()
         delay_s, period_s = self.conditions.indicator_delay_s, self.conditions.indicator_period_s
         if delay_s > 0:
-            self.schedule(time_s + delay_s, HEARD, (which, time_s, told))
+            self.schedule(time_s + delay_s, REPORT, (which, time_s, reported))
         else:
-            self.schedulers[which].hear(time_s, told)
+            self.schedulers[which].take_reports(time_s, reported)
         if time_s < self.work.arrival_s[-1]:
             self.schedule(time_s + max(period_s, 1e-3), TICK, which)
 
@@ -208,7 +220,7 @@ class Simulation:
         self.up_since[index] = time_s
         self.find_places()
         self.look(time_s)
-        waiting, self.homeless = self.homeless, []
+        waiting, self.unplaced = self.unplaced, []
         for number in waiting:
             self._decide(number, time_s)
 
@@ -216,7 +228,7 @@ class Simulation:
         """Note who may get requests."""
         up = self.fleet.units.up.astype(bool)
         up[list(self.leaving)] = False
-        self.places = None if up.all() else np.flatnonzero(up)
+        self.rows = None if up.all() else np.flatnonzero(up)
 
     # Decisions.
 
@@ -224,7 +236,7 @@ class Simulation:
         """Send what was decided last, advance all engines, and have them tell of themselves."""
         number, index, arrives_s, shown_s = self.unsent
         while kernels.look_directly(
-            self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.told
+            self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.reported
         ):
             self.fleet = widened(self.fleet)
             self.workspace = None
@@ -233,137 +245,138 @@ class Simulation:
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
-            forecast_kernels.drain_directly(self.fleet, self._room(), now_s, self.told[DRAINED])
+            forecast_kernels.drain_directly(self.fleet, self._room(), now_s, self.reported[DRAINED])
 
     def _decide(self, number: int, now_s: float) -> None:
-        which = int(self.turns[number])
-        held = self.schedulers[which].held
-        if not self.holds:
-            self._place(number, which, now_s)
-        elif held:  # it gets its turn after those
-            self._hold(number, which)
-        elif not self._place(number, which, now_s, may_hold=True):
-            self._hold(number, which)
-            self._look_again(which, now_s)
+        """Have a request's scheduler begin its decision."""
+        which = self._scheduler_of[number]
+        core = self.schedulers[which].core
+        indicators = RequestIndicators(prompt_tokens=self.prompt_tokens[number], tag_tokens=self.tag_tokens[number])
+        request = PlacementRequest(
+            number=number, indicators=indicators, any_model=True, arrived_s=self._arrival_s[number]
+        )
+        decision = Decision(core, request, core.policy)
+        if self._refresh(decision, which, now_s, look=not (self.holds and core.num_waiting)):
+            self._drive(decision, decision.start(now_s), which, now_s)
 
-    def _hold(self, number: int, which: int) -> None:
-        scheduler = self.schedulers[which]
-        scheduler.held.join(number, float(self.work.arrival_s[number]) + scheduler.policy.hold_s)
+    def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
+        """Tick a decision that waits, unless it was ticked earlier."""
+        which, decision = what
+        if decision.is_waiting and decision.wait_until_s <= now_s:
+            self._tick_decision(decision, which, now_s)
 
-    def _look_again(self, which: int, now_s: float) -> None:
-        waited_s = now_s - float(self.work.arrival_s[self.schedulers[which].held.first])
-        self.schedule(now_s + pause_s(waited_s, self.pauses.random()), RETRY, which)
+    def _tick_decision(self, decision: Decision, which: int, now_s: float) -> None:
+        if self._refresh(decision, which, now_s, look=True):
+            self._drive(decision, decision.tick(now_s), which, now_s)
 
-    def _retry(self, which: int, now_s: float) -> None:
-        """Place what is held at a scheduler, until one finds nobody who would admit it; look again later."""
-        held = self.schedulers[which].held
-        for number in held.must_go(now_s):
-            self._place(number, which, now_s)
-            held.leave(number)
-        assert self.orders is not None
-        for number in self.orders.in_turn(held.numbers, now_s, float(self.told[STEP_S].mean())):
-            if not self._place(number, which, now_s, may_hold=True):
-                break
-            held.leave(number)
-        if held:
-            self._look_again(which, now_s)
-
-    def _place(self, number: int, which: int, now_s: float, *, may_hold: bool = False) -> bool:
-        """Send a request to an instance; False where it may be held, and nobody admits it now."""
-        scheduler = self.schedulers[which]
-        policy = scheduler.policy
-        places = self._able(number)
-        if places is not None and len(places) == 0:
-            self._nowhere(number)
-            return True
-        if self.sees_now or self.unsent[0] != NOBODY:
-            self.look(now_s)
-        if may_hold:
-            places = scheduler.worth_asking(places, now_s)
-            if len(places) == 0:
-                return False
-        among = policy.among(self._candidates(number, which, places, now_s))
-        if policy.foretold:
-            self._foretell(policy, among, number, now_s)
-        best = scheduler.best_admitting(among, now_s) if may_hold else policy.choose(among)
-        if best == NOBODY:
+    def _refresh(self, decision: Decision, which: int, now_s: float, *, look: bool) -> bool:
+        """Show a decision the instances as they are now; False where none can serve its request."""
+        request = decision.request
+        number = request.number
+        request.rows = rows = self._able(number)
+        if rows is not None and len(rows) == 0:
+            decision.cancel(now_s)
+            self._no_instance(number)
+            self._tick_ready(which, now_s)
             return False
-        self._send(number, which, among, best, now_s)
+        if look:
+            if self.sees_now or self.unsent[0] != NOBODY:
+                self.look(now_s)
+            if self._has_fresh_indicators:
+                self.schedulers[which].core.instances.table.known.reported_s[:] = now_s
+            if self._needs_prefix:
+                self._add_prefix(request, number)
         return True
 
-    def _candidates(
-        self, number: int, which: int, places: npt.NDArray[np.intp] | None, now_s: float
-    ) -> Candidates:  # fmt: skip
-        """Show a request and the instances it could go to as the scheduler knows them."""
-        scheduler = self.schedulers[which]
-        if self.conditions.has_fresh_indicators:
-            scheduler.table.known.told_s[:] = now_s
-        hits, prefix_class = self._hits(scheduler, number) if scheduler.policy.needs_prefix else (None, None)
-        facts = Facts(
-            prompt_tokens=self.prompt_tokens[number], tag_tokens=self.tag_tokens[number], prefix_class=prefix_class
-        )
-        candidates = scheduler.table.candidates(facts, now_s)
-        if hits is not None:
-            candidates.add({"prefix_hit_tokens": hits})
-        return candidates if places is None else candidates.only(places)
+    def _drive(self, decision: Decision, intention: Intention, which: int, now_s: float) -> None:
+        """Carry out a decision's intentions at this moment of the virtual clock."""
+        while True:
+            if isinstance(intention, Reserve):
+                self._send(decision, intention, which, now_s)
+                decision.reserved(0.0)
+                break
+            if isinstance(intention, Ask):
+                columns = self._forecast(intention.candidates, decision.request.number, now_s, intention.with_delays)
+                intention = decision.answers_in_columns(columns, now_s)
+            else:
+                assert isinstance(intention, Wait)
+                if intention.until_s < FOREVER:
+                    self.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
+                break
+        if self.holds:
+            self._tick_ready(which, now_s)
 
-    def _send(self, number: int, which: int, among: Candidates, best: int, now_s: float) -> None:
-        """Promise a request to an instance; it is sent when next anything is looked at."""
-        index, conditions = among.place(best), self.conditions
+    def _tick_ready(self, which: int, now_s: float) -> None:
+        ready = self.schedulers[which].core.ready
+        while ready:
+            decision = ready.popleft()
+            if decision.is_waiting:
+                self._tick_decision(decision, which, now_s)
+
+    def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
+        """Reserve a request at an instance; it is sent when the cluster is looked at next."""
+        number, index, conditions = decision.request.number, reserve.row, self.conditions
         instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
         instances[number], schedulers[number] = index, which
         num_sends[number] += 1
-        if self.schedulers[which].policy.foretold:
+        if self._needs_forecast:
+            best = decision.position
             predicted_ttft_s[number] = self.results["first_token_s"][best]
             predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
-                self.decided(number, index, now_s, self.results["finished_s"][: len(among)])
-        promised_s = now_s + conditions.decision_s
-        arrives_s = promised_s + conditions.network_s
-        self.unsent = (number, index, arrives_s, promised_s if conditions.reservations else arrives_s)
+                self.decided(number, index, now_s, self.results["finished_s"][: decision.num_compared])
+        reserved_s = now_s + conditions.decision_s
+        arrives_s = reserved_s + conditions.network_s
+        self.unsent = (number, index, arrives_s, reserved_s if conditions.reservations else arrives_s)
         self._note_sent(self.schedulers[which], number, index, self.unsent[3])
 
     def _able(self, number: int) -> npt.NDArray[np.intp] | None:
         """Where a request could be served: instances that are up and large enough; None for all."""
         if self.possible is None:
-            return self.places
+            return self.rows
         able = self.possible[number]
-        if self.places is None:
+        if self.rows is None:
             return None if able.all() else np.flatnonzero(able)
-        some: npt.NDArray[np.intp] = self.places[able[self.places]]
+        some: npt.NDArray[np.intp] = self.rows[able[self.rows]]
         return some
 
-    def _nowhere(self, number: int) -> None:
+    def _no_instance(self, number: int) -> None:
+        """Keep a request until an instance is back, or refuse one that none could ever serve."""
         if self.possible is not None and not self.possible[number].any():
             self.decisions[number].fate = FATES.index(REFUSED)
         else:
-            self.homeless.append(number)
+            self.unplaced.append(number)
 
-    def _hits(self, scheduler: SchedulerView, number: int) -> tuple[Column, int | None]:
-        if scheduler.prefixes is not None:
-            found = scheduler.prefixes.look_up(self._contents(number), scheduler.table.known.instance_ids)
-            return found.num_blocks * self.units[0].config.block_size, found.deepest  # type: ignore[return-value]
+    def _add_prefix(self, request: PlacementRequest, number: int) -> None:
+        """Add what is known of the prompt's content: its blocks, or the engines' actual hits."""
+        if self.conditions.prefix_view == SENT_INDEX:
+            block_size = self.units[0].config.block_size
+            contents = self._contents(number)
+            request.blocks = PromptBlocks(names=contents, block_tokens=block_size) if contents else NO_BLOCKS
+            return
         hits = np.zeros(len(self.units))
         deepest = kernels.hits_directly(self.fleet, self.requests, number, hits)
-        return hits, None if deepest < 0 else int(deepest)
+        request.prefix_hits = hits
+        request.indicators.prefix_class = None if deepest < 0 else int(deepest)
 
     def _contents(self, number: int) -> list[int]:
         asked = self.requests.asked[number]
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _foretell(self, policy: Policy, among: Candidates, number: int, now_s: float) -> None:
-        places = np.arange(len(among)) if among.places is None else among.places
-        results = self.results[: len(places)]
+    def _forecast(self, among: Candidates, number: int, now_s: float, with_delays: bool) -> dict[str, Column]:
+        """Forecast a request on some instances, in one call of compiled code."""
+        rows = np.arange(len(among)) if among.rows is None else among.rows
+        results = self.results[: len(rows)]
         forecast_kernels.foretell_directly(
-            self.fleet, self.requests, self._room(), number, places, now_s, policy.needs_delays, results
+            self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, results
         )
-        columns = {name: _column(results, FORETOLD[name]) for name in policy.foretold if name in FORETOLD}
-        if "predicted_tpot_s" in policy.foretold:
+        columns = {name: _column(results, FORECAST_FIELDS[name]) for name in self._forecast_names}
+        if self._needs_tpot:
             columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
                 1, results.output_tokens - 1
             )
-        among.add(columns)
+        return columns
 
     def _room(self) -> Any:
         if self.workspace is None:
@@ -371,11 +384,9 @@ class Simulation:
         return self.workspace
 
     def _note_sent(self, scheduler: SchedulerView, number: int, index: int, shown_s: float) -> None:
-        if scheduler.prefixes is not None:
-            scheduler.prefixes.sent(scheduler.table.known.instance_ids[index], self._contents(number))
         if self.watches_minute:
             self.minute[index].append(self.now_s)
-        if self.conditions.has_fresh_indicators:
+        if self._has_fresh_indicators:
             return
         scheduler.note_sent(index, shown_s, self.prompt_tokens[number], self.units[index].config.block_size)
 
@@ -383,7 +394,7 @@ class Simulation:
         for index, times in enumerate(self.minute):
             while times and times[0] <= now_s - 60.0:
                 times.popleft()
-            self.told[PER_MINUTE, index] = len(times)
+            self.reported[PER_MINUTE, index] = len(times)
 
     # The end.
 

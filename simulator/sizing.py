@@ -1,4 +1,4 @@
-"""Which policy, with which parameters, and how many instances are enough for given traffic and targets."""
+"""Sizing: the smallest cluster, by policy, that meets latency targets under given traffic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from simulator.metrics import Latencies, latencies, percentile_of_all
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
 
-TUNING_SEED = 1000  # parameters are tuned on other samples of traffic than those that show how good they are
+TUNING_SEED = 1000  # parameters are tuned on other samples of traffic than those that evaluate them
 
-# What is tried of policies that have parameters.
+# The parameters to try, by policy.
 GRIDS: Mapping[str, Sequence[str]] = {
     "linear": tuple(f"linear: lambda = {value}" for value in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
     "dynamo": tuple(f"dynamo: lambda = {value}" for value in (0.2, 0.5, 0.8)),
@@ -26,7 +26,7 @@ GRIDS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A percentile of each latency is to stay below its limit; None where it does not matter."""
+    """Limits for a percentile of each latency; None for no limit."""
 
     percentile: float = 99.0
     ttft_s: float | None = None
@@ -34,14 +34,14 @@ class Target:
     e2e_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse targets that ask for nothing."""
+        """Reject a target without a limit."""
         if self.ttft_s is None and self.tpot_s is None and self.e2e_s is None:
-            raise ValueError("slo: name a limit for TTFT, TPOT or e2e")
+            raise ValueError("slo: give a limit for TTFT, TPOT or e2e")
         if not 0 < self.percentile <= 100:
-            raise ValueError(f"percentile: must lie above 0 and at most at 100, not {self.percentile}")
+            raise ValueError(f"percentile: must be above 0 and at most 100, not {self.percentile}")
 
-    def missed_by(self, took: Latencies) -> float:
-        """How many times its limit the worst percentile is."""
+    def share_used(self, took: Latencies) -> float:
+        """Return the largest ratio of a percentile to its limit."""
         ratios: list[float] = []
         for name in ("ttft_s", "tpot_s", "e2e_s"):
             limit_s = getattr(self, name)
@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
-    """One run, to see whether a cluster would hold."""
+    """One run that shows whether a cluster meets a target."""
 
     scenario: Scenario
     policy: str
@@ -67,9 +67,9 @@ class SizingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The smallest cluster with which a policy holds; the shares of its limit that are used there, and with one less.
+    """The smallest cluster that meets the target, and the share of the limit that is used there and with one less.
 
-    Without `num_instances` not even the largest cluster that was tried is enough.
+    If `num_instances` is None, not even the largest cluster that was tried meets it.
     """
 
     policy: str
@@ -78,60 +78,65 @@ class Recommendation:
     used_with_one_less: float | None
 
 
-def share_used(question: SizingRequest) -> float:
-    """Simulate; return the worst percentile over its limit: up to 1 is good."""
-    scenario = sized(question.scenario, question.num_instances)
-    work = scenario.workload(question.rate, question.seed)
-    result = simulate(scenario.units(), work, question.policy, scenario.conditions, seed=question.seed)
-    return question.target.missed_by(latencies(result))
+def share_used(request: SizingRequest) -> float:
+    """Simulate a cluster; return the largest ratio of a percentile to its limit: at most 1 meets the target."""
+    scenario = sized(request.scenario, request.num_instances)
+    work = scenario.workload(request.rate, request.seed)
+    result = simulate(scenario.units(), work, request.policy, scenario.conditions, seed=request.seed)
+    return request.target.share_used(latencies(result))
 
 
 def sized(scenario: Scenario, num_instances: int) -> Scenario:
-    """Change how many instances there are of the only kind."""
+    """Return a scenario with another number of instances."""
     if len(scenario.instances) > 1:
-        raise ValueError("instances: a cluster of several kinds cannot be sized: name one kind")
+        raise ValueError("instances: a cluster of several kinds cannot be sized; give one kind")
     return scenario.changed(instances={"count": num_instances})
 
 
 def recommend(
-    scenario: Scenario, policies: Sequence[str], target: Target, *, rate: float | None, seeds: int, most: int,
-    runner: Runner, told: Callable[[str], None],
+    scenario: Scenario, policies: Sequence[str], target: Target, *, rate: float | None, seeds: int, max_instances: int,
+    runner: Runner, on_progress: Callable[[str], None],
 ) -> list[Recommendation]:  # fmt: skip
-    """Find for each policy the smallest cluster, its parameters tuned at that size; best first."""
+    """Find the smallest cluster for each policy, with its parameters tuned at that size; the best policy first."""
     sized(scenario, 1)
 
     def used(policy: str, num: int, first_seed: int = 0) -> float:
-        asked = [
+        requests = [
             SizingRequest(
                 scenario=scenario, policy=policy, num_instances=num, rate=rate, seed=first_seed + seed, target=target
             )
             for seed in range(seeds)
         ]
-        return max(value for _, value in runner(share_used, asked))
+        return max(value for _, value in runner(share_used, requests))
 
-    answers = []
+    recommendations = []
     start = 1
     for policy in policies:
-        told(policy)
-        answer = _smallest(policy, used, start, most)
+        on_progress(policy)
+        recommendation = _smallest(policy, used, start, max_instances)
         grid = GRIDS.get(policy, ())
-        if grid and answer.num_instances is not None:
-            tight = max(1, answer.num_instances - 1)
-            told(f"{policy}, its parameters")
+        if grid and recommendation.num_instances is not None:
+            tight = max(1, recommendation.num_instances - 1)
+            on_progress(f"{policy}: tuning parameters")
             best = min(grid, key=lambda one: used(one, tight, TUNING_SEED))
-            tuned = _smallest(best, used, tight, most)
-            answer = min((tuned, answer), key=_rank)
-        answers.append(answer)
-        start = answer.num_instances or start
-    return sorted(answers, key=_rank)
+            tuned = _smallest(best, used, tight, max_instances)
+            recommendation = min((tuned, recommendation), key=_rank)
+        recommendations.append(recommendation)
+        start = recommendation.num_instances or start
+    return sorted(recommendations, key=_rank)
 
 
-def _rank(answer: Recommendation) -> tuple[bool, int, float, str]:
-    return answer.num_instances is None, answer.num_instances or 0, answer.used, answer.policy
+def _rank(recommendation: Recommendation) -> tuple[bool, int, float, str]:
+    return (
+        recommendation.num_instances is None,
+        recommendation.num_instances or 0,
+        recommendation.used,
+        recommendation.policy,
+    )
 
 
-def _smallest(policy: str, used: Callable[[str, int], float], start: int, most: int) -> Recommendation:
-    """Go out from a first guess in growing strides, then bisect."""
+def _smallest(policy: str, used: Callable[[str, int], float], start: int, max_instances: int) -> Recommendation:
+    """Search from a first guess in growing strides, then by bisection."""
     known: dict[int, float] = {}
 
     def share(num: int) -> float:
@@ -139,7 +144,7 @@ def _smallest(policy: str, used: Callable[[str, int], float], start: int, most: 
             known[num] = used(policy, num)
         return known[num]
 
-    num, stride = min(start, most), 1
+    num, stride = min(start, max_instances), 1
     if share(num) <= 1:
         high = num
         while num > 1 and share(num) <= 1:
@@ -147,8 +152,8 @@ def _smallest(policy: str, used: Callable[[str, int], float], start: int, most: 
         low = 0 if share(num) <= 1 else num
         high = num if low == 0 else high
     else:
-        while share(num) > 1 and num < most:
-            num, stride = min(most, num + stride), stride * 2
+        while share(num) > 1 and num < max_instances:
+            num, stride = min(max_instances, num + stride), stride * 2
         if share(num) > 1:
             return Recommendation(policy=policy, num_instances=None, used=share(num), used_with_one_less=None)
         low, high = max(one for one, value in known.items() if value > 1), num

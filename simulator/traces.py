@@ -1,4 +1,4 @@
-"""Requests from a file: our own format, or a public trace as it was published; a bad cell is named in one line."""
+"""Requests from a file, in the project's own format or in that of a published trace; errors name row and column."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from simulator.codec import read_text, requests_from_file
 
 T = TypeVar("T")
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 OWN_BLOCK_TOKENS = 16
 
-Row = tuple[int, Mapping[str, Any]]  # its number, as an editor counts lines
+Row = tuple[int, Mapping[str, Any]]  # line number and columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests, and whether the file says when they came; `block_tokens` of a prompt go with each prefix hash.
+    """Requests, and whether the file has their arrival times; each prefix hash stands for `block_tokens` tokens.
 
-    Of a published format, `rows` are where in the file requests stand, and `arrival_column` tells when they came.
+    For a published format, `rows` are the requests' line numbers, and `arrival_column` is the column of arrival times.
     """
 
     requests: list[Request]
@@ -36,34 +36,34 @@ class Trace:
 
 
 def seconds(cell: Any) -> float:
-    """Read a time in seconds."""
+    """Parse a time in seconds."""
     return float(cell)
 
 
 def milliseconds(cell: Any) -> float:
-    """Read a time in milliseconds."""
+    """Parse a time in milliseconds."""
     return float(cell) / 1e3
 
 
 def nanoseconds(cell: Any) -> float:
-    """Read a time in nanoseconds."""
+    """Parse a time in nanoseconds."""
     return float(cell) / 1e9
 
 
 def moment(cell: Any) -> float:
-    """Read a date with its time of day."""
+    """Parse a date with a time of day."""
     return datetime.fromisoformat(cell).replace(tzinfo=UTC).timestamp()
 
 
 def count(cell: Any) -> int:
-    """Read a number of tokens; no published trace has fractions of them."""
-    if not 1 <= (number := int(cell)) <= MOST_TOKENS or isinstance(cell, float | bool):
+    """Parse a number of tokens, which must be whole."""
+    if not 1 <= (number := int(cell)) <= MAX_TOKENS or isinstance(cell, float | bool):
         raise ValueError
     return number
 
 
 def hashes(cell: Any) -> tuple[int, ...]:
-    """Read what names the blocks of a prompt."""
+    """Parse the hashes of a prompt's blocks."""
     if not isinstance(cell, list) or not all(type(name) is int for name in cell):
         raise ValueError
     return tuple(cell)
@@ -71,7 +71,7 @@ def hashes(cell: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """Where a published trace has what."""
+    """The columns of a published trace format."""
 
     prompt: str
     output: str
@@ -80,8 +80,8 @@ class Format:
     hashes: str | None = None
     block_tokens: int = OWN_BLOCK_TOKENS
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
-        """Tell whether a row has all of its columns."""
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has all columns of the format."""
         return all(name in row for name in (self.prompt, self.output, self.arrival, self.hashes) if name is not None)
 
 
@@ -103,13 +103,13 @@ FORMATS = (
 
 
 def trace_from(path: str) -> Trace:
-    """Read a trace in whatever format it is."""
+    """Read a trace; its columns determine the format."""
     rows = _rows(path)
     first = rows[0][1] if rows else {}
     if "prompt_tokens" in first or "prompt_token_ids" in first or not rows:
         return _own(path)
     for form in FORMATS:
-        if form.fits(first):
+        if form.matches(first):
             requests = [_request(path, row, form) for row in rows]
             return Trace(
                 requests=requests,
@@ -119,14 +119,16 @@ def trace_from(path: str) -> Trace:
                 arrival_column=form.arrival,
             )
     columns = ", ".join(list(first)[:8]) or "nothing"
-    raise ValueError(f"{path}: row {rows[0][0]}: neither prompt_tokens nor the columns of a known trace, but {columns}")
+    raise ValueError(
+        f"{path}: row {rows[0][0]}: has neither prompt_tokens nor the columns of a known trace, but {columns}"
+    )
 
 
 def _own(path: str) -> Trace:
     requests = requests_from_file(path, block_size=OWN_BLOCK_TOKENS)
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         if request.output_tokens is None:
-            raise ValueError(f"{path}: requests[{place}].output_tokens: is missing")
+            raise ValueError(f"{path}: requests[{index}].output_tokens: is missing")
     return Trace(requests=requests)
 
 
@@ -136,7 +138,7 @@ def _rows(path: str) -> list[Row]:
         reader = csv.DictReader(text.splitlines())
         return [(reader.line_num, row) for row in reader]
     if text.lstrip().startswith("["):
-        return [(1, {"prompt_tokens": None})]  # an array can only be of our own format, which is read elsewhere
+        return [(1, {"prompt_tokens": None})]  # only the project's own format is an array; `_own` reads it
     return [(number, _object(path, number, line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
@@ -146,7 +148,7 @@ def _object(path: str, number: int, line: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: row {number}: is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: row {number}: is no object")
+        raise ValueError(f"{path}: row {number}: is not an object")
     return value
 
 
@@ -158,11 +160,11 @@ def _request(path: str, row: Row, form: Format) -> Request:
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError
         except (ValueError, TypeError, OverflowError):
-            told = "is missing" if found in (None, "") else f"must be {what}, not {str(found)[:40]!r}"
-            raise ValueError(f"{path}: row {row[0]}: {column}: {told}") from None
+            problem = "is missing" if found in (None, "") else f"must be {what}, not {str(found)[:40]!r}"
+            raise ValueError(f"{path}: row {row[0]}: {column}: {problem}") from None
         return value
 
-    tokens = f"a whole number of tokens from 1 to {MOST_TOKENS}"
+    tokens = f"a whole number of tokens from 1 to {MAX_TOKENS}"
     return Request(
         request_id=str(row[0]),
         prompt_tokens=cell(form.prompt, count, tokens),

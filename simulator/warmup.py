@@ -1,4 +1,4 @@
-"""Running the cluster simulator's kernels once, so that they are compiled and cached."""
+"""Compiles the cluster simulator's kernels by running them once, so that they are cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.workload import RequestLengths, workload
 
 
 def warm_simulator() -> None:
-    """Serve two requests by policies that between them need every kernel."""
+    """Simulate two requests by policies that together use every kernel."""
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks=32, max_model_len=64)
     units = [Unit(config=config, step_time=constant_profile().step_time)] * 2
     work = workload(

@@ -1,4 +1,4 @@
-"""What comes to a simulated cluster: when, how long it is, and how long it is thought to be; all of it in arrays."""
+"""The workload of a simulated cluster as arrays: lengths, arrival times and tags."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LONGEST = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLengths:
-    """Requests' lengths, and the contents of their prompts' blocks where these are known.
+    """The lengths of requests, and the contents of their prompts' blocks if these are known.
 
-    `contents` of a request are numbers from `first_content[i]` to `first_content[i + 1]`; each stands for all tokens up
-    to the end of a block of `block_tokens`.
+    The contents of request `i` are `contents[first_content[i]:first_content[i + 1]]`; each number identifies the prompt
+    up to the end of one block of `block_tokens`.
     """
 
     prompt_tokens: Counts
@@ -32,18 +32,18 @@ class RequestLengths:
     block_tokens: int = 16
 
     def __len__(self) -> int:
-        """How many requests these are."""
+        """The number of requests."""
         return len(self.prompt_tokens)
 
     @property
     def num_contents(self) -> int:
-        """How many different contents there are."""
+        """The number of different contents."""
         return int(self.contents.max(initial=-1)) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in the order of their arrival. Where a tag's median is NaN, the true length is known."""
+    """Requests in the order of arrival; if a tag's median is NaN, the true length is known."""
 
     lengths: RequestLengths
     arrival_s: Floats
@@ -51,20 +51,20 @@ class Workload:
     tag_spread: Floats
 
     def __len__(self) -> int:
-        """How many requests there are."""
+        """The number of requests."""
         return len(self.arrival_s)
 
 
 def lengths_of(requests: Sequence[Request], block_tokens: int = 16) -> RequestLengths:
-    """Take lengths and prefixes from requests."""
+    """Collect the lengths and prefixes of requests."""
     if not requests:
-        raise ValueError("requests: there is none")
+        raise ValueError("requests: must not be empty")
     numbers: dict[int | str, int] = {}
     contents: list[int] = []
     first = [0]
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         if request.output_tokens is None:
-            raise ValueError(f"requests[{place}].output_tokens: is missing")
+            raise ValueError(f"requests[{index}].output_tokens: is missing")
         contents += [numbers.setdefault(name, len(numbers)) for name in request.prefix_hashes]
         first.append(len(contents))
     return RequestLengths(
@@ -77,35 +77,35 @@ def lengths_of(requests: Sequence[Request], block_tokens: int = 16) -> RequestLe
 
 
 def drawn(lengths: RequestLengths, num: int, generator: np.random.Generator) -> RequestLengths:
-    """Draw so many requests, each as likely as any other; prefixes are left out, as they would repeat whole prompts."""
+    """Draw `num` requests uniformly, without their prefixes, which would repeat whole prompts."""
     chosen = generator.integers(0, len(lengths), num)
     return RequestLengths(prompt_tokens=lengths.prompt_tokens[chosen], output_tokens=lengths.output_tokens[chosen])
 
 
-def fitting(lengths: RequestLengths, most_tokens: int) -> RequestLengths:
-    """Leave those whose prompt and answer go together into a model's context."""
-    fit = lengths.prompt_tokens + lengths.output_tokens <= most_tokens
+def fitting(lengths: RequestLengths, max_tokens: int) -> RequestLengths:
+    """Select the requests whose prompt and response fit a context of `max_tokens`."""
+    fit = lengths.prompt_tokens + lengths.output_tokens <= max_tokens
     if not fit.any():
-        raise ValueError(f"lengths: not one request fits {most_tokens} tokens")
+        raise ValueError(f"lengths: not one request fits {max_tokens} tokens")
     return RequestLengths(prompt_tokens=lengths.prompt_tokens[fit], output_tokens=lengths.output_tokens[fit])
 
 
-def clipped(lengths: RequestLengths, most_tokens: int) -> RequestLengths:
-    """Cut prompts so that, with their answers, they go into a model's context, as Block's traces were."""
-    output = np.minimum(lengths.output_tokens, most_tokens - 1)
-    return RequestLengths(prompt_tokens=np.minimum(lengths.prompt_tokens, most_tokens - output), output_tokens=output)
+def cut_to_context(lengths: RequestLengths, max_tokens: int) -> RequestLengths:
+    """Cut prompts so that prompt and response fit a context of `max_tokens`, as Block's traces were cut."""
+    output = np.minimum(lengths.output_tokens, max_tokens - 1)
+    return RequestLengths(prompt_tokens=np.minimum(lengths.prompt_tokens, max_tokens - output), output_tokens=output)
 
 
 def with_hotspot(lengths: RequestLengths, hot: npt.NDArray[np.bool_], hot_tokens: int) -> RequestLengths:
-    """Let some requests have prompts of so many tokens that are the same for all of them, and a block of their own."""
+    """Replace the prompts of the requests in `hot` by one shared prompt of `hot_tokens`, plus a block of their own."""
     size = lengths.block_tokens
     shared = list(range(lengths.num_contents, lengths.num_contents + hot_tokens // size))
     if not shared:
-        raise ValueError(f"hot_tokens: {hot_tokens} fill not one block of {size}")
+        raise ValueError(f"hot_tokens: {hot_tokens} are less than one block of {size}")
     first, known = lengths.first_content, lengths.contents.tolist()
     rows: list[list[int]] = [
-        shared if is_hot else known[first[place] : first[place + 1]] if len(first) else []
-        for place, is_hot in enumerate(hot.tolist())
+        shared if is_hot else known[first[index] : first[index + 1]] if len(first) else []
+        for index, is_hot in enumerate(hot.tolist())
     ]
     return replace(
         lengths,
@@ -115,16 +115,16 @@ def with_hotspot(lengths: RequestLengths, hot: npt.NDArray[np.bool_], hot_tokens
     )
 
 
-# When requests come: unit gaps are drawn, of mean 1, so that the same seed gives the same pattern at any rate.
+# Arrival times: gaps are drawn with mean 1, so that the same seed gives the same pattern at any rate.
 
 
 def poisson_gaps(num: int, generator: np.random.Generator) -> Floats:
-    """Draw gaps of a Poisson process."""
+    """Draw the gaps of a Poisson process."""
     return generator.exponential(1.0, num)
 
 
 def gamma_gaps(cv: float) -> Callable[[int, np.random.Generator], Floats]:
-    """Make gaps whose coefficient of variation is `cv`: 1 is Poisson, above is burstier."""
+    """Return a function that draws gaps with coefficient of variation `cv`: 1 is Poisson, more is burstier."""
     if not (math.isfinite(cv) and cv > 0):
         raise ValueError(f"cv: must be a number above 0, not {cv}")
     shape = cv**-2
@@ -132,21 +132,21 @@ def gamma_gaps(cv: float) -> Callable[[int, np.random.Generator], Floats]:
 
 
 def uniform_gaps(num: int, _: np.random.Generator) -> Floats:
-    """Give equal gaps."""
+    """Return equal gaps."""
     return np.ones(num)
 
 
 def at_rate(gaps: Floats, rate: float) -> Floats:
-    """Let requests come at a mean rate; the first after its gap."""
+    """Scale gaps to a mean rate; the first request arrives after its gap."""
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate: must be a number above 0, not {rate}")
     return np.cumsum(gaps) / rate
 
 
 def by_schedule(gaps: Floats, schedule: Sequence[tuple[float, float]]) -> Floats:
-    """Let requests come at rates that change: (from when in s, requests/s) each, the last one for ever.
+    """Scale gaps to a rate that changes over time: pairs of (start in s, requests/s), the last without end.
 
-    A unit gap is a unit of the rate's integral, so a Poisson process stays one.
+    A gap of 1 is a unit of the rate's integral, so a Poisson process stays one.
     """
     starts = np.array([start for start, _ in schedule])
     rates = np.array([rate for _, rate in schedule])
@@ -162,34 +162,34 @@ def by_schedule(gaps: Floats, schedule: Sequence[tuple[float, float]]) -> Floats
 
 
 def scaled_up(arrival_s: Floats, rate: float) -> Floats:
-    """Compress a trace in time so that it comes at a mean rate, its pattern kept (LMetric §6: up-scaling)."""
+    """Scale a trace in time to a mean rate, keeping its pattern (LMetric §6: up-scaling)."""
     first_s, last_s = float(arrival_s[0]), float(arrival_s[-1])
     if last_s <= first_s:
-        raise ValueError("arrival_s: all requests come at once: there is no rate to change")
+        raise ValueError("arrival_s: all requests arrive at the same time, so there is no rate to scale")
     return (arrival_s - first_s) * ((len(arrival_s) - 1) / rate / (last_s - first_s))
 
 
 def spread_out(arrival_s: Floats, grid_s: float, generator: np.random.Generator) -> Floats:
-    """Spread arrivals that were recorded on a grid evenly at random over its cells, in their order."""
+    """Spread arrival times that were recorded on a grid uniformly over its cells, keeping their order."""
     return np.sort(arrival_s + generator.uniform(0.0, grid_s, len(arrival_s)))
 
 
 def require_ordered(arrival_s: Floats, what: str = "arrival_s") -> None:
-    """Refuse times that run backwards, by row and column."""
+    """Reject decreasing times, naming the row and the column."""
     (bad,) = np.nonzero(np.diff(arrival_s) < 0)
     if len(bad):
-        place = int(bad[0]) + 1
+        index = int(bad[0]) + 1
         raise ValueError(
-            f"row {place + 1}: {what}: {arrival_s[place]:g} s comes after {arrival_s[place - 1]:g} s: rows must be in "
-            "the order of their arrival"
+            f"row {index + 1}: {what}: {arrival_s[index]:g} s follows {arrival_s[index - 1]:g} s: rows must be in the "
+            "order of arrival"
         )
 
 
-# How long answers are thought to be.
+# Tags.
 
 
 def workload(lengths: RequestLengths, arrival_s: Floats) -> Workload:
-    """Put lengths and times together; true lengths are known."""
+    """Combine lengths and arrival times; true lengths are known."""
     require_ordered(arrival_s)
     unknown = np.full(len(arrival_s), np.nan)
     return Workload(lengths=lengths, arrival_s=arrival_s, tag_median=unknown, tag_spread=np.zeros(len(arrival_s)))
@@ -199,12 +199,12 @@ TagModel = Callable[[Counts, np.random.Generator], tuple[Floats, Floats]]
 
 
 def exact(output_tokens: Counts, _: np.random.Generator) -> tuple[Floats, Floats]:
-    """Know true lengths."""
+    """Give the true lengths."""
     return np.full(len(output_tokens), np.nan), np.zeros(len(output_tokens))
 
 
 def noisy(sigma: float, spread: float | None = None) -> TagModel:
-    """Be off by a log-normal factor; tags say that they are uncertain by `sigma`, or by `spread` where it is given."""
+    """Give lengths with a log-normal error of `sigma`; the tags' spread is `sigma`, or `spread` if given."""
     for name, value in (("sigma", sigma), ("spread", spread)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}: must be a number from 0 on, not {value}")
@@ -217,14 +217,14 @@ def noisy(sigma: float, spread: float | None = None) -> TagModel:
 
 
 def constant(tokens: float, spread: float = 0.0) -> TagModel:
-    """Think the same of every answer: its lengths are not known."""
+    """Give every response the same tag."""
     if not (math.isfinite(tokens) and tokens > 0):
         raise ValueError(f"tokens: must be a number above 0, not {tokens}")
     return lambda output_tokens, _: (np.full(len(output_tokens), tokens), np.full(len(output_tokens), spread))
 
 
 def typical(output_tokens: Counts, _: np.random.Generator) -> tuple[Floats, Floats]:
-    """Know the lengths' distribution only: the log-normal that fits all of them, the same tag for each."""
+    """Give every response the same tag: the log-normal distribution that fits all lengths."""
     logarithms = np.log(output_tokens)
     return (
         np.full(len(output_tokens), float(np.exp(np.median(logarithms)))),
@@ -233,9 +233,9 @@ def typical(output_tokens: Counts, _: np.random.Generator) -> tuple[Floats, Floa
 
 
 def fitted(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> TagModel:
-    """Be off as a tagger was: draw its error from those it made on answers of about the same length."""
+    """Give lengths with a tagger's errors, drawn from those it made on responses of about the same length."""
     if len(true_tokens) < 10:
-        raise ValueError(f"errors: {len(true_tokens)} are too few to draw from")
+        raise ValueError(f"errors: {len(true_tokens)} are too few to draw from; at least 10 are needed")
     order = np.argsort(true_tokens, kind="stable")
     known = true_tokens[order]
     errors = np.log(tag_medians[order]) - np.log(known)
@@ -251,13 +251,13 @@ def fitted(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> Tag
 
 
 def ranked(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> TagModel:
-    """Be as good as a tagger was, on other lengths: whatever share of its answers was shorter, that share of these is.
+    """Give tags as accurate, by rank, as a tagger's were on responses with another distribution of lengths.
 
-    An answer stands for one of those that the tagger was tried on with about the same rank. The tag says here what the
-    tagger's said there: a length that as large a share of all answers stays below, and a spread as wide for these.
+    Each response is matched with one of about the same rank among those that the tagger was evaluated on. Its tag's
+    median has the same rank as the tagger's median had there; its spread is scaled to the spread of these lengths.
     """
     if len(true_tokens) < 10:
-        raise ValueError(f"errors: {len(true_tokens)} are too few to draw from")
+        raise ValueError(f"errors: {len(true_tokens)} are too few to draw from; at least 10 are needed")
     order = np.argsort(true_tokens, kind="stable")
     known, spreads = true_tokens[order], tag_spreads[order]
     below = np.interp(np.log(tag_medians[order]), np.log(known), np.linspace(0.0, 1.0, len(known)))
@@ -276,16 +276,16 @@ def ranked(true_tokens: Floats, tag_medians: Floats, tag_spreads: Floats) -> Tag
 
 
 def tagged(work: Workload, model: TagModel, generator: np.random.Generator) -> Workload:
-    """Give every request a tag."""
+    """Add a tag to every request."""
     median, spread = model(work.lengths.output_tokens, generator)
     return replace(work, tag_median=median, tag_spread=spread)
 
 
 TAGS: Mapping[str, str] = {
-    "exact": "true lengths are known",
-    "noisy": "off by a log-normal factor of sigma",
-    "constant": "the same number for each",
-    "typical": "the distribution of all lengths for each",
-    "fitted": "off as a tagger was",
-    "ranked": "as good as a tagger was, on other lengths",
+    "exact": "the true length",
+    "noisy": "the true length with a log-normal error of sigma",
+    "constant": "the same length for all",
+    "typical": "the distribution of all lengths for all",
+    "fitted": "the true length with a tagger's errors",
+    "ranked": "as accurate by rank as a tagger was on other lengths",
 }

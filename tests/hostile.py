@@ -1,7 +1,7 @@
-"""Values that mean harm: spoilt by hand, and at random. Run as a program, so that a crash is one that can be told.
+"""Invalid snapshots, written by hand and random; run as a program, so that a crash can be detected.
 
-`python -m tests.hostile` serves every case of `SPOILT`, then random ones on the loads that it reads as JSON from its
-input, and says of each what was wrong with it; empty when it was served all the same.
+`python -m tests.hostile` serves every case of `INVALID`, then random ones of the loads that it reads as JSON from its
+input, and prints the error of each, empty if it was served.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ RUNNING = LiveRequest(
 )  # fmt: skip
 WAITING = LiveRequest(request=Request(request_id="b", prompt_tokens=5, output_tokens=3))
 CACHE = KvCache(free_block_ids=(3, 4, 5, 6, 7, 8, 9), contents={0: "x", 1: "y"})
-SOUND = Snapshot(
+VALID = Snapshot(
     version=VERSION, taken_s=3.0, config=SMALL, num_free_blocks=7, running=(RUNNING,), waiting=(WAITING,),
     kv_cache=CACHE,
 )  # fmt: skip
 
 
 def running_with(**changes: Any) -> Snapshot:
-    """Spoil what the sound snapshot says of its running request."""
-    return replace(SOUND, running=(replace(RUNNING, **changes),))
+    """Return a snapshot with changes to its running request."""
+    return replace(VALID, running=(replace(RUNNING, **changes),))
 
 
 def cache_with(**changes: Any) -> Snapshot:
-    """Spoil what the sound snapshot says of the blocks."""
-    return replace(SOUND, kv_cache=replace(CACHE, **changes))
+    """Return a snapshot with changes to its KV blocks."""
+    return replace(VALID, kv_cache=replace(CACHE, **changes))
 
 
 def stepping(*steps: StepUnderWay, **changes: Any) -> Snapshot:
-    """Put steps under way on the sound snapshot."""
+    """Return a snapshot with these steps in flight."""
     return replace(running_with(**changes), steps=steps)
 
 
 def step(tokens: int = 1, name: str = "a", *, start_s: float = 2.9, sampled: tuple[str, ...] = ("a",)) -> StepUnderWay:
-    """Write down a step of one request."""
+    """Return a step of one request."""
     return StepUnderWay(start_s=start_s, scheduled={name: tokens}, sampled=sampled)
 
 
-SPOILT: dict[str, Callable[[], Snapshot]] = {
-    "a newer version": lambda: replace(SOUND, version=VERSION + 1),
-    "an older version": lambda: replace(SOUND, version=0),
-    "taken at no time": lambda: replace(SOUND, taken_s=math.nan),
-    "taken before time began": lambda: replace(SOUND, taken_s=-1.0),
-    "fewer than no free blocks": lambda: replace(SOUND, num_free_blocks=-1),
-    "more free blocks than there are": lambda: replace(SOUND, num_free_blocks=12),
-    "another number of free blocks than listed": lambda: replace(SOUND, num_free_blocks=6),
-    "a truth for a number": lambda: replace(SOUND, num_free_blocks=True),
-    "a request twice": lambda: replace(SOUND, waiting=(WAITING, WAITING)),
-    "running and reserved": lambda: replace(SOUND, reserved=(RUNNING.request,)),
+INVALID: dict[str, Callable[[], Snapshot]] = {
+    "a newer version": lambda: replace(VALID, version=VERSION + 1),
+    "an older version": lambda: replace(VALID, version=0),
+    "taken at no time": lambda: replace(VALID, taken_s=math.nan),
+    "taken before time began": lambda: replace(VALID, taken_s=-1.0),
+    "fewer than no free blocks": lambda: replace(VALID, num_free_blocks=-1),
+    "more free blocks than there are": lambda: replace(VALID, num_free_blocks=12),
+    "another number of free blocks than listed": lambda: replace(VALID, num_free_blocks=6),
+    "a truth for a number": lambda: replace(VALID, num_free_blocks=True),
+    "a request twice": lambda: replace(VALID, waiting=(WAITING, WAITING)),
+    "running and reserved": lambda: replace(VALID, reserved=(RUNNING.request,)),
     "more running than seats": lambda: replace(
-        SOUND, config=replace(SMALL, max_num_seqs=1), running=(RUNNING, WAITING)
+        VALID, config=replace(SMALL, max_num_seqs=1), running=(RUNNING, WAITING)
     ),
     "all produced": lambda: running_with(produced_tokens=23, computed_tokens=10),
     "less than nothing produced": lambda: running_with(produced_tokens=-1),
@@ -75,7 +75,7 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "more computed than its blocks hold": lambda: running_with(num_blocks=2, block_ids=(0, 1)),
     "placeholders of no step": lambda: running_with(placeholders=400),
     "in flight in no step": lambda: running_with(in_flight_tokens=3),
-    "stale in no step": lambda: replace(SOUND, waiting=(replace(WAITING, stale_tokens=3),)),
+    "stale in no step": lambda: replace(VALID, waiting=(replace(WAITING, stale_tokens=3),)),
     "more blocks than it can need": lambda: running_with(num_blocks=10, block_ids=tuple(range(10))),
     "blocks not listed": lambda: running_with(block_ids=(0, 1)),
     "a block twice": lambda: running_with(block_ids=(0, 1, 1)),
@@ -89,7 +89,7 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "filling with content": lambda: cache_with(contents={0: "x", 1: "y", 2: "z"}),
     "filling with a content of its own": lambda: cache_with(own_contents={2: ("a", 2)}),
     "filling and shared": lambda: replace(
-        SOUND, running=(RUNNING, replace(RUNNING, request=replace(RUNNING.request, request_id="c")))
+        VALID, running=(RUNNING, replace(RUNNING, request=replace(RUNNING.request, request_id="c")))
     ),
     "content of a block out of range": lambda: cache_with(contents={0: "x", 1: "y", 10: "z"}),
     "content of a negative block": lambda: cache_with(contents={0: "x", 1: "y", -1: "z"}),
@@ -98,7 +98,7 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "free twice": lambda: cache_with(free_block_ids=(3, 4, 5, 6, 7, 8, 8)),
     "too few free": lambda: cache_with(free_block_ids=(3, 4, 5)),
     "free out of range": lambda: cache_with(free_block_ids=(3, 4, 5, 6, 7, 8, 10)),
-    "contents without caching": lambda: replace(SOUND, config=replace(SMALL, enable_prefix_caching=False)),
+    "contents without caching": lambda: replace(VALID, config=replace(SMALL, enable_prefix_caching=False)),
     "a stranger in a step": lambda: stepping(step(name="nobody", sampled=())),
     "a stranger sampled": lambda: stepping(step(sampled=("nobody",)), in_flight_tokens=1),
     "sampled but not scheduled": lambda: stepping(step(sampled=("a", "b")), in_flight_tokens=1),
@@ -109,13 +109,13 @@ SPOILT: dict[str, Callable[[], Snapshot]] = {
     "two steps of an engine that makes one": lambda: stepping(step(), step(), in_flight_tokens=2),
     "three steps": lambda: stepping(step(), step(), step(), in_flight_tokens=3),
     "a reserved request that is too long": lambda: replace(
-        SOUND, reserved=(Request(request_id="c", prompt_tokens=40),)
+        VALID, reserved=(Request(request_id="c", prompt_tokens=40),)
     ),
 }
 
 
 def served(snapshot: Snapshot) -> None:
-    """Make a snapshot's engine, forecast a request on it, add it, drop another, and serve everybody."""
+    """Create a snapshot's engine, forecast a request on it, add it, drop another, and serve all requests."""
     engine = engine_from(snapshot, AFFINE)
     expect_blocks_conserved(engine)
     candidate = Request(request_id="candidate", prompt_tokens=1, output_tokens=2, prefix_hashes=("x", "z"))
@@ -136,7 +136,7 @@ def served(snapshot: Snapshot) -> None:
 
 
 def complaint(make: Callable[[], Snapshot]) -> str:
-    """Serve a snapshot; say what was wrong with it."""
+    """Serve a snapshot; return its error."""
     try:
         served(make())
     except ValueError as error:
@@ -147,21 +147,21 @@ def complaint(make: Callable[[], Snapshot]) -> str:
 NUMBERS = (0, 1, 2, 3, 7, 10, 100, 2**31 - 1, 2**31, 2**63, -1, -7, -(2**31), True, 1.5, math.nan, math.inf, -math.inf)
 
 
-def spoil(value: Any, rng: random.Random) -> Any:
-    """Change something, somewhere within a value, that may or may not matter."""
+def mutate(value: Any, rng: random.Random) -> Any:
+    """Change something at random within a value."""
     if is_dataclass(value) and not isinstance(value, type):
         name = rng.choice([field.name for field in fields(value)])
-        return replace(value, **{name: spoil(getattr(value, name), rng)})
+        return replace(value, **{name: mutate(getattr(value, name), rng)})
     if isinstance(value, dict) and value:
         key = rng.choice(list(value))
         changed = dict(value)
-        spoilt = spoil(changed.pop(key), rng)
-        key = rng.choice((key, key, spoil(key, rng)))
-        return changed if rng.random() < 0.2 else {**changed, key: spoilt}
+        item = mutate(changed.pop(key), rng)
+        key = rng.choice((key, key, mutate(key, rng)))
+        return changed if rng.random() < 0.2 else {**changed, key: item}
     if isinstance(value, tuple) and value:
         place = rng.randrange(len(value))
         before, after = value[:place], value[place + 1 :]
-        other = rng.choice(((), (value[place],) * 2, (spoil(value[place], rng),), (spoil(value[place], rng),)))
+        other = rng.choice(((), (value[place],) * 2, (mutate(value[place], rng),), (mutate(value[place], rng),)))
         return (*before, *other, *after)
     if isinstance(value, bool):
         return rng.choice((not value, value, 2))
@@ -173,29 +173,29 @@ def spoil(value: Any, rng: random.Random) -> Any:
 
 
 def snapshots(load: Load, rng: random.Random) -> Iterable[Callable[[], Snapshot]]:
-    """Take a snapshot somewhere in a load's run, and spoil it in many ways."""
+    """Take a snapshot during a load's run, and change it in many ways."""
     whole = load.loaded(AFFINE)
     whole.advance()
     engine = load.loaded(AFFINE)
     now_s = rng.random() * whole.now_s
     engine.advance(now_s)
-    sound = snapshot_of(engine, now_s)
-    yield lambda: sound
+    valid = snapshot_of(engine, now_s)
+    yield lambda: valid
 
-    def spoilt() -> Snapshot:
-        snapshot = sound
+    def changed_snapshot() -> Snapshot:
+        snapshot = valid
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            snapshot = spoil(snapshot, rng)
+            snapshot = mutate(snapshot, rng)
         return snapshot
 
     for _ in range(40):
-        yield spoilt
+        yield changed_snapshot
 
 
 def main(lines: Iterable[str]) -> None:
-    """Say of each case, before and after, what it was and what was wrong with it."""
-    for name, make in SPOILT.items():
-        print(json.dumps(name), flush=True)  # noqa: T201 a program's answer
+    """Print the name and the error of each case."""
+    for name, make in INVALID.items():
+        print(json.dumps(name), flush=True)  # noqa: T201 - output of a program
         print(json.dumps(complaint(make)), flush=True)  # noqa: T201
     for seed, line in enumerate(lines):
         for place, make in enumerate(snapshots(Load(**json.loads(line)), random.Random(seed))):

@@ -1,4 +1,4 @@
-"""What tests read off an engine's arrays: its queues, its blocks, and whether they add up."""
+"""Inspection of an engine's arrays: its queues and its blocks, with consistency checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW_TIMES = ("scheduled_s", "first_token_s", "finished_s")
 
 
 def free_list(engine: Engine) -> list[int]:
-    """Walk the free blocks in the order of reuse, and check that the chain reads the same backwards."""
+    """Return the free blocks in the order of reuse; the chain must be the same backwards."""
     blocks = engine.state.blocks
     chain, before, block = [], NOBODY, int(engine.state.engine[0].free_head)
     while block != NOBODY:
@@ -36,7 +36,7 @@ def free_list(engine: Engine) -> list[int]:
 
 
 def held_blocks(engine: Engine, request_id: str) -> list[int]:
-    """List the blocks of a request, in order; empty where blocks have no identity."""
+    """Return the blocks of a request, in order; empty if blocks have no identity."""
     if not engine.state.engine[0].prefix_caching:
         return []
     slot = engine.slots[request_id]
@@ -44,7 +44,7 @@ def held_blocks(engine: Engine, request_id: str) -> list[int]:
 
 
 def same_content(engine: Engine, content: int) -> list[int]:
-    """List the blocks that hold a shared content, the one that is hit first."""
+    """Return the blocks with a shared content, the one that is hit first."""
     chain, block = [], int(engine.state.cached[content])
     while block != NOBODY:
         chain.append(block)
@@ -54,7 +54,7 @@ def same_content(engine: Engine, content: int) -> list[int]:
 
 
 def expect_blocks_conserved(engine: Engine) -> None:
-    """Check that each block is either free or held, and held by as many as it counts."""
+    """Check that each block is either free or held, with the right reference count."""
     head, rows = engine.state.engine[0], engine.state.requests
     held = sum(int(rows[slot].num_blocks) for slot in engine.slots.values())
     if not head.prefix_caching:
@@ -76,7 +76,7 @@ def expect_blocks_conserved(engine: Engine) -> None:
 
 
 def expect_nothing_left(engine: Engine) -> None:
-    """Check that nobody is on the engine any more and all its blocks are free."""
+    """Check that the engine has no requests and all its blocks are free."""
     head = engine.state.engine[0]
     assert (head.num_running, head.num_waiting, head.num_pending, head.num_in_flight) == (0, 0, 0, 0)
     assert head.num_free_blocks == engine.num_blocks
@@ -84,11 +84,11 @@ def expect_nothing_left(engine: Engine) -> None:
 
 
 def counts_of(engine: Engine) -> dict[str, Any]:
-    """Gather everything that an engine counts; two runs that did the same agree on all of it exactly."""
+    """Return all counters of an engine; two equal runs agree on them exactly."""
     head, rows, blocks = engine.state.engine[0], engine.state.requests, engine.state.blocks
     counts: dict[str, Any] = {name: int(head[name]) for name in COUNTERS}
     counts |= {"running": engine.running(), "waiting": engine.waiting()}
-    if engine.config.batcher == "lightllm":  # the only one that reads it
+    if engine.config.batcher == "lightllm":  # the only batcher that reads it
         counts["decodes_since_look"] = (int(head.decodes_since_look) - 1) % DECODES_BETWEEN_LOOKS  # looks in between
     for name, slot in engine.slots.items():
         counts[name] = {counter: int(rows[slot][counter]) for counter in ROW_COUNTERS}
@@ -102,7 +102,7 @@ def counts_of(engine: Engine) -> dict[str, Any]:
 
 
 def times_of(engine: Engine) -> dict[str, float]:
-    """Gather an engine's times, flat; two runs that did the same agree on them but for rounding."""
+    """Return all times of an engine; two equal runs agree on them up to rounding."""
     head, rows = engine.state.engine[0], engine.state.requests
     times = {f"{name}.{time}": float(rows[slot][time]) for name, slot in engine.slots.items() for time in ROW_TIMES}
     for place in range(head.num_in_flight):
@@ -112,10 +112,7 @@ def times_of(engine: Engine) -> dict[str, float]:
 
 
 def frozen(engine: Engine) -> list[bytes]:
-    """Copy every byte of an engine's state that means something, to see whether anything was written.
-
-    What a slot that nobody has was used for means nothing.
-    """
+    """Copy all valid bytes of an engine's state, to detect writes; unused slots are left out."""
     state = engine.state
     taken = sorted(engine.slots.values())
     by_slot = [array[taken].tobytes() for array in (state.requests, state.tables, state.hashes)]

@@ -1,7 +1,7 @@
-"""Runs of loads whose kernels may be interpreted: then an index out of bounds raises, and so does a negative one.
+"""Runs of loads with interpreted kernels, in which an index that is out of bounds or negative raises an error.
 
-As a program, `NUMBA_DISABLE_JIT=1 python -m tests.interpreted`, it reads a load as JSON from each line of its input
-and writes what `run` makes of it.
+As a program, `NUMBA_DISABLE_JIT=1 python -m tests.interpreted` reads a load as JSON from each line of its input, and
+prints the result of `run`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from tests.strategies import AFFINE, Load
 
 
 class Strict(np.ndarray):
-    """An array that counts from the front only."""
+    """An array without negative indices."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse what NumPy would take for an index from the end."""
+        """Reject a negative index."""
         return super().__getitem__(from_the_front(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Refuse what NumPy would take for an index from the end."""
+        """Reject a negative index."""
         super().__setitem__(from_the_front(index), value)
 
 
 class StrictRecords(np.recarray):
-    """A record array that counts from the front only."""
+    """A record array without negative indices."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse what NumPy would take for an index from the end."""
+        """Reject a negative index."""
         return super().__getitem__(from_the_front(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Refuse what NumPy would take for an index from the end."""
+        """Reject a negative index."""
         super().__setitem__(from_the_front(index), value)
 
 
 def from_the_front(index: Any) -> Any:
-    """Pass an index through unless it is negative, or has a negative part."""
+    """Return an index; reject one that is negative or has a negative part."""
     for part in index if isinstance(index, tuple) else (index,):
         if isinstance(part, int | np.integer) and part < 0:
             raise IndexError(f"index {part} is negative")
@@ -55,14 +55,14 @@ def from_the_front(index: Any) -> Any:
 
 
 def strictly(engine: Engine) -> Engine:
-    """Let an engine's kernels work on arrays that count from the front only, where they are interpreted."""
+    """Replace an engine's arrays by ones without negative indices."""
     arrays = [array.view(StrictRecords if array.dtype.names else Strict) for array in engine.state[:-1]]
     engine.state = State(*arrays, engine.state.costs)
     return engine
 
 
 def run(load: Load, *, interpreted: bool = False) -> dict[str, Any]:
-    """Run a load halfway, forecast a request, copy the engine by a snapshot, run both to their ends, and tell all."""
+    """Run half of a load, forecast a request, copy the engine by a snapshot, run both to the end; return all results."""
     dress = strictly if interpreted else lambda engine: engine
     last = max(spec["arrival_s"] for spec in load.requests)
     halfway_s = last + 0.05
@@ -82,9 +82,9 @@ def run(load: Load, *, interpreted: bool = False) -> dict[str, Any]:
 
 
 def main(lines: Iterable[str]) -> None:
-    """Answer each load."""
+    """Run each load."""
     for line in lines:
-        print(json.dumps(run(Load(**json.loads(line)), interpreted=True)))  # noqa: T201 a program's answer
+        print(json.dumps(run(Load(**json.loads(line)), interpreted=True)))  # noqa: T201 - output of a program
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines and request streams for property tests: small, and short of blocks, seats and budget more often than not."""
+"""Engines and requests for property tests: small, and often short of blocks, sequences and token budget."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from predictor.request import Request
 from predictor.step_time import Curve, StepTime
 from tests.oracle.engine import Part
 
-MAX_STEPS = 400  # under priorities vLLM can go in circles; a run is looked at as far as this
+MAX_STEPS = 400  # with priorities vLLM can preempt without end; runs are compared up to this step
 
 # Sums of these are exact in binary, whatever their order, so that times can be compared with ==.
 ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
-# Any step takes another time, and grows with its contexts.
+# The time of a step depends on all its parts and grows with its contexts.
 AFFINE = StepTime(
     constant_s=0.0071,
     empty_s=0.0013,
@@ -43,7 +43,7 @@ RESERVES = ("orca", "faster_transformer")
 
 
 def examples(count: int) -> settings:
-    """Run so many examples, the same ones every time; BLOCK_EXAMPLES multiplies them, and then draws them anew."""
+    """Run `count` examples, always the same ones; BLOCK_EXAMPLES multiplies them and draws new ones."""
     factor = int(os.environ.get("BLOCK_EXAMPLES", "1"))
     return settings(
         max_examples=count * factor,
@@ -56,7 +56,7 @@ def examples(count: int) -> settings:
 
 
 def affine_seconds(parts: list[Part]) -> float:
-    """Say plainly how long a step takes with the coefficients of `AFFINE`; a part of one token is a decode."""
+    """Compute the time of a step with the coefficients of `AFFINE`; a part of one token is a decode."""
     if not parts:
         return AFFINE.empty_s
     decodes = [before + 1 for tokens, before, _ in parts if tokens == 1]
@@ -76,7 +76,7 @@ def affine_seconds(parts: list[Part]) -> float:
 
 
 def straight_lines(curve: Curve, count: int) -> float:
-    """Read a curve off: flat before the first knot, a slope that ends downwards not carried on."""
+    """Evaluate a curve: constant before the first knot; a final negative slope is not extrapolated."""
     knots = list(zip(curve.x, curve.y, strict=True))
     if count <= knots[0][0]:
         return knots[0][1]
@@ -89,18 +89,18 @@ def straight_lines(curve: Curve, count: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """An engine's settings under vLLM's names, and the requests that come to it."""
+    """An engine's settings, under vLLM's names, and its requests."""
 
     engine: dict[str, Any]
     requests: list[dict[str, Any]]
 
     @property
     def config(self) -> EngineConfig:
-        """Give the settings as the engine model takes them."""
+        """Return the settings as a configuration of the engine model."""
         return EngineConfig(**self.engine)
 
     def our_requests(self) -> list[Request]:
-        """Give the requests as the engine model takes them, by arrival."""
+        """Return the requests as the engine model's, by arrival."""
         requests = []
         for spec in sorted(self.requests, key=lambda spec: spec["arrival_s"]):
             fields = {name: value for name, value in spec.items() if name != "id"}
@@ -109,20 +109,20 @@ class Load:
         return requests
 
     def loaded(self, step_time: StepTime = ONE_SECOND) -> Engine:
-        """Make an engine that knows when each request will arrive."""
+        """Return an engine to which all requests have been added."""
         engine = Engine(self.config, step_time)
         for request, rank in zip(self.our_requests(), self.ranks(), strict=True):
             engine.add(request, tie_break=rank)
         return engine
 
     def ranks(self) -> list[int]:
-        """Rank the requests of `our_requests` by id, which is how vLLM breaks ties."""
+        """Rank the requests of `our_requests` by id, which breaks ties in vLLM."""
         names = sorted(spec["id"] for spec in self.requests)
         return [names.index(request.request_id) for request in self.our_requests()]
 
 
 def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
-    """Write a load down: prompt and answer tokens of requests a, b, c, …; `arrivals` and `priorities` beside them."""
+    """Return a load of requests a, b, c, … with these prompt and response tokens, and `arrivals` and `priorities`."""
     arrivals = settings.pop("arrivals", [0.0] * len(requests))
     priorities = settings.pop("priorities", [0] * len(requests))
     hashes = settings.pop("hashes", [[]] * len(requests))
@@ -154,10 +154,10 @@ def loads(
     tick_s: float = 0.25,
     max_requests: int = 10,
 ) -> Load:
-    """Draw an engine and its requests, every one of which fits into the engine, some of them barely.
+    """Draw an engine and requests that all fit into it, some of them barely.
 
-    With `ending`, no run goes in circles: no two requests arrive together, which vLLM's priorities could let preempt
-    each other for ever, and vLLM v0 has the block to spare without which it recomputes a lone prompt for ever.
+    With `ending`, every run ends: no two requests arrive at the same time, which with priorities could preempt each other
+    without end, and vLLM v0 has the spare block without which it recomputes a single prompt without end.
     """
     engine = draw(engines(batcher, policy=policy, chunked=chunked))
     requests = draw(request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests))
@@ -178,7 +178,7 @@ def _most_tokens(engine: dict[str, Any], request: dict[str, Any]) -> int:
 
 @st.composite
 def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool | None) -> dict[str, Any]:
-    """Draw an engine's settings, but for its number of blocks; rules that it has no say in are as they must be."""
+    """Draw an engine's settings without its number of blocks; settings that its batcher ignores have their defaults."""
     block_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     max_num_seqs = draw(st.integers(1, 6))
     max_model_len = block_size * draw(st.integers(3, 12)) + draw(st.integers(0, block_size - 1))
@@ -213,7 +213,7 @@ def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool 
 def request_lists(
     draw: st.DrawFn, engine: dict[str, Any], *, ending: bool, tick_s: float, max_requests: int
 ) -> list[dict[str, Any]]:
-    """Draw requests in bursts and with gaps, some ending early, some sharing beginnings."""
+    """Draw requests in bursts and with gaps; some end early, some share prefixes."""
     longest_prompt = draw(st.sampled_from((engine["block_size"] + 1, engine["max_model_len"] // 2, 10**9)))
     longest_answer = draw(st.sampled_from((3, 12, 40)))
     least_pause = 1 if ending else 0
@@ -244,7 +244,7 @@ def request_lists(
 
 @st.composite
 def shared_prefixes(draw: st.DrawFn, num_blocks: int) -> list[int]:
-    """Draw a path down a tree of prompt beginnings; a hash names all that leads to it."""
+    """Draw a path in a tree of prompt prefixes; a hash identifies the whole path to it."""
     depth = draw(st.integers(0, num_blocks))
     path, node = [], 0
     for _ in range(min(depth, 6)):

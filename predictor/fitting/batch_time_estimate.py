@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import nnls
 
 from predictor.fitting.measurement_batches import Batch, BatchLimits
 
@@ -21,6 +20,8 @@ class Rough:
     def learn(self, steps: np.ndarray) -> None:
         """Fit the law to steps (`layout.STEP`)."""
         if len(steps) >= FEWEST_STEPS:
+            from scipy.optimize import nnls  # takes a while to import
+
             context = steps["decode_context"] + steps["prefill_qkv"] / np.maximum(1, steps["num_tokens"])
             matrix = np.column_stack((np.ones(len(steps)), steps["num_tokens"], context))
             self._law, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 
 from predictor.fitting.regression import rounded
 from predictor.step_time import StepTime
@@ -78,6 +77,8 @@ def calibrate(
             weight * float(np.mean(np.abs(np.log(np.maximum(replayed[name], 1e-9) / truth[name]))))
             for name, weight in WEIGHTS.items()
         ) + float(np.sum(np.maximum(0.0, -factors)))
+
+    from scipy.optimize import minimize  # takes a while to import
 
     found = minimize(
         distance,

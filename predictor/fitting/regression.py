@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
 
 from predictor.compiled import kernel
 from predictor.profile import HeldOutError
@@ -116,6 +115,8 @@ def fit(steps: Steps, shape: StepShape, *, scale: Array | None = None) -> StepTi
 
     Errors are relative to `scale`, the steps' own seconds unless their seconds are but a part of a whole.
     """
+    from sklearn.linear_model import LinearRegression  # takes a second to import
+
     scale = steps.seconds if scale is None else scale
     parts = _columns(steps, shape)
     matrix = np.column_stack([values for _, _, values in parts]) / scale[:, None]

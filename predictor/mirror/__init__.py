@@ -1,1 +1,1 @@
-"""An engine model kept true from outside: edited by what a proxy and the engine's metrics show."""
+"""The mirror: an engine model that follows an engine from outside, by its requests and its metrics."""

@@ -1,72 +1,73 @@
-"""What an engine's steps took, beside what was foretold of them: for as long as it went from one to the next."""
+"""The real and the predicted duration of an engine's steps, summed up while one step follows another."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-MOST_PLANNED = 4096
-MOST_TIMES = 6.0  # as long as was to be expected a step may count: more is a hiccup, and no pace
+MAX_PLANNED = 4096
+MAX_SLOWDOWN = 6.0  # times its predicted duration that a step may count: more is a hiccup, and no pace
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTally:
-    """Sums over the steps that have ended since they were last taken; foretold seconds are the profile's own.
+    """Sums over the steps that ended since `take`; predicted seconds are the profile's, without correction.
 
-    What ended last is in no sum yet: the next thing that is seen may show that it was not as it was foretold.
+    The steps that ended last are not in the sums yet: the next event may show that their prediction was wrong.
     """
 
-    pace: float = 1.0  # so many times the foretold seconds are to be expected
+    pace: float = 1.0  # the current correction of the predicted seconds
     real_s: float = 0.0
-    foretold_s: float = 0.0
+    predicted_s: float = 0.0
     num_steps: int = 0
-    _last: tuple[float, float, int] = (0.0, 0.0, 0)
-    began_s: float | None = None  # when the first of those began that have not ended, as far as is known
-    planned: list[float] = field(default_factory=list)  # their foretold seconds
+    started_s: float | None = None  # when the first of the planned steps started, if known
+    planned: list[float] = field(default_factory=list)  # predicted seconds of the steps that have not ended
+    _last: tuple[float, float, int] = (0.0, 0.0, 0)  # real and predicted seconds, number of steps
 
-    def plan(self, start_s: float, foretold_s: float) -> None:
-        """Note a step that begins then."""
-        if self.began_s is None or len(self.planned) >= MOST_PLANNED:
-            self.began_s = start_s
+    def plan(self, start_s: float, predicted_s: float) -> None:
+        """Add a step that starts at `start_s`."""
+        if self.started_s is None or len(self.planned) >= MAX_PLANNED:
+            self.started_s = start_s
             self.planned.clear()
-        self.planned.append(foretold_s)
+        self.planned.append(predicted_s)
 
     def close(self, end_s: float, num_under_way: int) -> None:
-        """Note that all have ended by then but for so many."""
+        """Let all planned steps but the last `num_under_way` have ended at `end_s`."""
         num_ended = len(self.planned) - num_under_way
-        if num_ended <= 0 or self.began_s is None:
+        if num_ended <= 0 or self.started_s is None:
             return
-        real_s, foretold_s, num_steps = self._last
+        real_s, predicted_s, num_steps = self._last
         self.real_s += real_s
-        self.foretold_s += foretold_s
+        self.predicted_s += predicted_s
         self.num_steps += num_steps
-        foretold_s = math.fsum(self.planned[:num_ended])
-        real_s = min(max(0.0, end_s - self.began_s), MOST_TIMES * self.pace * foretold_s)
-        self._last = (real_s, foretold_s, num_ended)
-        self.began_s = end_s
+        predicted_s = math.fsum(self.planned[:num_ended])
+        real_s = min(max(0.0, end_s - self.started_s), MAX_SLOWDOWN * self.pace * predicted_s)
+        self._last = (real_s, predicted_s, num_ended)
+        self.started_s = end_s
         del self.planned[:num_ended]
 
     def cut(self, end_s: float, num_under_way: int) -> None:
-        """Note that so many will not be: others begin instead, or none."""
+        """Close, and remove the steps under way; the engine makes others instead, or none."""
         self.close(end_s, num_under_way)
-        self.began_s = None
+        self.started_s = None
         self.planned.clear()
 
-    def amend(self, more_s: float) -> None:
-        """Have so much more been foretold of what ended last."""
-        real_s, foretold_s, num_steps = self._last
+    def extend_last(self, predicted_s: float) -> None:
+        """Add predicted seconds to the steps that ended last."""
+        last_s, last_predicted_s, num_steps = self._last
         if num_steps:
-            self._last = (real_s, foretold_s + more_s, num_steps)
+            self._last = (last_s, last_predicted_s + predicted_s, num_steps)
 
-    def lose(self) -> None:
-        """Forget what ended last, and all since."""
+    def discard_last(self) -> None:
+        """Remove the steps that ended last, and all planned ones."""
         self._last = (0.0, 0.0, 0)
-        self.began_s = None
+        self.started_s = None
         self.planned.clear()
 
-    def taken(self) -> tuple[float, int] | None:
-        """Give how many times the foretold seconds the real ones were, and of how many steps; begin new sums."""
-        sample = (self.real_s / self.foretold_s, self.num_steps) if self.real_s > 0 and self.foretold_s > 0 else None
-        self.real_s = self.foretold_s = 0.0
+    def take(self) -> tuple[float, int] | None:
+        """Return the ratio of real to predicted seconds and the number of steps, and reset the sums."""
+        has_both = self.real_s > 0 and self.predicted_s > 0
+        sample = (self.real_s / self.predicted_s, self.num_steps) if has_both else None
+        self.real_s = self.predicted_s = 0.0
         self.num_steps = 0
         return sample

@@ -1,4 +1,4 @@
-"""An engine model kept in step with an engine that shows nothing but its clients' tokens and a few totals."""
+"""An engine model that follows an engine by the tokens that its clients receive, and by a few totals."""
 
 from __future__ import annotations
 
@@ -6,444 +6,350 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from predictor.config import EngineConfig
 from predictor.correction import Correction
-from predictor.engine import Engine
-from predictor.mirror.engine_edits import demoted, promoted, recounted, rewound
+from predictor.editable_engine import EditableEngine, PlannedStep
 from predictor.mirror.step_tally import StepTally
 from predictor.request import Request
-from predictor.state import FINISHED, NOBODY, RUNNING
 from predictor.step_time import StepTime
 
-MOST_AT_ONCE = 64  # steps that one sign may bring to their end
-TOO_SOON = 0.3  # of a step's foretold time: none ends earlier, so what shows then belongs to the step before
-LEARN_STEPS, LEARN_S = 8, 0.25  # the span over which real time is compared with the foretold
-MOST_UNTOLD = 1024  # steps that are learnt from only when it is told how many tokens they had
-LAGGING = 8  # events of a stream; behind the others at all of them, it has had several tokens in one
-AHEAD = 2  # tokens that the model may be ahead of what was seen; clients see them a moment late
+MAX_STEPS_PER_EVENT = 64  # that one event may end
+MIN_STEP_SHARE = 0.3  # of a step's predicted duration: none ends earlier, so an earlier token is of the step before
+LEARN_STEPS, LEARN_S = 8, 0.25  # the span over which real and predicted durations are compared
+MAX_UNCOUNTED_STEPS = 1024  # to learn from without the engine's token counter, where it has one
+LAG_EVENTS = 8  # events of a stream; it had several tokens in one if it is behind the model at all of them
+TOKENS_AHEAD = 2  # that the model may be ahead of the client, which receives tokens a moment later
 
 
 @dataclass(slots=True, kw_only=True)
-class Tracked:
-    """What is known of one request: whether its tokens are seen one by one, how many were, and when last.
+class TrackedRequest:
+    """How far the client of a request has followed its answer.
 
-    Engines put several tokens into one event when they are busy, so that `num_hidden` more have come than were seen.
+    Busy engines put several tokens into one event, so that `num_uncounted` more tokens than `num_received` came.
     """
 
-    slot: int
     streamed: bool
-    num_seen: int = 0
-    num_hidden: int = 0
-    heard_s: float
+    num_received: int = 0
+    num_uncounted: int = 0
+    last_event_s: float
     lags: list[int] = field(default_factory=list)  # tokens that it was behind the model, at its last events
 
-    def noted(self, lag: int) -> None:
-        """Note how far it is behind; where that lasts, the tokens have come unseen."""
-        self.lags.append(max(0, lag))
-        if len(self.lags) == LAGGING:
-            self.num_hidden += min(self.lags)
+    def add_lag(self, num_tokens: int) -> None:
+        """Record by how many tokens it is behind the model; a lag at all its last events is uncounted tokens."""
+        self.lags.append(max(0, num_tokens))
+        if len(self.lags) == LAG_EVENTS:
+            self.num_uncounted += min(self.lags)
             self.lags.clear()
 
 
 class Tracker:
-    """Runs the engine model on, and puts it right by what is seen; times are the engine's, and given.
+    """Advances the engine model and corrects it by what is observed; times are on the engine's clock.
 
-    A step that will bring tokens that somebody watches ends when these come, and not before; any other ends when the
-    model says. So the model's clock is the engine's own as long as anything is streamed.
+    A step that produces tokens of a streamed request ends when the client receives them, and not before; any other
+    step ends when the model predicts. So the model keeps the engine's own time while anything is streamed.
     """
 
     def __init__(self, config: EngineConfig, step_time: StepTime, now_s: float) -> None:
-        """Start with an idle engine; what its blocks hold is not known."""
-        self.engine = Engine(config, step_time, track_blocks=False)
+        """Start with an idle engine."""
+        self.engine = EditableEngine(config, step_time, now_s)
         self.correction = Correction()
-        self.requests: dict[str, Tracked] = {}
-        self.elsewhere = 0  # blocks that are held by nobody known, or, below 0, shared
+        self.requests: dict[str, TrackedRequest] = {}
+        self.num_held_elsewhere = 0  # blocks of unknown holders; negative where requests share blocks
         self.last_step_s = 0.0
-        self._num_shifted = 0  # tokens that the model was told of
-        self._num_gone = 0  # tokens of requests that have ended
-        self._gone: list[str] = []  # ended, and still in a step under way
-        self._watched = np.zeros(len(self.engine.state.requests), np.bool_)  # by slot
         self.tally = StepTally()
-        self.is_told = False  # how many tokens the engine produces, so that it is learnt then how long they took
-        self.engine.state.engine[0].now_s = now_s
+        self.has_token_counter = False  # the engine counts its tokens, and the pace is learnt by that count
+        self._num_corrected = 0  # tokens that corrections gave to the model
+        self._num_ended = 0  # tokens of requests that ended
+        self._leaving: list[str] = []  # requests that ended and are still in a step under way
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether a request is there."""
+        """Return whether a request is tracked."""
         return name in self.requests
 
-    # What is seen.
+    # What is observed.
 
     def add(self, request: Request, *, streamed: bool) -> None:
-        """Let a request arrive; ValueError where the engine could never serve it."""
-        self.run_to(request.arrival_s)
-        slot = self.engine.add(request)
-        if slot >= len(self._watched):
-            self._watched = np.concatenate(
-                (self._watched, np.zeros(len(self.engine.state.requests) - len(self._watched), np.bool_))
-            )
-        self._watched[slot] = streamed
-        self.requests[request.request_id] = Tracked(slot=slot, streamed=streamed, heard_s=request.arrival_s)
-        self.run_to(request.arrival_s)
+        """Add a request that arrives; ValueError where the engine could never serve it."""
+        self.advance(request.arrival_s)
+        name = request.request_id
+        self.engine.add(request)
+        self.engine.mark_visible(name, visible=streamed)
+        self.requests[name] = TrackedRequest(streamed=streamed, last_event_s=request.arrival_s)
+        self.advance(request.arrival_s)
 
-    def produced(self, name: str, count: int, now_s: float, *, ended: bool = False, exact: bool = True) -> None:
-        """Note that the client has got so many tokens by now, and whether they are all.
+    def receive(self, name: str, count: int, now_s: float, *, ended: bool = False, exact: bool = True) -> None:
+        """Take the number of tokens that the client has now, and whether the answer has ended.
 
         A count that is not `exact` may be too low, as several tokens may come at once.
         """
-        tracked = self.requests[name]
-        self.run_to(now_s)
-        row = self.engine.state.requests[tracked.slot]
-        if count > tracked.num_seen:
-            tracked.num_seen, tracked.heard_s = count, now_s
+        engine, tracked = self.engine, self.requests[name]
+        self.advance(now_s)
+        if count > tracked.num_received:
+            tracked.num_received, tracked.last_event_s = count, now_s
         if not exact:
-            count = max(count, min(count + tracked.num_hidden, int(row.max_tokens)))
-        if ended and row.status != FINISHED and count > row.output_tokens:
-            row.final_tokens = count  # so that its seat is free for the next step
+            count = max(count, min(count + tracked.num_uncounted, engine.max_tokens(name)))
+        if ended and not engine.is_finished(name) and count > engine.output_tokens(name):
+            engine.end_answer_at(name, count)  # so that the next step can use its seat
         if ended and not tracked.streamed:
-            self._learn_from_length(tracked, count, now_s)
-        if count > row.output_tokens:
-            self._end_steps_until(tracked, count, now_s)
-        elif count < row.output_tokens - (AHEAD - 1) and (exact or count == 1) and not ended:
-            self._set_back(tracked, count)
+            self._learn_from_length(name, count, now_s)
+        if count > engine.output_tokens(name):
+            self._end_steps_until(name, count, now_s)
+        elif count < engine.output_tokens(name) - (TOKENS_AHEAD - 1) and (exact or count == 1) and not ended:
+            self._set_back(name, count)
         if ended:
-            ahead = max(0, int(row.output_tokens) - count) if exact else 0
-            self.drop(name, now_s, finished=True)
-            self._num_gone -= ahead
+            ahead = max(0, engine.output_tokens(name) - count) if exact else 0
+            self.remove(name, now_s, finished=True)
+            self._num_ended -= ahead
         elif not exact:
-            tracked.noted(int(row.output_tokens) - count)
+            tracked.add_lag(engine.output_tokens(name) - count)
 
-    def counted(self, name: str, prompt_tokens: int) -> None:
-        """Correct the length of a prompt."""
-        row = self.engine.state.requests[self.requests[name].slot]
-        if row.prompt_tokens == prompt_tokens or row.status == FINISHED or row.output_tokens > 0:
-            return
-        room = self.engine.config.max_model_len - prompt_tokens
-        if room < 1 or -(-prompt_tokens // self.engine.config.block_size) > self.engine.num_blocks:
-            return  # the engine is about to refuse it
-        self._rewind()
-        row.prompt_tokens = prompt_tokens
-        row.computed_tokens = min(row.computed_tokens, prompt_tokens - 1)
-        row.num_blocks = -(-row.computed_tokens // self.engine.config.block_size)
-        row.max_tokens = min(row.max_tokens, room)
-        row.final_tokens = min(row.final_tokens, row.max_tokens)
-        if row.status == RUNNING:
-            row.prefill_tokens = prompt_tokens
-        self._replan()
+    def correct_prompt(self, name: str, prompt_tokens: int) -> None:
+        """Correct the length of a prompt; one that the engine is about to refuse stays as it is."""
+        if self.engine.can_correct_prompt(name, prompt_tokens):
+            self._rewind()
+            self.engine.correct_prompt(name, prompt_tokens)
+            self._replan()
 
-    def drop(self, name: str, now_s: float, *, finished: bool = False) -> None:
-        """Take a request out: it has `finished`, so that no further step has it, or its client gave up on it."""
-        tracked = self.requests.pop(name)
-        self.run_to(now_s)
-        row = self.engine.state.requests[tracked.slot]
-        if row.status != FINISHED:
-            again = finished and row.in_flight_tokens > 0 and self.engine.config.pipeline_depth == 1
-            if again:
+    def remove(self, name: str, now_s: float, *, finished: bool = False) -> None:
+        """Remove a request that was aborted, or that `finished`, so that no further step has it."""
+        engine = self.engine
+        del self.requests[name]
+        self.advance(now_s)
+        if not engine.is_finished(name):
+            replan = finished and engine.is_scheduled(name) and engine.config.pipeline_depth == 1
+            if replan:
                 self._rewind()
-            self.engine.abort(name)
+            engine.abort(name)
             self._recount()
-            if again:
+            if replan:
                 self._replan()
-        self._watched[tracked.slot] = False
-        self._num_gone += int(row.output_tokens)
-        self._gone.append(name)
-        self._let_go()
-        self.run_to(now_s)
+        engine.mark_visible(name, visible=False)
+        self._num_ended += engine.output_tokens(name)
+        self._leaving.append(name)
+        self._free_slots()
+        self.advance(now_s)
 
     # Running on.
 
-    def run_to(self, now_s: float) -> None:
-        """Let everything happen that happens by then, but for what is to be seen first."""
-        head = self.engine.state.engine[0]
+    def advance(self, now_s: float) -> None:
+        """Advance to `now_s`, or to the end of a step whose tokens a client has not received yet."""
+        engine = self.engine
         while True:
             until_s = now_s
-            if self.is_watched():
-                until_s = min(now_s, math.nextafter(float(self._oldest().end_s), -math.inf))
-            if not self._plan(until_s):
+            if engine.oldest_step_is_visible():
+                until_s = min(now_s, math.nextafter(engine.oldest_step().end_s, -math.inf))
+            if self._plan(until_s) is None:
                 break
-        if head.num_in_flight == 0:
-            self.tally.cut(float(head.now_s), 0)
-            head.now_s = max(head.now_s, now_s)
-        self._let_go()
+        if engine.num_steps_under_way == 0:
+            self.tally.cut(engine.now_s, 0)
+            engine.skip_idle_time(now_s)
+        self._free_slots()
 
-    def late_s(self, now_s: float) -> float:
-        """By how much the step under way has outlasted its forecast."""
-        return max(0.0, now_s - float(self._oldest().end_s)) if self.engine.state.engine[0].num_in_flight else 0.0
+    def awaits_tokens(self) -> bool:
+        """Return whether the step under way ends when a client receives its tokens."""
+        return self.engine.oldest_step_is_visible()
 
-    # Putting right.
+    def overdue_s(self, now_s: float) -> float:
+        """Return by how much the step under way exceeds its predicted end."""
+        return max(0.0, now_s - self.engine.oldest_step().end_s) if self.engine.num_steps_under_way else 0.0
 
-    def learn(self, ratio: float, num_steps: int) -> None:
-        """Take in that so many steps took so many times what the profile alone foretells."""
+    def num_tokens(self) -> int:
+        """Return how many tokens the model has produced."""
+        return self._num_ended + sum(self.engine.output_tokens(name) for name in self.requests)
+
+    def num_tokens_of_steps(self) -> int:
+        """Return how many of the tokens the model's steps produced, rather than corrections."""
+        return self.num_tokens() - self._num_corrected
+
+    def closed_tally(self) -> StepTally:
+        """Return the tally of all steps that have ended by now."""
+        if self.engine.num_steps_under_way:
+            self.tally.close(self.engine.oldest_step().start_s, self.engine.num_steps_under_way)
+        return self.tally
+
+    # Corrections.
+
+    def learn_pace(self, ratio: float, num_steps: int) -> None:
+        """Take the ratio of real to predicted duration of some steps; predicted by the profile alone."""
         for _ in range(min(num_steps, self.correction.rule.window)):
             self.correction = self.correction.observe(predicted_s=1.0, real_s=ratio)
         self._set_pace()
 
-    def forget_pace(self) -> None:
-        """Trust the profile again: an engine that was slow, and got nothing to do since, may be well."""
+    def reset_pace(self) -> None:
+        """Return to the profile's pace: an idle engine that was slow could not show that it has recovered."""
         if self.correction.ratios:
             self.correction = Correction()
             self._set_pace()
+
+    def make_missed_steps(self, num_steps: int, now_s: float) -> None:
+        """End steps whose tokens no client has received."""
+        before = {name: self.engine.output_tokens(name) for name, one in self.requests.items() if one.num_received}
+        for _ in range(min(num_steps, MAX_STEPS_PER_EVENT)):
+            self._end_step(now_s)
+        for name, count in before.items():
+            self.requests[name].num_uncounted += self.engine.output_tokens(name) - count
+
+    def take_back_steps(self, num_steps: int) -> None:
+        """Take back the tokens of the last steps, except those that a client has received."""
+        self._rewind()
+        for name in self.engine.running():
+            tracked, count = self.requests.get(name), self.engine.output_tokens(name)
+            num_received = tracked.num_received if tracked is not None else 0
+            if count > max(1, num_received):
+                back = min(num_steps, count - max(1, num_received))
+                self._promote(name, count - back)
+                if tracked is not None and num_received:
+                    tracked.num_uncounted = max(0, tracked.num_uncounted - back)
+        self._replan()
+
+    def set_used_blocks(self, num_used: int) -> None:
+        """Take the number of blocks in use; those that no known request holds are held elsewhere."""
+        difference = num_used - self.engine.recount_blocks(0)
+        # each request may have taken a block since, or returned some
+        slack = 2 + self.engine.num_running
+        self.num_held_elsewhere = difference if abs(difference) > slack else 0
+        self._recount()
+
+    def set_running(self, name: str, num_tokens: int) -> None:
+        """Let a request run with `num_tokens` produced, whatever its state in the model."""
+        self._rewind()
+        engine = self.engine
+        if not engine.is_running(name) and engine.num_running >= engine.config.max_num_seqs:
+            engine.demote_to_waiting(engine.running()[-1])
+        self._promote(name, num_tokens)
+        self._replan()
+
+    def set_waiting(self, names: Sequence[str]) -> None:
+        """Let requests wait that run in the model, without their tokens."""
+        if not names:
+            return
+        self._rewind()
+        for name in names:
+            self.engine.demote_to_waiting(name)
+            self._num_corrected -= self.engine.discard_output(name)
+        self._replan()
+
+    def silent_since_first_token(self, now_s: float, patience_s: float) -> list[str]:
+        """Return the streamed requests that have run for `patience_s` in the model without an event for the client."""
+        engine = self.engine
+        return [
+            name
+            for name, one in self.requests.items()
+            if one.streamed and not one.num_received
+            and engine.is_running(name) and engine.output_tokens(name) > TOKENS_AHEAD
+            and now_s - engine.first_token_s(name) > patience_s
+        ]  # fmt: skip
+
+    def _end_steps_until(self, name: str, count: int, now_s: float) -> None:
+        """End the steps that have produced `count` tokens of a request."""
+        engine, tally = self.engine, self.tally
+        is_first = engine.output_tokens(name) == 0
+        spare = 1  # a step in which the model does not have it
+        for _ in range(MAX_STEPS_PER_EVENT):
+            if engine.output_tokens(name) >= count or self._is_too_soon(now_s):
+                break
+            if not engine.will_produce_token(name):
+                if not spare:
+                    break
+                spare -= 1
+            self._end_step(now_s)
+        if engine.output_tokens(name) < count:
+            planned_s = max(tally.planned, default=0.0)
+            if not self.has_token_counter:
+                tally.discard_last()  # another step may have passed unseen
+            self.set_running(name, count)
+            if is_first and tally.planned:  # its prompt was in the step that ended, and not in this one
+                tally.extend_last(max(0.0, planned_s - max(tally.planned)))
+
+    def _learn_from_length(self, name: str, count: int, now_s: float) -> None:
+        """Correct all answers that are not streamed by the real length of one that has ended."""
+        engine, tally = self.engine, self.tally
+        behind = count - engine.output_tokens(name)
+        is_unknown = not engine.is_running(name) or engine.output_tokens(name) == 0
+        if is_unknown or (0 <= behind <= 1) or not tally.planned:
+            return
+        if tally.started_s is not None and not self.has_token_counter:
+            predicted_s = math.fsum(tally.planned) + behind * tally.planned[-1]
+            if predicted_s > 0 and now_s - tally.started_s > LEARN_S:
+                self.learn_pace((now_s - tally.started_s) / predicted_s, 1)
+            tally.discard_last()
+        self._rewind()
+        for other in engine.running():
+            tokens = engine.output_tokens(other)
+            if not engine.is_visible(other) and tokens > 0:
+                self._promote(other, max(1, min(tokens + behind, engine.predicted_tokens(other) - 1)))
+        self._replan()
+
+    def _set_back(self, name: str, count: int) -> None:
+        """Take back tokens that the model produced too early."""
+        if self.engine.is_running(name):
+            self._rewind()
+            self._promote(name, count)
+            self._replan()
+
+    def _promote(self, name: str, num_tokens: int) -> None:
+        self._num_corrected += num_tokens - self.engine.output_tokens(name)
+        self.engine.promote_to_running(name, num_tokens)
+
+    # Steps.
+
+    def _end_step(self, now_s: float) -> None:
+        """End the oldest step under way now, and plan the next."""
+        if self.engine.num_steps_under_way:
+            self._learn_from_end(now_s)
+            self.last_step_s = max(0.0, now_s - self.engine.oldest_step().start_s)
+            self.engine.end_oldest_step(now_s)
+        self._plan(now_s)
+
+    def _plan(self, until_s: float) -> PlannedStep | None:
+        """Advance to `until_s`, or until one more step is planned; return that step, if any."""
+        step = self.engine.plan_step(until_s)
+        if step is not None:
+            self.tally.plan(step.start_s, step.profile_s)
+        return step
+
+    def _rewind(self) -> None:
+        self.tally.cut(self.engine.now_s, self.engine.num_steps_under_way)
+        self.engine.rewind_steps()
+
+    def _replan(self) -> None:
+        """Plan the step under way again, after a correction."""
+        self._recount()
+        self._plan(self.engine.now_s)
+
+    def _recount(self) -> None:
+        self.engine.recount_blocks(self.num_held_elsewhere)
+
+    def _learn_from_end(self, now_s: float) -> None:
+        """Compare the real and the predicted duration of the steps up to the oldest one under way."""
+        tally = self.tally
+        tally.close(now_s, self.engine.num_steps_under_way - 1)
+        if self.has_token_counter:
+            is_enough = tally.num_steps >= MAX_UNCOUNTED_STEPS
+        else:
+            is_enough = tally.num_steps >= LEARN_STEPS or tally.real_s >= LEARN_S
+        if is_enough and (sample := tally.take()) is not None:
+            self.learn_pace(*sample)
 
     def _set_pace(self) -> None:
         self.tally.pace = self.correction.factor
         self.engine.set_pace(self.correction.factor)
 
-    def closed_tally(self) -> StepTally:
-        """Give what the steps took that have ended by now."""
-        head = self.engine.state.engine[0]
-        if head.num_in_flight:
-            self.tally.close(float(self._oldest().start_s), int(head.num_in_flight))
-        return self.tally
-
-    def tokens_a_step(self) -> int:
-        """How many tokens the step under way will bring."""
-        state = self.engine.state
-        if not state.engine[0].num_in_flight:
-            return 0
-        index = int(state.engine[0].oldest)
-        entries = state.batch.view(np.ndarray)[index, : int(state.steps[index].num_scheduled)]
-        return int(np.count_nonzero(entries["sampled"]))
-
-    def pass_unseen(self, num_steps: int, now_s: float) -> None:
-        """Bring so many steps to their end that nobody has seen."""
-        rows = self.engine.state.requests
-        shown = [one for one in self.requests.values() if one.num_seen]
-        before = [int(rows[one.slot].output_tokens) for one in shown]
-        for _ in range(min(num_steps, MOST_AT_ONCE)):
-            self._end_step(now_s)
-        for one, count in zip(shown, before, strict=True):
-            one.num_hidden += int(rows[one.slot].output_tokens) - count
-
-    def take_back(self, num_steps: int) -> None:
-        """Take back what so many steps have brought, but for what was seen."""
-        self._rewind()
-        rows, head = self.engine.state.requests, self.engine.state.engine[0]
-        shown = {one.slot: one for one in self.requests.values() if one.num_seen}
-        for slot in self.engine.state.running[: head.num_running].tolist():
-            row, one = rows[slot], shown.get(slot)
-            least = max(1, one.num_seen if one is not None else 1)
-            if row.output_tokens > least:
-                back = min(num_steps, int(row.output_tokens) - least)
-                self._promote(slot, int(row.output_tokens) - back)
-                if one is not None:
-                    one.num_hidden = max(0, one.num_hidden - back)
-        self._replan()
-
-    def hold_elsewhere(self, num_used: int) -> None:
-        """Hear how many blocks are held in all; what nobody known holds is held elsewhere."""
-        held = recounted(self.engine, 0)
-        difference = num_used - held
-        # each request may have taken a block since, or given some back
-        slack = 2 + int(self.engine.state.engine[0].num_running)
-        self.elsewhere = difference if abs(difference) > slack else 0
-        self._recount()
-
-    def enter(self, name: str, num_seen: int) -> None:
-        """Have a request run, with so many tokens produced, whatever the model thought of it."""
-        tracked = self.requests[name]
-        self._rewind()
-        self._enter(tracked, num_seen)
-        self._replan()
-
-    def send_back(self, names: Sequence[str]) -> None:
-        """Have requests wait that were thought to run."""
-        if not names:
-            return
-        self._rewind()
-        for name in names:
-            demoted(self.engine, self.requests[name].slot)
-            self._num_shifted -= int(self.engine.state.requests[self.requests[name].slot].output_tokens)
-            self.engine.state.requests[self.requests[name].slot].output_tokens = 0
-        self._replan()
-
-    def unconfirmed(self, now_s: float, patience_s: float) -> list[str]:
-        """Requests whose tokens should have been seen a while ago, and have never been."""
-        rows = self.engine.state.requests
-        return [
-            name
-            for name, one in self.requests.items()
-            if one.streamed and not one.num_seen
-            and rows[one.slot].status == RUNNING and rows[one.slot].output_tokens > AHEAD
-            and now_s - rows[one.slot].first_token_s > patience_s
-        ]  # fmt: skip
-
-    def _end_steps_until(self, tracked: Tracked, count: int, now_s: float) -> None:
-        """Bring the steps to their end that have brought these tokens."""
-        row = self.engine.state.requests[tracked.slot]
-        is_first = row.output_tokens == 0
-        spare = 1  # a step in which it was not thought to be
-        for _ in range(MOST_AT_ONCE):
-            if row.output_tokens >= count or self._is_too_soon(now_s):
-                break
-            if not self._would_sample(tracked.slot):
-                if not spare:
-                    break
-                spare -= 1
-            self._end_step(now_s)
-        if row.output_tokens < count:
-            planned_s = max(self.tally.planned, default=0.0)
-            if not self.is_told:
-                self.tally.lose()  # another step may have passed unseen
-            self.enter(next(name for name, one in self.requests.items() if one is tracked), count)
-            if is_first and self.tally.planned:  # its prompt was in the step that has ended, and not in this one
-                self.tally.amend(max(0.0, planned_s - max(self.tally.planned)))
-
-    def _enter(self, tracked: Tracked, num_seen: int) -> None:
-        engine, row = self.engine, self.engine.state.requests[tracked.slot]
-        if row.status != RUNNING and engine.state.engine[0].num_running >= engine.config.max_num_seqs:
-            demoted(engine, int(engine.state.running[engine.state.engine[0].num_running - 1]))
-        self._promote(tracked.slot, num_seen)
-
-    def _learn_from_length(self, tracked: Tracked, count: int, now_s: float) -> None:
-        """Of an answer that was not seen growing, its end shows how far behind or ahead the model was with all such."""
-        state = self.engine.state
-        row = state.requests[tracked.slot]
-        behind = count - int(row.output_tokens)
-        planned, began_s = self.tally.planned, self.tally.began_s
-        if row.status != RUNNING or row.output_tokens == 0 or (0 <= behind <= 1) or not planned:
-            return
-        if began_s is not None and not self.is_told:
-            foretold_s = math.fsum(planned) + behind * planned[-1]
-            if foretold_s > 0 and now_s - began_s > LEARN_S:
-                self.learn((now_s - began_s) / foretold_s, 1)
-            self.tally.lose()
-        self._rewind()
-        for slot in state.running[: state.engine[0].num_running].tolist():
-            one = state.requests[slot]
-            if not self._watched[slot] and one.output_tokens > 0:
-                self._promote(slot, max(1, min(int(one.output_tokens) + behind, int(one.final_tokens) - 1)))
-        self._replan()
-
-    def _promote(self, slot: int, num_produced: int) -> None:
-        self._num_shifted += num_produced - int(self.engine.state.requests[slot].output_tokens)
-        promoted(self.engine, slot, num_produced)
-
-    def num_produced(self) -> int:
-        """How many tokens there have been, as far as is known."""
-        rows = self.engine.state.requests
-        return self._num_gone + sum(int(rows[one.slot].output_tokens) for one in self.requests.values())
-
-    def num_stepped(self) -> int:
-        """How many of them the model has produced by itself, and not been told of."""
-        return self.num_produced() - self._num_shifted
-
-    def _set_back(self, tracked: Tracked, count: int) -> None:
-        """Take back tokens that the model gave too early."""
-        row = self.engine.state.requests[tracked.slot]
-        if row.status != RUNNING:
-            return
-        self._rewind()
-        self._promote(tracked.slot, count)
-        self._replan()
-
-    def _end_step(self, now_s: float) -> None:
-        """Let the oldest step under way end now, and the next be planned."""
-        head, steps = self.engine.state.engine[0], self.engine.state.steps
-        if not head.num_in_flight:
-            self._plan(now_s)
-            return
-        self._learn_from_end(now_s)
-        oldest = self._oldest()
-        self.last_step_s = max(0.0, now_s - float(oldest.start_s))
-        oldest.end_s = now_s
-        if head.num_in_flight > 1:
-            younger = steps[(head.oldest + 1) % 2]
-            younger.end_s = now_s + max(0.0, float(younger.end_s - younger.start_s))
-            younger.start_s = now_s
-        self._plan(now_s)
-
-    def _plan(self, until_s: float) -> bool:
-        """Let happen what happens by then, one more step's planning at most; tell whether one was planned."""
-        head = self.engine.state.engine[0]
-        before = int(head.num_steps)
-        head.steady = 0  # repeated steps cannot be ended one by one
-        self.engine.drive(self.engine.state, until_s, before + 1, NOBODY)
-        # who shared blocks gives back more than it held
-        head.num_free_blocks = min(int(head.num_free_blocks), self.engine.num_blocks)
-        if int(head.num_steps) == before:
+    def _is_too_soon(self, now_s: float) -> bool:
+        """Return whether the oldest step under way cannot have ended yet."""
+        if not self.engine.num_steps_under_way:
             return False
-        step = self.engine.state.steps[(head.oldest + head.num_in_flight - 1) % 2]
-        self.tally.plan(float(step.start_s), float(step.end_s - step.start_s) / float(head.pace))
-        return True
+        step = self.engine.oldest_step()
+        return now_s - step.start_s < MIN_STEP_SHARE * (step.end_s - step.start_s)
 
-    def _replan(self) -> None:
-        """Plan what was under way anew, after changes."""
-        self._recount()
-        head = self.engine.state.engine[0]
-        self._plan(float(head.now_s))
-
-    def _learn_from_end(self, now_s: float) -> None:
-        """Compare what the steps up to the oldest under way took with what was foretold."""
-        tally = self.tally
-        tally.close(now_s, int(self.engine.state.engine[0].num_in_flight) - 1)
-        if self.is_told:
-            is_enough = tally.num_steps >= MOST_UNTOLD
-        else:
-            is_enough = tally.num_steps >= LEARN_STEPS or tally.real_s >= LEARN_S
-        if is_enough and (sample := tally.taken()) is not None:
-            self.learn(*sample)
-
-    def _rewind(self) -> None:
-        """Take back the steps under way."""
-        head = self.engine.state.engine[0]
-        self.tally.cut(float(head.now_s), int(head.num_in_flight))
-        rewound(self.engine)
-
-    def _recount(self) -> None:
-        recounted(self.engine, self.elsewhere)
-
-    def _let_go(self) -> None:
-        """Give back the slots of requests that have ended, once no step has them any more."""
-        if not self._gone:
+    def _free_slots(self) -> None:
+        """Free the slots of requests that have ended, once no step under way has them."""
+        if not self._leaving:
             return
-        rows, kept = self.engine.state.requests, []
-        for name in self._gone:
-            if rows[self.engine.slots[name]].in_flight_tokens > 0:
+        kept = []
+        for name in self._leaving:
+            if self.engine.is_scheduled(name):
                 kept.append(name)
             else:
                 self.engine.unplace(name)
-        self._gone = kept
-
-    def _oldest(self) -> np.record:
-        state = self.engine.state
-        step: np.record = state.steps[state.engine[0].oldest]
-        return step
-
-    def is_watched(self) -> bool:
-        """Tell whether the oldest step will bring tokens that will be seen: streamed ones, or an answer's last."""
-        state = self.engine.state
-        if not state.engine[0].num_in_flight:
-            return False
-        index = int(state.engine[0].oldest)
-        entries = state.batch.view(np.ndarray)[index, : int(state.steps[index].num_scheduled)]
-        slots = entries["slot"]
-        rows = state.requests.view(np.ndarray)[slots]
-        is_seen = self._watched[slots] | (rows["output_tokens"] + 1 >= rows["final_tokens"])
-        return bool((is_seen & (entries["sampled"] != 0) & (rows["status"] != FINISHED)).any())
-
-    def _would_sample(self, slot: int) -> bool:
-        """Tell whether a step under way will bring a token of this request."""
-        state = self.engine.state
-        head, batch = state.engine[0], state.batch.view(np.ndarray)
-        for ahead in range(int(head.num_in_flight)):
-            index = (int(head.oldest) + ahead) % 2
-            entries = batch[index, : int(state.steps[index].num_scheduled)]
-            if ((entries["slot"] == slot) & (entries["sampled"] != 0)).any():
-                return True
-        return False
-
-    def _is_too_soon(self, now_s: float) -> bool:
-        if not self.engine.state.engine[0].num_in_flight:
-            return False
-        oldest = self._oldest()
-        return now_s - float(oldest.start_s) < TOO_SOON * float(oldest.end_s - oldest.start_s)
-
-    def num_running(self) -> int:
-        """How many run."""
-        return int(self.engine.state.engine[0].num_running)
-
-    def num_waiting(self) -> int:
-        """How many wait, those included that are just arriving."""
-        head = self.engine.state.engine[0]
-        return int(head.num_waiting + head.num_pending)
+        self._leaving = kept

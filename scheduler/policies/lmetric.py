@@ -23,7 +23,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     def score(candidates: Candidates) -> Column:
         scores = candidates["p_tokens"] * candidates["batch_size"]
         if watching:
-            hot = hotspots.seen(candidates.facts, candidates["prefix_hit_tokens"], scores, candidates.now_s)
+            hot = hotspots.seen(candidates.request, candidates["prefix_hit_tokens"], scores, candidates.now_s)
             if hot is not None:
                 return np.where(hot, np.inf, scores)
         return scores

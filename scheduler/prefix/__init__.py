@@ -1,6 +1,7 @@
-"""How much of a prompt instances have cached already, as far as can be told from where prompts were sent."""
+"""How much of a prompt each instance is likely to have cached."""
 
 from scheduler.prefix.index import Hits, PrefixIndex
+from scheduler.prefix.prompt import PromptBlocks, PromptPrefixes, blocks_of_text
 from scheduler.prefix.text import text_blocks
 
-__all__ = ["Hits", "PrefixIndex", "text_blocks"]
+__all__ = ["Hits", "PrefixIndex", "PromptBlocks", "PromptPrefixes", "blocks_of_text", "text_blocks"]

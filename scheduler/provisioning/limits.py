@@ -1,9 +1,10 @@
-"""How many instances there may be, how fast that may change, and what must not be promised."""
+"""Limits of the number of instances and of its changes, and the targets of the rules."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from scheduler.provisioning.load import InstanceCapacity
 
@@ -12,19 +13,21 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLimits:
-    """What every rule is held to.
+    """The limits of every rule.
 
-    An instance leaves only after fewer have been enough for `calm_s` without a break, and never earlier than that after
-    the last change; one more is asked for `cooldown_s` after the last change at the earliest.
+    An instance is removed only after fewer have been enough for `calm_s` without a break, and never earlier than that
+    after the last change; one is added `cooldown_s` after the last change at the earliest.
     """
 
-    min_instances: int = 1
-    max_instances: int = 10
-    step: int = 4  # most that start, or leave, at a time
-    cooldown_s: float = 15.0
-    calm_s: float = 180.0
-    starts_per_h: int = 60  # the budget of any hour
-    shrink: bool = True  # the paper's rules never do
+    min_instances: Annotated[int, "Minimum number of instances."] = 1
+    max_instances: Annotated[int, "Maximum number of instances."] = 10
+    step: Annotated[int, "Maximum number of instances that start, or leave, at a time."] = 4
+    cooldown_s: Annotated[float, "Minimum time from a change to the next start, in seconds."] = 15.0
+    calm_s: Annotated[float, "Time for which fewer instances must have been enough before one leaves, in seconds."] = (
+        180.0
+    )
+    starts_per_h: Annotated[int, "Maximum number of starts within any hour."] = 60
+    shrink: Annotated[bool, "Whether instances are ever removed."] = True  # the paper's rules never do
 
     def __post_init__(self) -> None:
         """Refuse limits that make no sense, by name."""
@@ -41,20 +44,16 @@ class ScalingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aims:
-    """What rules are for: latencies that must not be, how far ahead to look, what one instance bears.
+    """The targets of rules: a latency to stay below, how far ahead to plan, and the capacity of an instance."""
 
-    `seats` and `kv_tokens` are an engine's; 0 is not known. `target_share` of the threshold may be taken by what is
-    expected.
-    """
-
-    threshold_s: float = 70.0  # e2e; the paper's
-    quantile: float = 0.99
-    low_share: float = 0.6  # of the threshold: what forecasts stay below while fewer instances would do
-    horizon_s: float = 900.0
-    cold_start_s: float = 60.0  # as long as none was measured
-    target_share: float = 0.95
-    seats: int = 0
-    kv_tokens: int = 0
+    threshold_s: Annotated[float, "End-to-end latency to stay below, in seconds."] = 70.0  # the paper's
+    quantile: Annotated[float, "Quantile of the forecasts that `headroom` keeps below the threshold."] = 0.99
+    low_share: Annotated[float, "Share of the threshold below which `preempt` and `relief` remove instances."] = 0.6
+    horizon_s: Annotated[float, "How far ahead to plan at most, in seconds."] = 900.0
+    cold_start_s: Annotated[float, "Cold start of an instance until one has been measured, in seconds."] = 60.0
+    target_share: Annotated[float, "Share of the threshold that `headroom` plans for."] = 0.95
+    seats: Annotated[int, "max-num-seqs of an engine; 0: unknown."] = 0
+    kv_tokens: Annotated[int, "KV cache of an engine in tokens; 0: unknown."] = 0
 
     def __post_init__(self) -> None:
         """Refuse thresholds that make no sense, by name."""

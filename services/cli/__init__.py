@@ -8,51 +8,37 @@ from typing import NoReturn
 
 import click
 
-from services.cli.bench import bench
-from services.cli.capacity import capacity
-from services.cli.demo import demo
-from services.cli.experiment import experiment
-from services.cli.explain import explain
-from services.cli.forecast import forecast
-from services.cli.policies import policies
-from services.cli.profile import profile
-from services.cli.provision import provision
-from services.cli.recommend import recommend_command
-from services.cli.replay import replay
-from services.cli.serve import serve
-from services.cli.simulate import simulate
-from services.cli.tagger import tagger
-from services.cli.up import up
-from services.cli.warm import warm
+from services.cli.lazy_group import LazyCommand, LazyGroup
 
 BAD_INPUT = 2
+COMMANDS = {
+    "bench": LazyCommand("services.cli.bench:bench", "Send load to an OpenAI endpoint and report latencies"),
+    "capacity": LazyCommand("services.cli.capacity:capacity", "Find the largest rate at which an SLO holds"),
+    "demo": LazyCommand("services.cli.demo:demo", "Compare policies on an emulated cluster"),
+    "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),
+    "explain": LazyCommand("services.cli.explain:explain", "Explain the decision about a request"),
+    "forecast": LazyCommand("services.cli.forecast:forecast", "Forecast a request on an engine's snapshot"),
+    "policies": LazyCommand("services.cli.policies:policies", "List policies, or switch a running scheduler's"),
+    "profile": LazyCommand("services.cli.profile:profile", "Show, measure or fit latency profiles"),
+    "provision": LazyCommand("services.cli.provision:provision", "Query a provisioner"),
+    "recommend": LazyCommand("services.cli.recommend:recommend_command", "Recommend a policy and a cluster size"),
+    "replay": LazyCommand("services.cli.replay:replay", "Replay requests on one simulated engine"),
+    "serve": LazyCommand("services.cli.serve:serve", "Run one component of the system"),
+    "simulate": LazyCommand("services.cli.simulate:simulate", "Simulate a cluster by several policies"),
+    "tagger": LazyCommand("services.cli.tagger:tagger", "Train, evaluate and query estimators of response lengths"),
+    "up": LazyCommand("services.cli.up:up", "Run the whole system on this machine"),
+    "warm": LazyCommand("services.cli.warm:warm", "Compile the kernels into the cache"),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.version_option(package_name="block-serving")
 def block() -> None:
-    """Place LLM requests where they will finish soonest."""
-
-
-for command in (
-    bench,
-    capacity,
-    demo,
-    experiment,
-    explain,
-    forecast,
-    policies,
-    profile,
-    provision,
-    recommend_command,
-    replay,
-    serve,
-    simulate,
-    tagger,
-    up,
-    warm,
-):
-    block.add_command(command)
+    """Place each LLM request on the instance that will finish it soonest."""
 
 
 def main() -> NoReturn:
@@ -65,7 +51,7 @@ def main() -> NoReturn:
         sys.exit(130)
     except ValueError as error:
         _fail(str(error))
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)

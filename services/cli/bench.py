@@ -1,4 +1,4 @@
-"""`block bench`: load on an OpenAI endpoint."""
+"""`block bench`: sends load to an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -12,153 +12,94 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from services.cli.server_options import use_file
+from services.cli.settings_options import SettingValues, settings_options
+from services.load.asking import Manner
+from services.load.running import LoadLimits
+from services.load.settings import DEFAULT_RATE, DEFAULT_REQUESTS, BenchSettings
+from services.settings import CommandSettings
 
 if TYPE_CHECKING:
     from services.http.client import Origin
-    from services.load.asking import Manner
-    from services.load.running import LoadLimits, RequestResult
     from simulator.load_plan import Planned
+    from simulator.load_report import RequestResult
 
 SHOW_BAR_S = 2.0
 MODELS_S = 10.0
-NUM_REQUESTS = 100
-RATE = 4.0
 KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
+SETTINGS = CommandSettings("bench", BenchSettings, Manner, LoadLimits, environment=("BLOCK_BENCH",))
 
 
-@click.command(context_settings={"auto_envvar_prefix": "BLOCK_BENCH"})
+@click.command()
 @click.argument("url", envvar="BLOCK_BENCH_URL")
-@click.option(
-    "--config",
-    "-c",
-    metavar="TOML",
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _, path: use_file(context, path, "bench") if path else None,
-    help="Settings: flags' names as keys, in a table [bench]. Flags and environment (BLOCK_BENCH_*) go first.",
-)
-@click.option("--model", default=None, help="Model to ask for; else the only one that the endpoint lists.")
-@click.option("--endpoint", default="completions", show_default=True, help="completions or chat.")
-@click.option(
-    "--trace",
-    metavar="FILE",
-    default=None,
-    help="Requests as `block replay` reads them, or in the format of Azure, Mooncake, BurstGPT, Vidur, LLMServingSim.",
-)
-@click.option("--num-requests", "-n", type=int, default=None, help=f"How many; a trace's all, else {NUM_REQUESTS}.")
-@click.option("--warm-up", type=int, default=0, show_default=True, help="So many of them, the first, do not count.")
-@click.option("--prompt-tokens", default="lognormal:128:1", show_default=True, help="128, uniform:16:512, …")
-@click.option("--output-tokens", default="lognormal:128:0.8", show_default=True, help="… lognormal:MEDIAN:SPREAD, …")
-@click.option("--arrivals", default=None, help="poisson, gamma, uniform or trace. [a trace's own, else poisson]")
-@click.option("--rate", type=float, default=None, help=f"Requests per second on average. [default: {RATE:g}]")
-@click.option("--cv", type=float, default=2.0, show_default=True, help="Of gamma's gaps: 1 is poisson, more is bursts.")
-@click.option("--speed", type=float, default=1.0, show_default=True, help="Times as fast as the trace.")
-@click.option(
-    "--time-scale",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Seconds that pass at the endpoint in a second, as with engines of that --speed; all times here are its own.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths, prompts and arrivals.")
-@click.option("--prompt", default="token-ids", show_default=True, help="token-ids (exact) or words.")
-@click.option(
-    "--output",
-    default="ignore-eos",
-    show_default=True,
-    help="How answers get their lengths: ignore-eos with max_tokens; header x-block-output-tokens; none: max_tokens.",
-)
-@click.option("--slo-ttft-ms", type=float, default=None, help="For goodput; the endpoint is told, too.")
-@click.option("--slo-tpot-ms", type=float, default=None, help="For goodput; the endpoint is told, too.")
-@click.option(
-    "--header",
-    "-H",
-    multiple=True,
-    metavar="NAME: VALUE",
-    allow_from_autoenv=False,  # values with spaces
-    help="With every request; repeatable.",
-)
-@click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Longest wait, on the wall's clock.")
-@click.option("--max-in-flight", type=int, default=1024, show_default=True, help="Most at a time; more have to wait.")
-@click.option("--csv", metavar="FILE", default=None, help="A line per request.")
-@click.option("--json", is_flag=True, help="One JSON object on standard output.")
-def bench(url: str, **flags: Any) -> int:
-    """Send requests to the OpenAI endpoint at URL when they are due, whatever became of those before.
+@settings_options(SETTINGS)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
+    """Send requests to the OpenAI endpoint at URL when they are due, independent of earlier responses.
 
-    Lengths are drawn or come from a trace; so do arrival times. Latencies count from when a request was due. A key is
-    taken from BLOCK_BENCH_API_KEY or OPENAI_API_KEY. The status is 1 where no request succeeds.
+    Lengths and arrival times are drawn, or come from a trace. Latencies count from the time at which a request was due.
+    An API key is read from BLOCK_BENCH_API_KEY or OPENAI_API_KEY. The exit status is 1 if no request succeeds.
     """
     import uvloop
 
     from predictor.request import Slo
     from services.http.client import origin_of
-    from services.load.asking import Manner, headers_from
-    from services.load.report import summary, table, write_csv
-    from services.load.running import LoadLimits
+    from services.load.asking import headers_from
+    from simulator.load_report import summary, table, write_csv
 
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
-    slo = Slo(ttft_s=seconds(flags, "slo_ttft_ms"), tpot_s=seconds(flags, "slo_tpot_ms"))
-    limits = LoadLimits(timeout_s=flags["timeout_s"], max_in_flight=flags["max_in_flight"])
+    settings = given.make(BenchSettings)
+    slo = Slo(ttft_s=seconds("slo_ttft_ms", settings.slo_ttft_ms), tpot_s=seconds("slo_tpot_ms", settings.slo_tpot_ms))
+    limits = given.make(LoadLimits)
     key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-    manner = Manner(
-        model=flags["model"] or "",
-        endpoint=flags["endpoint"],
-        prompt=flags["prompt"],
-        output=flags["output"],
-        headers=headers_from(flags["header"], key),
-        slo=slo,
-        seed=flags["seed"],
-        time_scale=flags["time_scale"],
-    )
-    plan = plan_from(flags)
-    warm_up = {planned.request_id for planned in plan[: flags["warm_up"]]}
-    with opened(flags["csv"]) as out:
+    manner = given.make(Manner, model=settings.model, headers=headers_from(settings.header, key), slo=slo)
+    plan = plan_from(settings, manner.seed)
+    warm_up = {planned.request_id for planned in plan[: settings.warm_up]}
+    with opened(settings.csv) as out:
         results = uvloop.run(measured(plan, origin, manner, limits))
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
     total = {"url": url, "time_scale": manner.time_scale, "num_warm_up": len(warm_up), **summary(results, slo)}
-    if flags["json"]:
+    if as_json:
         json.dump(total, sys.stdout)
         print()
     else:
         if manner.time_scale != 1:
-            print(f"times are the endpoint's, whose seconds took {1 / manner.time_scale:g} s\n")
+            print(f"times are the endpoint's: one of its seconds takes {1 / manner.time_scale:g} s\n")
         print("\n".join(table(total)))
     return 0 if total["num_ok"] else 1
 
 
-def plan_from(flags: dict[str, Any]) -> list[Planned]:
-    """Draw or read what is to be sent."""
+def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
+    """Draw or read the requests and their times."""
     import numpy as np
 
     from simulator.load_plan import Timing, by_arrival, planned, synthetic
     from simulator.traces import Trace, trace_from
 
-    if flags["seed"] < 0:
-        raise ValueError(f"seed: must be at least 0, not {flags['seed']}")
-    generator = np.random.default_rng(flags["seed"])
-    num, kind, rate = flags["num_requests"], flags["arrivals"], flags["rate"]
+    if seed < 0:
+        raise ValueError(f"seed: must be at least 0, not {seed}")
+    generator = np.random.default_rng(seed)
+    num, kind, rate = settings.num_requests, settings.arrivals, settings.rate
     if num is not None and num < 1:
         raise ValueError(f"num_requests: must be at least 1, not {num}")
-    if flags["trace"] is None:
-        drawn = synthetic(num or NUM_REQUESTS, flags["prompt_tokens"], flags["output_tokens"], generator)
-        trace = Trace(requests=drawn, has_arrivals=False)
+    if settings.trace:
+        trace = trace_from(settings.trace)
     else:
-        trace = trace_from(flags["trace"])
+        drawn = synthetic(num or DEFAULT_REQUESTS, settings.prompt_tokens, settings.output_tokens, generator)
+        trace = Trace(requests=drawn, has_arrivals=False)
     requests = by_arrival(trace.requests, num)
     if kind == "trace" and not trace.has_arrivals:
-        raise ValueError("arrivals: there is no --trace that says when its requests came")
-    if not 0 <= flags["warm_up"] < len(requests):
-        raise ValueError(f"warm_up: must lie between 0 and {len(requests) - 1}, not {flags['warm_up']}")
+        raise ValueError("arrivals: trace needs a --trace with arrival times")
+    if not 0 <= settings.warm_up < len(requests):
+        raise ValueError(f"warm_up: must lie between 0 and {len(requests) - 1}, not {settings.warm_up}")
     kind = kind or ("trace" if trace.has_arrivals and rate is None else "poisson")
-    timing = Timing(kind=kind, rate=RATE if rate is None else rate, cv=flags["cv"], speed=flags["speed"])
+    timing = Timing(kind=kind, rate=DEFAULT_RATE if rate is None else rate, cv=settings.cv, speed=settings.speed)
     return planned(requests, timing, generator, block_tokens=trace.block_tokens)
 
 
 async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limits: LoadLimits) -> list[RequestResult]:
-    """Send everything, with a bar for those who wait."""
+    """Send all requests; on a terminal a bar shows the progress."""
     from dataclasses import replace
 
     from services.load.running import run_plan
@@ -170,7 +111,7 @@ async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limi
 
 
 async def only_model(origin: Origin, manner: Manner) -> str:
-    """Ask the endpoint for its model, where there is no doubt."""
+    """Get the endpoint's model, if it lists exactly one."""
     from services.http.client import HttpClient
 
     client = HttpClient()
@@ -193,7 +134,7 @@ async def only_model(origin: Origin, manner: Manner) -> str:
 
 @contextmanager
 def progress(num: int, last_due_s: float) -> Iterator[Callable[[RequestResult], None]]:
-    """Show how many have ended, on a terminal, where it takes a while."""
+    """Show a bar on a terminal, for runs that take a while."""
     if not sys.stderr.isatty() or last_due_s < SHOW_BAR_S:
         yield lambda _: None
         return
@@ -202,9 +143,9 @@ def progress(num: int, last_due_s: float) -> Iterator[Callable[[RequestResult], 
 
 
 @contextmanager
-def opened(path: str | None) -> Iterator[Any]:
-    """Open the file before the work, so that a bad name costs nothing."""
-    if path is None:
+def opened(path: str) -> Iterator[Any]:
+    """Open the file before the run, so that a bad path fails early."""
+    if not path:
         yield None
         return
     try:
@@ -214,11 +155,10 @@ def opened(path: str | None) -> Iterator[Any]:
         raise ValueError(f"csv: {path} cannot be written: {error.strerror}") from None
 
 
-def seconds(flags: dict[str, Any], name: str) -> float | None:
-    """Read a target in milliseconds."""
-    value = flags[name]
-    if value is None:
+def seconds(name: str, milliseconds: float | None) -> float | None:
+    """Convert a target from milliseconds."""
+    if milliseconds is None:
         return None
-    if not 0 < value < 1e9:
-        raise ValueError(f"{name}: must be a time above 0, not {value}")
-    return float(value) / 1000
+    if not 0 < milliseconds < 1e9:
+        raise ValueError(f"{name}: must be a time above 0, not {milliseconds}")
+    return milliseconds / 1000

@@ -1,4 +1,4 @@
-"""`block capacity`: the largest rate at which an SLO holds."""
+"""`block capacity`: finds the largest rate at which an SLO holds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
+from services.settings import default_of
 from simulator.capacity import Capacity, Objective, Search, Trial, capacities, gain
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
@@ -19,19 +20,64 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 @click.argument("trace", required=False)
 @policy_option
 @scenario_options
-@click.option("--metric", type=click.Choice(METRICS), default="ttft_s", show_default=True)
-@click.option("--percentile", type=float, default=99.0, show_default=True)
-@click.option("--limit-s", type=float, default=3.0, show_default=True, help="That percentile is to stay below.")
-@click.option("--seeds", type=int, default=5, show_default=True, help="Samples of traffic to begin with.")
-@click.option("--most-seeds", type=int, default=None, help="Add samples up to so many, for --precision.")
-@click.option("--precision", type=float, default=0.01, show_default=True, help="Relative half-width of the interval.")
-@click.option("--resolution", type=float, default=0.005, show_default=True, help="Relative width of a bracket.")
-@click.option("--first-rate", type=float, default=None, help="Where to begin.  [default: 2.5 an instance]")
-@click.option("--workers", type=int, default=None, help="Processes.  [default: one per core]")
+@click.option(
+    "--metric",
+    type=click.Choice(METRICS),
+    default=default_of(Objective, "metric"),
+    show_default=True,
+    help="Latency that the SLO limits.",
+)
+@click.option(
+    "--percentile",
+    type=float,
+    default=default_of(Objective, "percentile"),
+    show_default=True,
+    help="Percentile of the latency that must stay below the limit.",
+)
+@click.option(
+    "--limit-s",
+    type=float,
+    default=default_of(Objective, "limit_s"),
+    show_default=True,
+    help="Limit of that percentile, in seconds.",
+)
+@click.option(
+    "--seeds",
+    type=int,
+    default=default_of(Search, "seeds"),
+    show_default=True,
+    help="Number of samples of traffic at first.",
+)
+@click.option(
+    "--max-seeds",
+    "--most-seeds",
+    "most_seeds",
+    type=int,
+    default=None,
+    help="Maximum number of samples, added until --precision is reached.  [default: the value of --seeds]",
+)
+@click.option(
+    "--precision",
+    type=float,
+    default=default_of(Search, "precision"),
+    show_default=True,
+    help="Relative half-width of the confidence interval.",
+)
+@click.option(
+    "--resolution",
+    type=float,
+    default=default_of(Search, "resolution"),
+    show_default=True,
+    help="Relative width of a bracket of the bisection.",
+)
+@click.option(
+    "--first-rate", type=float, default=None, help="Rate of the first trial.  [default: 2.5 for each instance]"
+)
+@click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def capacity(
     *,
     trace: str | None,
@@ -49,14 +95,14 @@ def capacity(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Find by bisection, with several seeds, the largest rate at which the SLO holds, for each policy."""
+    """Find the largest rate at which the SLO holds, for each policy, by bisection with several seeds."""
     chosen = policies_in(policies)
     scenario = scenario_of(trace, flags)
     for name, value in (("precision", precision), ("resolution", resolution)):
         if not 0 < value < 1:
             raise ValueError(f"{name}: must lie between 0 and 1, not {value}")
     if seeds < 2:
-        raise ValueError(f"seeds: must be at least 2, as one tells nothing about noise, not {seeds}")
+        raise ValueError(f"seeds: must be at least 2, as one shows no noise, not {seeds}")
     if first_rate is not None and not 0 < first_rate < 1e6:
         raise ValueError(f"first_rate: must be a number above 0, not {first_rate}")
     num = len(scenario.units())
@@ -64,15 +110,15 @@ def capacity(
         resolution=resolution,
         precision=precision,
         seeds=seeds,
-        most_seeds=max(seeds, most_seeds or seeds),
+        max_seeds=max(seeds, most_seeds or seeds),
         first_rate=first_rate or 2.5 * num,
         paired=len(chosen) > 1,
     )
     objective = Objective(metric=metric, percentile=percentile, limit_s=limit_s)
-    scenario.workload(search.first_rate, 0)  # a bad trace is refused here, not in a process far away
+    scenario.workload(search.first_rate, 0)  # a bad trace is refused here, before any process starts
     num_trials = 0
 
-    def told(trial: Trial, value_s: float) -> None:
+    def show(trial: Trial, value_s: float) -> None:
         nonlocal num_trials
         num_trials += 1
         if sys.stderr.isatty():
@@ -83,7 +129,7 @@ def capacity(
             )
 
     with runner_for(workers, ray) as runner:
-        found = capacities([(scenario, policy) for policy in chosen], objective, search, runner, told)
+        found = capacities([(scenario, policy) for policy in chosen], objective, search, runner, show)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if as_json:

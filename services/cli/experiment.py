@@ -1,4 +1,4 @@
-"""`block experiment`: what the papers measured, and more, measured anew."""
+"""`block experiment`: runs the experiments of the papers, and others."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 import click
 
 from services.cli.simulate_options import bar, runner_for
+from services.result_files import ResultCache, write_report
 from simulator.experiments.experiment import experiment_named, experiment_names
 from simulator.experiments.findings import measure
-from simulator.experiments.ledger import Ledger
 from simulator.experiments.report import as_json as findings_json
-from simulator.experiments.report import as_markdown, write
+from simulator.experiments.report import as_markdown
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--out", "folder", metavar="DIR", default=None, help="Where to write.  [default: experiments/NAME]")
-@click.option("--seeds", type=int, default=None, help="How many, instead of what the experiment says.")
-@click.option("--only", "settings", multiple=True, metavar="SETTING", help="Leave the other settings out.")
-@click.option("--workers", type=int, default=None, help="Processes.  [default: one per core]")
+@click.option("--out", "folder", metavar="DIR", default=None, help="Folder of the report.  [default: experiments/NAME]")
+@click.option("--seeds", type=int, default=None, help="Number of seeds.  [default: the experiment's]")
+@click.option("--only", "settings", multiple=True, metavar="SETTING", help="Run this setting only. Repeatable.")
+@click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def experiment(
     *,
     name: str | None,
@@ -36,9 +36,9 @@ def experiment(
     ray: str | None,
     as_json: bool,
 ) -> None:
-    """Run an experiment, NAME or a TOML file, and write a report; without a name, list what there is.
+    """Run the experiment NAME, or a TOML file, and write a report; without NAME, list the experiments.
 
-    What was measured is kept beside the report: an interrupted run goes on where it was, unless the code has changed.
+    Results are cached beside the report: an interrupted run continues where it stopped, unless the code has changed.
     """
     if name is None:
         for known in experiment_names():
@@ -59,10 +59,10 @@ def experiment(
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out: {target} cannot be made: {error.strerror}") from None
-    ledger = Ledger(target / "measured.jsonl")
+    cache = ResultCache(target / "measured.jsonl")
     with runner_for(workers, ray) as runner, bar(1000, wanted.name) as at:
-        findings = measure(wanted, ledger.over(runner), lambda done, of: at(1000 * done // of))
-    write(wanted, findings, target)
+        findings = measure(wanted, cache.cached(runner), lambda done, of: at(1000 * done // of))
+    write_report(wanted, findings, target)
     if as_json:
         print(json.dumps(findings_json(wanted, findings)))
     else:

@@ -1,4 +1,4 @@
-"""`block explain`: why a request went where it went."""
+"""`block explain`: explains the decision about a request."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import click
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from services.cli.scheduler_client import asked, complaint, scheduler_option
+from services.cli.scheduler_client import message_of, query, scheduler_option
 
 
 @click.command()
 @click.argument("request_id")
 @scheduler_option
-@click.option("--record", metavar="FILE", default=None, help="Look into a recording instead.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--record", metavar="FILE", default=None, help="Read the decision from a recording.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def explain(request_id: str, scheduler: tuple[str, ...], record: str | None, *, as_json: bool) -> None:
-    """Say why the request REQUEST_ID went where it went: candidates, scores, and who was skipped.
+    """Explain the decision about the request REQUEST_ID: its candidates, their scores, and the skipped instances.
 
-    Schedulers remember their last decisions; older ones are in recordings, with candidates if --record-candidates
-    was set.
+    Schedulers keep their last decisions. Older decisions are in recordings, with their candidates if the scheduler ran
+    with --record-candidates.
     """
     from services.explanations import table_of
 
-    decision = _recorded(record, request_id) if record else _remembered(scheduler, request_id)
+    decision = _recorded(record, request_id) if record else _kept(scheduler, request_id)
     if as_json:
         click.echo(json.dumps(MessageToDict(decision, preserving_proto_field_name=True)))
         return
@@ -34,14 +34,14 @@ def explain(request_id: str, scheduler: tuple[str, ...], record: str | None, *, 
         click.echo(line)
 
 
-def _remembered(addresses: Sequence[str], request_id: str) -> Any:
+def _kept(addresses: Sequence[str], request_id: str) -> Any:
     from protos.block.v1 import scheduler_pb2
 
-    question = scheduler_pb2.ExplainRequest(request_id=request_id)
-    answers = asked(addresses, lambda stub: stub.Explain(question))
-    found = [answer.decision for _, answer in answers if not isinstance(answer, grpc.aio.AioRpcError)]
+    request = scheduler_pb2.ExplainRequest(request_id=request_id)
+    replies = query(addresses, lambda stub: stub.Explain(request))
+    found = [reply.decision for _, reply in replies if not isinstance(reply, grpc.aio.AioRpcError)]
     if not found:
-        raise click.ClickException("; ".join(complaint(address, error) for address, error in answers))
+        raise click.ClickException("; ".join(message_of(address, error) for address, error in replies))
     return max(found, key=lambda decision: decision.decided_unix_s)
 
 

@@ -1,4 +1,4 @@
-"""`block forecast`: what the sidecar would say."""
+"""`block forecast`: forecasts a request as the sidecar does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 import click
 
-from predictor.forecast import Forecast, Forecaster
+from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.transfer import engine_from
 from services.cli.engine_options import profile_named
+from services.settings import A30_PROFILE
 from simulator.codec import plain, read_json, request_from, snapshot_from
 
+NEUTRAL_PACE = 1.0
 COLUMNS = (
     "ttft_s",
     "tpot_s",
@@ -35,24 +38,29 @@ COLUMNS = (
     "-p",
     "profile_name",
     metavar="NAME|FILE",
-    default="llama-2-7b-a30",
+    default=A30_PROFILE,
     show_default=True,
     envvar="BLOCK_PROFILE",
+    help="Latency profile: the name of a shipped one, or a JSON file.",
 )
 @click.option(
     "--residual",
     type=click.Choice(tuple(RESIDUALS)),
     default=DEFAULT_RESIDUAL,
     show_default=True,
-    help="What is left of an answer that has gone on for a while.",
+    help="How the rest of a response is predicted once it has begun.",
 )
-@click.option("--pace", type=float, default=1.0, show_default=True, help="Real over predicted step time.")
-@click.option("--delays/--no-delays", default=True, show_default=True, help="Also what it does to the others.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option(
+    "--pace", type=float, default=NEUTRAL_PACE, show_default=True, help="Ratio of real to predicted step times."
+)
+@click.option(
+    "--delays/--no-delays", default=True, show_default=True, help="Forecast the delay of the other requests as well."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def forecast(
     snapshot: str, request_file: str, profile_name: str, residual: str, pace: float, *, delays: bool, as_json: bool
 ) -> None:
-    """Forecast REQUEST (JSON, one or a list) on the engine that SNAPSHOT (JSON) shows; - is standard input."""
+    """Forecast REQUEST (JSON, one or a list) on the engine of SNAPSHOT (JSON); - is standard input."""
     profile = profile_named(profile_name)
     try:
         state = snapshot_from(read_json(snapshot))

@@ -1,4 +1,4 @@
-"""`block policies`: which rules there are, and switching a running scheduler to another."""
+"""`block policies`: lists policies, and switches a running scheduler to another."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import click
 import grpc
 
-from services.cli.scheduler_client import asked, complaint, scheduler_option
+from services.cli.scheduler_client import message_of, query, scheduler_option
 
 
 @click.group(invoke_without_command=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def policies(context: click.Context, *, as_json: bool) -> None:
-    """List the policies, with formula and source; parameters are set as in 'linear: lambda = 0.3'."""
+    """List the policies with their formulas and sources; parameters are set as in 'linear: lambda = 0.3'."""
     if context.invoked_subcommand is not None:
         return
     from scheduler.policies import POLICIES
@@ -40,24 +40,25 @@ def policies(context: click.Context, *, as_json: bool) -> None:
         click.echo(f"{'':{width}}  {entry.source}")
         for key, one in entry.parameters.items():
             click.echo(f"{'':{width}}  {key} = {one.default:g}: {one.meaning}")
-    click.echo(f"\nAnd any formula over indicators: {'expr: p_tokens * batch_size'!r}. The lowest score wins.")
+    example = "expr: p_tokens * batch_size"
+    click.echo(f"\nA policy can also be a formula over indicators: {example!r}. The lowest score wins.")
 
 
 @policies.command()
 @click.argument("policy")
 @scheduler_option
 def use(policy: str, scheduler: tuple[str, ...]) -> None:
-    """Have running schedulers decide by POLICY from now on, until they end. Only on their own machine."""
+    """Switch running schedulers of this machine to POLICY, until they stop."""
     from protos.block.v1 import scheduler_pb2
     from scheduler.policy import policy_from
 
     policy_from(policy)
-    question = scheduler_pb2.UsePolicyRequest(policy=policy)
-    answers = asked(scheduler, lambda stub: stub.UsePolicy(question))
-    for address, answer in answers:
-        if not isinstance(answer, grpc.aio.AioRpcError):
-            click.echo(f"{address}: {answer.policy} (before: {answer.before})")
-    failed = [complaint(address, answer) for address, answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+    request = scheduler_pb2.UsePolicyRequest(policy=policy)
+    replies = query(scheduler, lambda stub: stub.UsePolicy(request))
+    for address, reply in replies:
+        if not isinstance(reply, grpc.aio.AioRpcError):
+            click.echo(f"{address}: {reply.policy} (before: {reply.before})")
+    failed = [message_of(address, reply) for address, reply in replies if isinstance(reply, grpc.aio.AioRpcError)]
     if failed:
         raise click.ClickException("; ".join(failed))
 
@@ -65,15 +66,15 @@ def use(policy: str, scheduler: tuple[str, ...]) -> None:
 @policies.command()
 @scheduler_option
 def show(scheduler: tuple[str, ...]) -> None:
-    """Say by which policy running schedulers decide, and over which instances."""
+    """Show the policy and the instances of running schedulers."""
     from protos.block.v1 import scheduler_pb2
 
-    question = scheduler_pb2.ListInstancesRequest()
-    answers = asked(scheduler, lambda stub: stub.ListInstances(question))
-    for address, answer in answers:
-        if not isinstance(answer, grpc.aio.AioRpcError):
-            names = ", ".join(instance.instance_id for instance in answer.instances) or "none"
-            click.echo(f"{address}: {answer.policy}; instances: {names}")
-    failed = [complaint(address, answer) for address, answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+    request = scheduler_pb2.ListInstancesRequest()
+    replies = query(scheduler, lambda stub: stub.ListInstances(request))
+    for address, reply in replies:
+        if not isinstance(reply, grpc.aio.AioRpcError):
+            names = ", ".join(instance.instance_id for instance in reply.instances) or "none"
+            click.echo(f"{address}: {reply.policy}; instances: {names}")
+    failed = [message_of(address, reply) for address, reply in replies if isinstance(reply, grpc.aio.AioRpcError)]
     if failed:
         raise click.ClickException("; ".join(failed))

@@ -1,4 +1,4 @@
-"""`block profile`: latency profiles; what there is, measured, fitted from data, or estimated from a data sheet."""
+"""`block profile`: shows latency profiles, measures them, fits them to data, or estimates them from a data sheet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import click
 
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from services.cli.engine_options import profile_named
+from services.profiling.kernels_command import KernelOptions
+from services.profiling.measure_command import MeasureOptions
+from services.settings import default_of, duration_text, seconds_of
 from simulator.codec import read_json
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,14 +28,14 @@ MEASURED = ("source", "num_requests", "num_batches", "num_disturbed", "num_preem
 
 @click.group()
 def profile() -> None:
-    """Latency profiles: how long an engine's steps take."""
+    """Show, measure or fit latency profiles, which predict how long an engine's steps take."""
 
 
 @profile.command()
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="The whole profile as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole profile as JSON.")
 def show(name: str | None, *, as_json: bool) -> None:
-    """List the shipped profiles, or show one (by name or JSON file)."""
+    """List the shipped profiles, or show one, by name or JSON file."""
     if name is None:
         for known in profile_names():
             click.echo(_line(load_profile(known)))
@@ -60,36 +63,63 @@ def _line(chosen: Profile) -> str:
 
 
 @profile.command()
-@click.option("--engine-url", default="", envvar="BLOCK_ENGINE_URL", help="A running engine's HTTP server.")
-@click.option("--state-file", default="", envvar="BLOCK_STATE_FILE", help="Where it shows its state.")
-@click.option("--start", default="", metavar="COMMAND", help="Start one: 'vllm serve MODEL …'; it is ended afterwards.")
-@click.option("--start-timeout", default="10m", show_default=True, help="Until a started one must serve.")
-@click.option("--budget", default="3m", show_default=True, help="How long to measure: 90s, 3m.")
-@click.option("--name", default="", help="What to call the profile; the model's name and the GPU's if not given.")
-@click.option("--gpu", default="", help="The GPU's name; this machine's if not given, or CPU.")
-@click.option("--tensor-parallel", type=int, default=1, show_default=True)
-@click.option("--dtype", default="auto", show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the lengths in mixed batches.")
-@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
-@click.option("--json", "as_json", is_flag=True, help="What was measured, and the profile, as one object.")
-def measure(output: str | None, *, budget: str, start_timeout: str, as_json: bool, **orders: Any) -> None:
-    """Measure an engine that shows its state: planned batches through its API, their step times, a fit.
+@click.option("--engine-url", default="", envvar="BLOCK_ENGINE_URL", help="URL of a running engine.")
+@click.option("--state-file", default="", envvar="BLOCK_STATE_FILE", help="State file that the engine exports.")
+@click.option(
+    "--start",
+    default="",
+    metavar="COMMAND",
+    help="Command that starts an engine, 'vllm serve MODEL …'; it is stopped afterwards.",
+)
+@click.option(
+    "--start-timeout",
+    default=duration_text(default_of(MeasureOptions, "start_s")),
+    show_default=True,
+    help="Maximum time until a started engine serves.",
+)
+@click.option(
+    "--budget",
+    default=duration_text(default_of(MeasureOptions, "budget_s")),
+    show_default=True,
+    help="Duration of the measurement: 90s, 3m.",
+)
+@click.option("--name", default="", help="Name of the profile.  [default: from the model's and the GPU's name]")
+@click.option("--gpu", default="", help="Name of the GPU.  [default: this machine's, otherwise CPU]")
+@click.option(
+    "--tensor-parallel",
+    type=int,
+    default=default_of(MeasureOptions, "tensor_parallel"),
+    show_default=True,
+    help="Number of devices that the engine spreads over.",
+)
+@click.option("--dtype", default=default_of(MeasureOptions, "dtype"), show_default=True, help="Type of the weights.")
+@click.option(
+    "--seed",
+    type=int,
+    default=default_of(MeasureOptions, "seed"),
+    show_default=True,
+    help="Seed of the lengths in mixed batches.",
+)
+@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@click.option("--json", "as_json", is_flag=True, help="Print the measurement and the profile as one JSON object.")
+def measure(output: str | None, *, budget: str, start_timeout: str, as_json: bool, **fields: Any) -> None:
+    """Measure an engine that exports its state, and fit a profile to the step times of planned batches.
 
-    It needs the engine for itself meanwhile. An API key is taken from BLOCK_ENGINE_API_KEY.
+    The engine must serve no other requests meanwhile. An API key is read from BLOCK_ENGINE_API_KEY.
     """
     import uvloop
 
-    from services.profiling.measure_command import MeasureOptions, measured_profile, seconds_of
+    from services.profiling.measure_command import measured_profile
 
-    told = MeasureOptions(
+    options = MeasureOptions(
         budget_s=seconds_of(budget, "budget"),
         start_s=seconds_of(start_timeout, "start_timeout"),
         api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
-        **orders,
+        **fields,
     )
     _require_folder(output)
     with _bar() as progress:
-        made, measured = uvloop.run(measured_profile(told, progress))
+        made, measured = uvloop.run(measured_profile(options, progress))
     if output is not None:
         _save(made, output)
     if as_json:
@@ -104,25 +134,69 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
 
 @profile.command("kernels")
 @click.argument("config", metavar="CONFIG_JSON_OR_FOLDER")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
 @click.option(
-    "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default=default_of(KernelOptions, "device"),
+    show_default=True,
+    help="Device that runs the kernels.",
 )
-@click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Time one device's share of the model.")
-@click.option("--budget", default="3m", show_default=True, help="How long to time at most: 90s, 3m.")
-@click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences of a batch, at most.")
-@click.option("--max-num-batched-tokens", type=int, default=8192, show_default=True, help="Tokens of a step, at most.")
-@click.option("--max-model-len", type=int, default=None, help="Tokens of a sequence; the model's own, to 32768.")
-@click.option("--cpu-overhead-ms", type=float, default=0.0, show_default=True, help="An engine's own time per step.")
-@click.option("--all-reduce-us", type=float, default=0.0, show_default=True, help="Latency of one, between devices.")
 @click.option(
-    "--link-gb-per-s", type=float, default=None, help="What all-reduces pass on, as nccl-tests' busbw has it."
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default=default_of(KernelOptions, "dtype"),
+    show_default=True,
+    help="Type of the weights.",
 )
-@click.option("--name", default="", help="What to call the profile; the model's name and the device's if not given.")
-@click.option("--gpu", default="", help="The GPU's name; what it calls itself if not given, or CPU.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of mixed batches.")
-@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
-@click.option("--json", "as_json", is_flag=True, help="All that was timed, and the profile, as one object.")
+@click.option(
+    "--tensor-parallel",
+    type=int,
+    default=default_of(KernelOptions, "tensor_parallel"),
+    show_default=True,
+    help="Number of devices that the model is divided among; one device's share is timed.",
+)
+@click.option(
+    "--budget",
+    default=duration_text(default_of(KernelOptions, "budget_s")),
+    show_default=True,
+    help="Maximum duration of the timing: 90s, 3m.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=int,
+    default=default_of(KernelOptions, "max_num_seqs"),
+    show_default=True,
+    help="Maximum number of sequences of a batch.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=int,
+    default=default_of(KernelOptions, "max_num_batched_tokens"),
+    show_default=True,
+    help="Maximum number of tokens of a step.",
+)
+@click.option(
+    "--max-model-len",
+    type=int,
+    default=None,
+    help="Maximum number of tokens of a sequence.  [default: the model's, at most 32768]",
+)
+@click.option(
+    "--cpu-overhead-ms", type=float, default=0, show_default=True, help="CPU time of the engine per step, in ms."
+)
+@click.option("--all-reduce-us", type=float, default=0, show_default=True, help="Latency of an all-reduce, in µs.")
+@click.option("--link-gb-per-s", type=float, default=None, help="Bandwidth of all-reduces: busbw of nccl-tests.")
+@click.option("--name", default="", help="Name of the profile.  [default: from the model's and the device's name]")
+@click.option("--gpu", default="", help="Name of the GPU.  [default: as torch reports it, otherwise CPU]")
+@click.option(
+    "--seed",
+    type=int,
+    default=default_of(KernelOptions, "seed"),
+    show_default=True,
+    help="Seed of the choice of mixed batches.",
+)
+@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@click.option("--json", "as_json", is_flag=True, help="Print all timings and the profile as one JSON object.")
 def timed_kernels(
     output: str | None,
     *,
@@ -131,15 +205,15 @@ def timed_kernels(
     all_reduce_us: float,
     link_gb_per_s: float | None,
     as_json: bool,
-    **orders: Any,
+    **fields: Any,
 ) -> None:
     """Time a model's kernels with random weights on this machine, and compose a profile; needs torch.
 
-    Any GPU that torch knows, or the processor; of a model of the Llama, Mistral, Qwen2 or Qwen3 family only its
-    config.json is read.
+    Any GPU that torch supports will do, or the CPU. Only the model's config.json is read; the model must be of the
+    Llama, Mistral, Qwen2 or Qwen3 family.
     """
     from predictor.fitting.kernel_profile import Told
-    from services.profiling.kernels_command import KernelOrders, kernel_profile
+    from services.profiling.kernels_command import KernelOptions, kernel_profile
     from services.profiling.measure_command import seconds_of
 
     told = Told(
@@ -147,7 +221,7 @@ def timed_kernels(
         all_reduce_s=all_reduce_us / 1e6,
         link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
     )
-    given = KernelOrders(budget_s=seconds_of(budget, "budget"), told=told, **orders)
+    given = KernelOptions(budget_s=seconds_of(budget, "budget"), told=told, **fields)
     _require_folder(output)
     with _bar("timing") as progress:
         report = kernel_profile(given, progress)
@@ -160,12 +234,12 @@ def timed_kernels(
     else:
         click.echo(_line(report.profile))
         if report.kv_tokens is not None:
-            click.echo(f"memory is left for the keys and values of {report.kv_tokens:,} tokens")
+            click.echo(f"the memory left holds the KV cache of {report.kv_tokens:,} tokens")
 
 
 @contextmanager
 def _bar(label: str = "measuring") -> Iterator[Callable[[float], None]]:
-    """Show how much of the budget is spent, on a terminal."""
+    """Show on a terminal how much of the budget is used."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -182,25 +256,25 @@ def _bar(label: str = "measuring") -> Iterator[Callable[[float], None]]:
 
 
 def _require_folder(output: str | None) -> None:
-    """Find out before minutes of work whether there is a place for what they bring."""
+    """Refuse an output file that cannot be written, before minutes of work."""
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise ValueError(f"output: {output} cannot be written: there is no such folder")
 
 
 @profile.group()
 def fit() -> None:
-    """Make a profile: from measured steps, from kernel tables, or from a data sheet."""
+    """Fit a profile to measured steps or kernel tables, or estimate it from a data sheet."""
 
 
 def _described(command: F) -> F:
-    """Give a command what every fitted profile has to say of itself."""
+    """Give a command the description of a fitted profile."""
     for option in (
-        click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without."),
-        click.option("--dtype", default="bfloat16", show_default=True),
-        click.option("--tensor-parallel", type=int, default=1, show_default=True),
-        click.option("--gpu", required=True, help="The GPU's name, as in H100."),
-        click.option("--model", required=True, help="The model's name."),
-        click.option("--name", required=True, help="What to call the profile."),
+        click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]"),
+        click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
+        click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Number of devices."),
+        click.option("--gpu", required=True, help="Name of the GPU, such as H100."),
+        click.option("--model", required=True, help="Name of the model."),
+        click.option("--name", required=True, help="Name of the profile."),
     ):
         command = option(command)
     return command
@@ -210,7 +284,7 @@ def _described(command: F) -> F:
 @click.argument("csv_file", metavar="CSV")
 @_described
 def steps(csv_file: str, output: str | None, **described: Any) -> None:
-    """Fit a profile from measured steps, a line each.
+    """Fit a profile to measured steps, one line each.
 
     Columns: num_decodes, decode_context (sum of their contexts, new token included), num_prefills, prefill_tokens,
     prefill_qq (sum of chunk²), prefill_qkv (sum of chunk x context before it), seconds; optionally num_sampled,
@@ -228,7 +302,7 @@ def steps(csv_file: str, output: str | None, **described: Any) -> None:
 @click.option("--model-config", required=True, metavar="JSON", help="The model's config.json.")
 @_described
 def kernels(folder: str, model_config: str, output: str | None, **described: Any) -> None:
-    """Fit a profile from a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's)."""
+    """Fit a profile to a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's)."""
     from predictor.fitting.kernel_tables import kernel_table_profile
     from predictor.fitting.roofline import model_shape
 
@@ -240,12 +314,12 @@ def kernels(folder: str, model_config: str, output: str | None, **described: Any
 
 @fit.command()
 @click.argument("model_config", metavar="CONFIG_JSON")
-@click.option("--gpu", required=True, help="The GPU's name, as in H100.")
-@click.option("--tensor-parallel", type=int, default=1, show_default=True)
-@click.option("--name", default=None, help="What to call the profile.")
-@click.option("--output", "-o", metavar="FILE", help="Where to write it; standard output without.")
+@click.option("--gpu", required=True, help="Name of the GPU, such as H100.")
+@click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Number of devices.")
+@click.option("--name", default=None, help="Name of the profile.")
+@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
 def roofline(model_config: str, gpu: str, tensor_parallel: int, name: str | None, output: str | None) -> None:
-    """Estimate a profile for a model nobody measured, from its config.json and the GPU's data sheet."""
+    """Estimate the profile of a model without measurements, from its config.json and the GPU's data sheet."""
     from predictor.fitting.roofline import roofline_profile
 
     config = _model_config(model_config)

@@ -1,4 +1,4 @@
-"""`block provision`: what the provisioner sees, would do, and has done."""
+"""`block provision`: queries a provisioner."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.instances import require_address
 from services.rpc.channels import open_blocking_channel
+from services.settings import PORTS
 
-ANSWER_S = 10.0
+TIMEOUT_S = 10.0
 
 address_option = click.option(
-    "--address", default="127.0.0.1:50054", envvar="BLOCK_PROVISIONER", show_default=True, help="host:port to ask."
+    "--address",
+    default=f"127.0.0.1:{PORTS['provisioner']}",
+    envvar="BLOCK_PROVISIONER",
+    show_default=True,
+    help="host:port of the provisioner.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group()
 def provision() -> None:
-    """Ask a provisioner: what there is, what it would do, what was done and why."""
+    """Query a provisioner: its instances, its plan, and its past actions with their reasons."""
 
 
 @provision.command()
 @address_option
 @json_option
 def status(address: str, *, as_json: bool) -> None:
-    """What there is, what is wanted, and what is under way."""
-    answer = _asked(lambda stub: stub.Status(pb.StatusRequest(), timeout=ANSWER_S), address)
+    """Show the instances, their desired number, and the actions in progress."""
+    answer = _queried(lambda stub: stub.Status(pb.StatusRequest(), timeout=TIMEOUT_S), address)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
-    print(f"leader {answer.leader_id or 'nobody'}, asked {answer.provisioner_id}")
+    print(f"leader {answer.leader_id or 'none'}, queried {answer.provisioner_id}")
     for pool in answer.pools:
         print(
-            f"{pool.pool}: {pool.rule}, {len(pool.instances)} there, {pool.num_desired} wanted "
+            f"{pool.pool}: {pool.rule}, {len(pool.instances)} instances, {pool.num_desired} desired "
             f"({pool.min_instances} to {pool.max_instances}), {pool.arrivals_per_s:.2f} requests/s, forecast P99 "
             f"{pool.forecast_p99_e2e_s:.1f} s, cold start {pool.cold_start_s:.1f} s"
         )
@@ -54,11 +59,11 @@ def status(address: str, *, as_json: bool) -> None:
 
 @provision.command()
 @address_option
-@click.option("--rule", default="", help="Another than the provisioner's own.")
+@click.option("--rule", default="", help="Rule to plan by.  [default: the provisioner's]")
 @json_option
 def plan(address: str, rule: str, *, as_json: bool) -> None:
-    """What would be done now, and why, without doing it."""
-    answer = _asked(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=ANSWER_S), address)
+    """Show what the provisioner would do now, and why, without doing it."""
+    answer = _queried(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=TIMEOUT_S), address)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
@@ -70,13 +75,15 @@ def plan(address: str, rule: str, *, as_json: bool) -> None:
 
 @provision.command()
 @address_option
-@click.option("--most", "-n", type=click.IntRange(min=0), default=0, help="Only the last so many.  [default: all]")
-@click.option("--follow", "-f", is_flag=True, help="Go on with what is done from now on.")
+@click.option(
+    "--last", "--most", "-n", "last", type=click.IntRange(min=0), default=0, help="Number of entries.  [default: all]"
+)
+@click.option("--follow", "-f", is_flag=True, help="Continue with new actions as they happen.")
 @json_option
-def history(address: str, most: int, *, follow: bool, as_json: bool) -> None:
-    """What was done, oldest first, each change of an action a line."""
-    request = pb.HistoryRequest(most=most, follow=follow)
-    entries = _streamed(address, request, None if follow else ANSWER_S)
+def history(address: str, last: int, *, follow: bool, as_json: bool) -> None:
+    """List past actions, oldest first, one line for each change of an action."""
+    request = pb.HistoryRequest(most=last, follow=follow)
+    entries = _streamed(address, request, None if follow else TIMEOUT_S)
     if as_json and not follow:
         print(json.dumps({"entries": [_plain(entry) for entry in entries]}))
         return
@@ -85,11 +92,11 @@ def history(address: str, most: int, *, follow: bool, as_json: bool) -> None:
         print(json.dumps(_plain(entry)) if as_json else f"{at} {_line(entry.action)}", flush=True)
 
 
-def _asked(ask: Any, address: str) -> Any:
+def _queried(call: Any, address: str) -> Any:
     require_address("address", address)
     with open_blocking_channel(address) as channel:
         try:
-            return ask(provisioner_pb2_grpc.ProvisionerStub(channel))
+            return call(provisioner_pb2_grpc.ProvisionerStub(channel))
         except grpc.RpcError as error:
             raise ValueError(f"{address}: {error.details()}") from None
 

@@ -1,4 +1,4 @@
-"""`block recommend`: which policy, and how many instances."""
+"""`block recommend`: recommends a policy and a number of instances."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
-from simulator.scenario import TRACE
+from services.settings import default_of
 from simulator.sizing import Recommendation, Target, recommend
+from simulator.traffic import TRACE
 
 ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
 
@@ -21,16 +22,47 @@ ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filte
 @click.argument("trace", required=False)
 @policy_option
 @scenario_options
-@click.option("--also-profile", "profiles", multiple=True, metavar="NAME", help="Compare engines of this profile too.")
-@click.option("--rate", type=float, default=None, help="Requests per second; without, a trace comes as recorded.")
-@click.option("--slo-ttft-s", type=float, default=None, help="Limit for TTFT.")
-@click.option("--slo-tpot-s", type=float, default=None, help="Limit for TPOT.")
-@click.option("--slo-e2e-s", type=float, default=None, help="Limit for e2e.")
-@click.option("--percentile", type=float, default=99.0, show_default=True, help="That is to stay below the limits.")
-@click.option("--most-instances", type=int, default=256, show_default=True)
-@click.option("--seeds", type=int, default=3, show_default=True, help="Samples of traffic in each of which it holds.")
-@click.option("--workers", type=int, default=None, help="Processes.  [default: one per core]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option(
+    "--also-profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME",
+    help="Compare engines of this profile as well. Repeatable.",
+)
+@click.option("--rate", type=float, default=None, help="Requests per second.  [default: as recorded in the trace]")
+@click.option(
+    "--slo-ttft-s",
+    type=float,
+    default=None,
+    help="Limit of TTFT, in seconds.  [default: 3 if there is no limit at all]",
+)
+@click.option("--slo-tpot-s", type=float, default=None, help="Limit of TPOT, in seconds.")
+@click.option("--slo-e2e-s", type=float, default=None, help="Limit of the end-to-end latency, in seconds.")
+@click.option(
+    "--percentile",
+    type=float,
+    default=default_of(Target, "percentile"),
+    show_default=True,
+    help="Percentile that must stay below the limits.",
+)
+@click.option(
+    "--max-instances",
+    "--most-instances",
+    "most_instances",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Maximum number of instances.",
+)
+@click.option(
+    "--seeds",
+    type=int,
+    default=3,
+    show_default=True,
+    help="Number of samples of traffic, in each of which the SLO must hold.",
+)
+@click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def recommend_command(
     *,
     trace: str | None,
@@ -47,7 +79,7 @@ def recommend_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Rank policies, their parameters tuned, by the smallest cluster with which the SLO holds, with the evidence."""
+    """Rank policies, with tuned parameters, by the smallest cluster with which the SLO holds."""
     chosen = policies_in(policies or (ALL,))
     for name, value in (("seeds", seeds), ("most_instances", most_instances)):
         if value < 1:
@@ -61,7 +93,7 @@ def recommend_command(
     base = scenario_of(trace, flags)
     if base.traffic.trace and rate is None and flags["arrivals"] is None and not base.traffic.schedule:
         base = replace(base, traffic=replace(base.traffic, arrivals=TRACE))
-    base.workload(rate, 0)  # a bad trace is refused here, not in a process far away
+    base.workload(rate, 0)  # a bad trace is refused here, before any process starts
     kinds = {base.instances[0].profile: base}
     for profile in profiles:
         kinds[profile] = base.changed(instances={"profile": profile})
@@ -69,8 +101,8 @@ def recommend_command(
     with runner_for(workers, None) as runner:
         for profile, scenario in kinds.items():
             answers = recommend(
-                scenario, chosen, target, rate=rate, seeds=seeds, most=most_instances, runner=runner,
-                told=partial(_told, profile),
+                scenario, chosen, target, rate=rate, seeds=seeds, max_instances=most_instances, runner=runner,
+                on_progress=partial(_show, profile),
             )  # fmt: skip
             found += [(profile, answer) for answer in answers]
     if sys.stderr.isatty():
@@ -82,7 +114,7 @@ def recommend_command(
     _print_table(found, target, several=len(kinds) > 1)
 
 
-def _told(profile: str, what: str) -> None:
+def _show(profile: str, what: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{profile}: {what}\x1b[K", end="", file=sys.stderr)
 

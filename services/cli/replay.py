@@ -1,4 +1,4 @@
-"""`block replay`: one engine over a list of requests."""
+"""`block replay`: replays requests on one simulated engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from predictor.config import EngineConfig
 from predictor.engine import Outcome
 from predictor.request import Request
 from predictor.step_time import StepTime
-from services.cli.engine_options import engine_config, engine_options, profile_named
+from services.cli.engine_options import ENGINE, engine_of
+from services.cli.settings_options import SettingValues, settings_options
 from simulator.codec import plain, requests_from_file
 from simulator.replay import replay as replay_requests
 from simulator.replay import replay_steps
@@ -29,7 +30,7 @@ OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
 
 @click.command()
 @click.argument("requests_file", metavar="REQUESTS")
-@engine_options
+@settings_options(ENGINE)
 @click.option(
     "--steps",
     "steps_file",
@@ -37,25 +38,16 @@ OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
     is_flag=False,
     flag_value="-",
     default=None,
-    help="One JSON line per step, to a file or, alone, to standard output instead of the table.",
+    help="Write one JSON line per step to FILE; without FILE to standard output, in place of the table.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def replay(
-    requests_file: str,
-    profile_name: str,
-    engine_file: str | None,
-    steps_file: str | None,
-    *,
-    as_json: bool,
-    **flags: Any,
-) -> None:
-    """Serve REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and tell when each got its tokens.
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def replay(given: SettingValues, requests_file: str, steps_file: str | None, *, as_json: bool) -> None:
+    """Replay REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and report their latencies.
 
-    A request has prompt_tokens (a count, or the token ids), output_tokens, and may have arrival_s, max_tokens,
+    A request has prompt_tokens (a count, or the token ids) and output_tokens, and may have arrival_s, max_tokens,
     priority, prefix_hashes and request_id.
     """
-    profile = profile_named(profile_name)
-    config = engine_config(profile, engine_file, flags)
+    profile, config = engine_of(given)
     requests = requests_from_file(requests_file, block_size=config.block_size)
     if steps_file is not None:
         if as_json and steps_file == "-":
@@ -89,12 +81,12 @@ def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[Reque
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """Give what a request experienced as JSON has it; times that never came are null."""
+    """Convert the outcome of a request to JSON; a time that was never reached is null."""
     return {name: getattr(outcome, name) for name in OUTCOME_FIELDS}
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Sum a replay up."""
+    """Summarise a replay."""
     ended = [o.finished_s for o in outcomes if o.finished_s is not None]
     result: dict[str, Any] = {
         "num_requests": len(outcomes),

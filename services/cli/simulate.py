@@ -1,4 +1,4 @@
-"""`block simulate`: a cluster on a virtual clock, by one policy after the other."""
+"""`block simulate`: simulates a cluster on a virtual clock, by one policy after the other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import click
 
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.result_files import write_rows
 from simulator.assembly import simulate as simulate_once
-from simulator.metrics import SloTarget, summary, write_rows
+from simulator.metrics import SloTarget, summary
 from simulator.result import RunResult
-from simulator.scenario import TRACE, Scenario
+from simulator.scenario import Scenario
+from simulator.traffic import TRACE
 from simulator.workload import Workload
 
 COLUMNS = (
@@ -32,13 +34,18 @@ COLUMNS = (
 @click.argument("trace", required=False)
 @policy_option
 @scenario_options
-@click.option("--rate", type=float, default=None, help="Requests per second; without, a trace comes as recorded.")
-@click.option("--replay", "decisions", metavar="FILE", help="Take the requests of a scheduler's recorded decisions.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--slo-ttft-s", type=float, default=None, help="Report how many requests are in time.")
-@click.option("--slo-tpot-s", type=float, default=None)
-@click.option("--csv", "rows_file", metavar="FILE", help="One row a request, .csv or .parquet; {policy} is replaced.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--rate", type=float, default=None, help="Requests per second.  [default: as recorded in the trace]")
+@click.option("--replay", "decisions", metavar="FILE", help="Replay the requests of a scheduler's recorded decisions.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the traffic and of policies.")
+@click.option("--slo-ttft-s", type=float, default=None, help="TTFT target: report the share of requests that meet it.")
+@click.option("--slo-tpot-s", type=float, default=None, help="TPOT target.")
+@click.option(
+    "--csv",
+    "rows_file",
+    metavar="FILE",
+    help="Write one row for each request, to .csv or .parquet; {policy} is replaced.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
     *,
     trace: str | None,
@@ -52,9 +59,10 @@ def simulate(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Serve TRACE, or synthetic requests, on a simulated cluster by each policy, and compare what they experience.
+    """Serve TRACE, or synthetic requests, on a simulated cluster by each policy, and compare the latencies.
 
-    TRACE is JSON lines or CSV: our own format or a public one (Azure, Mooncake, BurstGPT, ShareGPT lengths).
+    TRACE is JSON lines or CSV, in the format of `block replay` or a public one: Azure, Mooncake, BurstGPT, ShareGPT
+    lengths.
     """
     chosen = policies_in(policies)
     scenario = scenario_of(trace, flags)
@@ -66,7 +74,7 @@ def simulate(
     summaries = []
     with bar(len(chosen) * len(work), "requests") as at:
         for place, policy in enumerate(chosen):
-            result = _run(scenario, work, policy, seed, partial(_told, at, place * len(work)))
+            result = _run(scenario, work, policy, seed, partial(_advance, at, place * len(work)))
             if rows_file:
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
             summaries.append(summary(result, slo if slo != SloTarget() else None))
@@ -80,7 +88,7 @@ def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: A
     return simulate_once(scenario.units(), work, policy, scenario.conditions, seed=seed, progress=progress)
 
 
-def _told(at: Callable[[int], None], before: int, done: int) -> None:
+def _advance(at: Callable[[int], None], before: int, done: int) -> None:
     at(before + done)
 
 
@@ -91,7 +99,7 @@ def _work(
         from services.cli.simulate_replay import recorded
 
         if scenario.traffic.trace:
-            raise ValueError("--replay: names the requests, and so does TRACE: leave one out")
+            raise ValueError("--replay: cannot be combined with TRACE")
         return recorded(decisions, scenario, rate)
     traffic = scenario.traffic
     if traffic.trace and rate is None and given_arrivals is None and not traffic.schedule:
@@ -107,11 +115,11 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
         row = "".join(f"{'never' if value is None else f'{value:.3f}':>11}" for value in cells)
         print(f"{one['policy']:{width}}{row}{one['requests_per_s']:9.2f}{one['num_preemptions']:11}")
     for one in summaries:
-        told = [f"{one[name]} {name.removeprefix('num_')}" for name in ("num_refused", "num_lost", "num_unfinished")
+        notes = [f"{one[name]} {name.removeprefix('num_')}" for name in ("num_refused", "num_lost", "num_unfinished")
                 if one[name]]  # fmt: skip
         if "slo_attainment" in one:
-            told.append(f"{one['slo_attainment']:.1%} in time")
+            notes.append(f"{one['slo_attainment']:.1%} within the SLO")
         if one["hit_ratio"]:
-            told.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
-        if told:
-            print(f"{one['policy']}: {', '.join(told)}")
+            notes.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
+        if notes:
+            print(f"{one['policy']}: {', '.join(notes)}")

@@ -1,4 +1,4 @@
-"""A simulated cluster and its traffic on the command line: a TOML file, and flags that win over it."""
+"""A simulated cluster and its traffic on the command line: a TOML file, and flags that take precedence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
-from predictor.config import FIELD_NAMES
-from services.cli.engine_options import engine_options
+from predictor.config import EngineConfig
+from services.cli.engine_options import ENGINE, EngineModelSettings
+from services.cli.settings_options import SettingValues, settings_options
 from services.parallel import processes, ray_cluster
 from simulator.codec import read_text, settings_from_toml
 from simulator.parallel import Runner
@@ -23,86 +24,101 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_POLICIES = "block,llumnix,jsq"
 SHOW_BAR_S = 2.0
 
+DEFAULT_INSTANCES = 12
+LENGTH_FORMS = "128, uniform:16:512, lognormal:MEDIAN:SPREAD or exponential:MEAN"
+
+# Without a flag the scenario's own value counts, so these flags have no defaults.
 TRAFFIC = {
-    "most_tokens": (int, "Leave requests out whose prompt and answer have more tokens."),
-    "arrivals": (click.Choice(["trace", "poisson", "gamma", "uniform"]), "How requests come."),
-    "cv": (float, "Coefficient of variation of gamma's gaps."),
-    "prompt_tokens": (str, "Without a trace: 128, uniform:16:512, lognormal:MEDIAN:SPREAD or exponential:MEAN."),
-    "output_tokens": (str, "Likewise."),
-    "num_requests": (int, "How many requests."),
-    "grid_s": (float, "Spread a trace's times over the cells of the grid that they were recorded on."),
+    "most_tokens": (int, "Leave out requests with more tokens, prompt and response together."),
+    "arrivals": (click.Choice(["trace", "poisson", "gamma", "uniform"]), "Arrival process."),
+    "cv": (float, "Coefficient of variation of the gaps of gamma arrivals."),
+    "prompt_tokens": (str, f"Prompt lengths without a trace: {LENGTH_FORMS}."),
+    "output_tokens": (str, f"Response lengths without a trace: {LENGTH_FORMS}."),
+    "num_requests": (int, "Number of requests."),
+    "grid_s": (float, "Grid in seconds on which the times of a trace were recorded: they are spread over its cells."),
 }
 CONDITIONS = {
-    "num_schedulers": (int, "Schedulers that decide at once, each with its own view."),
-    "decision_s": (float, "From a scheduler's look at the instances to its promise."),
-    "network_s": (float, "From there to the engine."),
-    "indicator_period_s": (float, "How often instances tell of themselves; 0: indicators are always true."),
-    "indicator_delay_s": (float, "How old what they tell is when it is heard."),
+    "num_schedulers": (int, "Number of schedulers that decide at the same time, each with its own view."),
+    "decision_s": (float, "Time from reading the instances' state to the reservation, in seconds."),
+    "network_s": (float, "Time from the reservation until the request is at the engine, in seconds."),
+    "indicator_period_s": (float, "Interval between indicator updates of an instance, in seconds; 0: always current."),
+    "indicator_delay_s": (float, "Age of an indicator update when it arrives, in seconds."),
     "step_noise": (float, "Standard deviation of the logarithm of step times."),
-    "residual": (str, "What is left of an answer: conditional_median, conditional_quartile or plus_ten."),
-    "prefix_view": (click.Choice(["engine", "sent"]), "Hits are known from engines' caches, or from what was sent."),
+    "residual": (str, "How the rest of a response is predicted: conditional_median, conditional_quartile or plus_ten."),
+    "prefix_view": (
+        click.Choice(["engine", "sent"]),
+        "Prefix hits are predicted from engines' caches, or from requests.",
+    ),
 }
 
 
 def scenario_options(command: F) -> F:
-    """Give a command a cluster, its engines, its traffic and its conditions."""
+    """Give a command the flags of a cluster, its engines, its traffic and its conditions."""
     for table in (CONDITIONS, TRAFFIC):
-        for name, (kind, told) in reversed(table.items()):
-            command = click.option(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=told)(command)
+        for name, (kind, meaning) in reversed(table.items()):
+            command = click.option(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=meaning)(command)
     command = click.option(
-        "--reservations/--no-reservations", default=None, help="Whether promises count before the engine shows them."
+        "--reservations/--no-reservations", default=None, help="Count requests that the engine does not show yet."
     )(command)
     command = click.option(
         "--tags",
         default=None,
         metavar="KIND",
-        help="What is known of lengths: exact, noisy:SIGMA, constant:TOKENS, typical, or fitted:FILE of errors.",
+        help="Predicted response lengths: exact, noisy:SIGMA, constant:TOKENS, typical, or fitted:FILE with errors.",
     )(command)
     command = click.option(
-        "--scenario", "-s", "scenario_file", metavar="TOML", help="Instances, traffic, tags, conditions and slo."
+        "--scenario", "-s", "scenario_file", metavar="TOML", help="File with instances, traffic, tags, conditions, slo."
     )(command)
-    command = click.option("--instances", "-n", type=int, default=None, help="How many.  [default: 12]")(command)
-    return engine_options(command)
+    command = click.option(
+        "--instances",
+        "-n",
+        type=int,
+        default=None,
+        help=f"Number of instances.  [default: the scenario's, otherwise {DEFAULT_INSTANCES}]",
+    )(command)
+    return cast("F", settings_options(ENGINE)(command))
 
 
 def policy_option(command: F) -> F:
-    """Give a command policies to compare."""
+    """Give a command the policies that it compares."""
     return click.option(
         "--policy",
         "policies",
         multiple=True,
         metavar="A,B,C",
-        help=f"Policies; one with parameters by itself.  [default: {DEFAULT_POLICIES}]",
+        help=f"Policies, with commas between; a policy with parameters needs its own flag.  "
+        f"[default: {DEFAULT_POLICIES}]",
     )(command)
 
 
 def policies_in(given: tuple[str, ...]) -> list[str]:
-    """Read policies: several between commas, or one with its parameters."""
+    """Read policies: several with commas between, or one with its parameters."""
     texts = given or (DEFAULT_POLICIES,)
     found = [one.strip() for text in texts for one in ([text] if ":" in text else text.split(","))]
     return list(dict.fromkeys(one for one in found if one))
 
 
 def scenario_of(trace: str | None, flags: Mapping[str, Any]) -> Scenario:
-    """Put file and flags together."""
+    """Combine the scenario file with the flags, which take precedence."""
+    given: SettingValues = flags["given"]
+    model = given.make(EngineModelSettings)
     table = _table(flags["scenario_file"]) if flags["scenario_file"] else {}
     kinds = table.get("instances", {})
     kinds = [kinds] if isinstance(kinds, Mapping) else list(kinds)
-    engine = settings_from_toml(flags["engine_file"]) if flags.get("engine_file") else {}
-    engine |= {name: flags[name] for name in FIELD_NAMES if flags.get(name) is not None}
-    given = _profile_given()
+    engine = settings_from_toml(model.engine_file) if model.engine_file else {}
+    engine |= given.given(EngineConfig)
     for kind in kinds:
         kind["engine"] = {**kind.get("engine", {}), **engine}
-        if given or "profile" not in kind:
-            kind["profile"] = flags["profile_name"]
+        if given.was_set("profile") or "profile" not in kind:
+            kind["profile"] = model.profile
     if flags["instances"] is not None or (len(kinds) == 1 and "count" not in kinds[0]):
         if len(kinds) > 1:
             raise ValueError("--instances: the scenario has several kinds of them, each with its count")
-        kinds[0]["count"] = 12 if flags["instances"] is None else flags["instances"]
-    traffic = {**table.get("traffic", {}), **_given(flags, TRAFFIC)}
+        kinds[0]["count"] = DEFAULT_INSTANCES if flags["instances"] is None else flags["instances"]
+    traffic = {**table.get("traffic", {}), **_set_in(flags, TRAFFIC)}
     if trace is not None:
         traffic["trace"] = trace
-    conditions = {**table.get("conditions", {}), **_given(flags, CONDITIONS)}
+    conditions = {**table.get("conditions", {}), **_set_in(flags, CONDITIONS)}
     if flags["reservations"] is not None:
         conditions["reservations"] = flags["reservations"]
     tags = tags_in(flags["tags"]) if flags["tags"] else table.get("tags", {})
@@ -112,7 +128,7 @@ def scenario_of(trace: str | None, flags: Mapping[str, Any]) -> Scenario:
 
 
 def tags_in(text: str) -> dict[str, Any]:
-    """Read a kind of tags with its number."""
+    """Read a kind of tags with its parameter."""
     kind, colon, value = text.partition(":")
     table: dict[str, Any] = {"kind": kind}
     key = {"noisy": "sigma", "constant": "tokens", "fitted": "file"}.get(kind)
@@ -126,13 +142,7 @@ def tags_in(text: str) -> dict[str, Any]:
     return table
 
 
-def _profile_given() -> bool:
-    context = click.get_current_context(silent=True)
-    source = None if context is None else context.get_parameter_source("profile_name")
-    return source is not None and source.name != "DEFAULT"
-
-
-def _given(flags: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+def _set_in(flags: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
@@ -144,13 +154,13 @@ def _table(path: str) -> dict[str, Any]:
 
 
 def runner_for(workers: int | None, ray: str | None) -> AbstractContextManager[Runner]:
-    """Have processes, or a Ray cluster."""
+    """Run trials in processes of this machine, or on a Ray cluster."""
     return processes(workers) if ray is None else ray_cluster(ray)
 
 
 @contextmanager
 def bar(length: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Show how much is done, on a terminal, once it has taken a while; told how much that is."""
+    """Show a progress bar on a terminal, once the run has taken a while; call it with the amount done."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Requests that a live scheduler decided about, for `block simulate --replay`."""
+"""The requests of a live scheduler's recording, for `block simulate --replay`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.workload import Workload, lengths_of, scaled_up, workload
 
 
 def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
-    """Read requests in the order in which they came, with the tags that the scheduler had, at their pace or another."""
+    """Read requests by arrival time, with the tags that the scheduler used; `rate` rescales the arrival times."""
     block_size = scenario.units()[0].config.block_size
     if is_recording(path):
         requests = requests_in(path, block_size=block_size)
@@ -28,7 +28,7 @@ def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
 
 
 def workload_of(path: str, requests: Sequence[Request], block_size: int, rate: float | None) -> Workload:
-    """Put requests into arrays; one whose true length nobody has seen is as long as its tag says."""
+    """Put requests into arrays; the length of a request that was not recorded is the median of its tag."""
     known = []
     for place, request in enumerate(requests):
         tag = request.tag if isinstance(request.tag, Tag) else None

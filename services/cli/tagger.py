@@ -1,4 +1,4 @@
-"""`block tagger`: train estimators of answers' lengths, judge them, and ask them."""
+"""`block tagger`: trains, evaluates and queries estimators of response lengths."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 CASTILLO = "castillo"
 DATA_HELP = (
     "DATA is JSON lines, CSV (either may end in .gz) or Parquet with prompt, output_tokens (one or several), and "
-    "optionally model and kind; without it, the CASTILLO data in BLOCK_DATA."
+    "optionally model and kind. Without it, the CASTILLO data in BLOCK_DATA is used."
 )
 
 
 @click.group()
 def tagger() -> None:
-    """Estimators of how long answers will be."""
+    """Train, evaluate and query estimators of response lengths."""
 
 
 @tagger.group()
 def train() -> None:
-    """Train an estimator on prompts and the lengths of their answers."""
+    """Train an estimator on prompts and the lengths of their responses."""
 
 
 @train.command(epilog=DATA_HELP)
 @click.argument("data", required=False, default=CASTILLO)
-@click.option("--output", "-o", metavar="FILE", required=True, help="Where to write the model (.npz).")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
-@click.option("--epochs", type=click.IntRange(1, 10_000), default=None, help="Passes over the data.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--output", "-o", metavar="FILE", required=True, help="File of the model (.npz).")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Seed of the training.")
+@click.option("--epochs", type=click.IntRange(1, 10_000), default=None, help="Number of passes over the data.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bool) -> None:
-    """Train `linear` on DATA: a tenth of the prompts calibrates it, a fifth is held out."""
+    """Train `linear` on DATA: a tenth of the prompts is for calibration, a fifth is held out."""
     from dataclasses import replace
 
     from length_tagger.linear import save
+    from length_tagger.linear_network import Recipe
     from length_tagger.linear_training import fit
-    from length_tagger.network import Recipe
 
     require_writable(output)
     samples = samples_from(data)
@@ -63,29 +63,38 @@ def linear(data: str, output: str, seed: int, epochs: int | None, *, as_json: bo
 
 @train.command(epilog=DATA_HELP)
 @click.argument("data", required=False, default=CASTILLO)
-@click.option("--output", "-o", metavar="FOLDER", required=True, help="Where to write the checkpoint.")
-@click.option("--checkpoint", default="", help="Start from this encoder: a name on Hugging Face, or a folder.")
-@click.option("--resume", is_flag=True, help="Go on where training into FOLDER stopped.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
-@click.option("--size", type=int, default=None, help="Width of a small encoder of one's own.")
-@click.option("--layers", type=int, default=None, help="Its layers.")
-@click.option("--heads", type=int, default=None, help="Its attention heads.")
-@click.option("--num-words", type=int, default=None, help="Pieces of words that its tokenizer learns.")
-@click.option("--most-tokens", type=int, default=None, help="Of a longer prompt head and tail are read.")
-@click.option("--epochs", type=int, default=None, help="Most passes over the data.")
-@click.option("--patience", type=int, default=None, help="Passes without a better one until it ends.")
-@click.option("--batch", type=int, default=None)
-@click.option("--rate", type=float, default=None, help="Learning rate; with a checkpoint 3e-5 is usual.")
-@click.option("--beside-linear", type=float, default=None, help="Share of the package's `linear` in its estimates.")
-@click.option("--hide", type=float, default=None, help="Share of tokens that are masked while learning.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--output", "-o", metavar="FOLDER", required=True, help="Folder of the checkpoint.")
+@click.option("--checkpoint", default="", help="Encoder to start from: a name on Hugging Face, or a folder.")
+@click.option("--resume", is_flag=True, help="Continue the training that was interrupted in FOLDER.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Seed of the training.")
+@click.option("--size", type=int, default=None, help="Width of a new, small encoder.")
+@click.option("--layers", type=int, default=None, help="Number of its layers.")
+@click.option("--heads", type=int, default=None, help="Number of its attention heads.")
+@click.option("--num-words", type=int, default=None, help="Size of its vocabulary.")
+@click.option(
+    "--max-tokens",
+    "--most-tokens",
+    "most_tokens",
+    type=int,
+    default=None,
+    help="Maximum number of tokens that are read; of a longer prompt, its head and its tail.",
+)
+@click.option("--epochs", type=int, default=None, help="Maximum number of passes over the data.")
+@click.option(
+    "--patience", type=int, default=None, help="Number of passes without improvement after which training ends."
+)
+@click.option("--batch", type=int, default=None, help="Batch size.")
+@click.option("--rate", type=float, default=None, help="Learning rate; 3e-5 is usual with a checkpoint.")
+@click.option("--beside-linear", type=float, default=None, help="Weight of the package's `linear` in the estimates.")
+@click.option("--hide", type=float, default=None, help="Share of the tokens that are masked during training.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def roberta(
     data: str, output: str, checkpoint: str, seed: int, *, resume: bool, as_json: bool, **given: float | None
 ) -> None:
     """Fine-tune an encoder of the RoBERTa family on DATA, or train a small one; needs the extra `tagger`.
 
-    A tenth of the prompts says when to stop and calibrates it, a fifth is held out. After each pass everything that
-    going on needs is written down. A GPU is used where there is one.
+    A tenth of the prompts is for early stopping and calibration, a fifth is held out. After each pass a checkpoint is
+    written from which training can continue. A GPU is used if there is one.
     """
     try:
         from length_tagger.roberta_training import EncoderRecipe, fit
@@ -112,26 +121,33 @@ def roberta(
 
 @tagger.command(epilog=DATA_HELP)
 @click.argument("data", required=False, default=CASTILLO)
-@click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
-@click.option("--encoder", metavar="FOLDER", default=None, help="For `roberta`, instead of the package's own.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=None, help="Of the split; the model's own by default.")
-@click.option("--errors", metavar="FOLDER", default="", help="Write tags beside true lengths there, for simulations.")
-@click.option("--part", type=click.Choice(["held-out", "all"]), default="held-out", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--linear-model", metavar="FILE", default=None, help="Model file of `linear`.  [default: the package's]")
+@click.option("--encoder", metavar="FOLDER", default=None, help="Checkpoint of `roberta`.  [default: the package's]")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=None, help="Seed of the split.  [default: the model's]")
+@click.option("--errors", metavar="FOLDER", default="", help="Folder for predicted and true lengths, for simulations.")
+@click.option(
+    "--part",
+    type=click.Choice(["held-out", "all"]),
+    default="held-out",
+    show_default=True,
+    help="Prompts to evaluate on.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     data: str, linear_model: str | None, encoder: str | None, seed: int | None, *, part: str, errors: str, as_json: bool
 ) -> None:
-    """Judge the estimators on DATA's held-out prompts, or on outcomes that a tagger has recorded.
+    """Evaluate the estimators on DATA's held-out prompts, or on outcomes that a tagger has recorded.
 
-    Beside them stand `median`, one length for all, and `ceiling`, the mean of the other answers of the same model to
-    the same prompt. `roberta` is judged where torch is installed. `cached` has been told one answer to each prompt,
-    `history` those to the prompts not held out.
+    Two references are reported as well: `median`, one length for all, and `ceiling`, the mean of the other responses of
+    the same model to the same prompt. `roberta` is evaluated if torch is installed. `cached` knows one response to each
+    prompt, `history` the responses to prompts that are not held out.
     """
-    from services.tagger_server.evaluation import evaluated, evaluated_outcomes, outcomes_from
+    from length_tagger.evaluation import outcome_rows
+    from services.tagger_server.evaluation import evaluated, outcomes_from
 
     recorded = outcomes_from(data) if data != CASTILLO else None
     if recorded is not None:
-        results = evaluated_outcomes(recorded)
+        results = outcome_rows(recorded)
     else:
         results = evaluated(
             samples_from(data), linear_model=linear_model, encoder=encoder, seed=seed, held_out=part == "held-out",
@@ -145,32 +161,34 @@ def evaluate(
 
 @tagger.command()
 @click.argument("prompts", default="-")
-@click.option("--model", default="", help="The served model's name.")
-@click.option("--linear-model", metavar="FILE", default=None, help="Instead of the one that comes with the package.")
+@click.option("--model", default="", help="Name of the served model.")
+@click.option("--linear-model", metavar="FILE", default=None, help="Model file of `linear`.  [default: the package's]")
 @click.option(
     "--encoder",
     metavar="FOLDER",
     default=None,
-    help="Ask `roberta` of this checkpoint instead; small is the package's own.",
+    help="Checkpoint of `roberta` to use in place of `linear`; small is the package's.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def predict(prompts: str, model: str, linear_model: str | None, encoder: str | None, *, as_json: bool) -> None:
-    """Say how long answers will be: to the text in PROMPTS (a file, or - for standard input), or to JSON lines.
+    """Predict the length of the response to the text in PROMPTS (a file, or - for standard input).
 
-    In a file that ends in .jsonl each line has a prompt, and may have a model.
+    Each line of a file that ends in .jsonl is a prompt of its own, in JSON: prompt, and optionally model.
     """
     from length_tagger.estimate import Query
     from length_tagger.scores import P90
     from services.tagger_server.evaluation import batched_from
 
-    asked = _queries(prompts, model) if prompts.endswith(".jsonl") else [Query(prompt=read_text(prompts), model=model)]
-    if not all(query.prompt for query in asked):
+    queries = (
+        _queries(prompts, model) if prompts.endswith(".jsonl") else [Query(prompt=read_text(prompts), model=model)]
+    )
+    if not all(query.prompt for query in queries):
         raise ValueError(f"{prompts}: prompt: is empty")
-    answers = []
-    for estimate in batched_from(linear_model, encoder).estimate_many(asked):
+    predictions = []
+    for estimate in batched_from(linear_model, encoder).estimate_many(queries):
         if estimate is None:
             raise AssertionError("a prompt that is not empty has an estimate")
-        answers.append(
+        predictions.append(
             {
                 "median_tokens": estimate.median_tokens,
                 "p90_tokens": estimate.median_tokens * math.exp(P90 * estimate.spread),
@@ -180,12 +198,12 @@ def predict(prompts: str, model: str, linear_model: str | None, encoder: str | N
             }
         )
     if as_json:
-        print(json.dumps({"predictions": answers}))
+        print(json.dumps({"predictions": predictions}))
         return
-    for answer in answers:
+    for one in predictions:
         print(
-            f"{answer['median_tokens']:.0f} tokens, nine of ten times at most {answer['p90_tokens']:.0f}"
-            f" ({answer['estimator']}, confidence {answer['confidence']:.2f})"
+            f"{one['median_tokens']:.0f} tokens, P90 {one['p90_tokens']:.0f}"
+            f" ({one['estimator']}, confidence {one['confidence']:.2f})"
         )
 
 
@@ -209,14 +227,14 @@ def _queries(path: str, model: str) -> list[Any]:
 
 
 def samples_from(data: str) -> list[Sample]:
-    """Read what there is to learn from."""
+    """Read the training data."""
     from length_tagger.samples import read_castillo, read_samples
 
     return read_castillo(data_folder() / "text") if data == CASTILLO else read_samples(data)
 
 
 def card_of(samples: list[Sample], data: str, seed: int, command: str) -> dict[str, Any]:
-    """Say what a model is trained on."""
+    """Describe the training of a model."""
     return {
         "data": data,
         "num_prompts": len({sample.prompt for sample in samples}),
@@ -227,14 +245,14 @@ def card_of(samples: list[Sample], data: str, seed: int, command: str) -> dict[s
 
 
 def require_writable(output: str) -> None:
-    """Refuse a place where nothing can be written before work is put into what should go there."""
+    """Refuse an output that cannot be written, before the work."""
     if not Path(output).parent.is_dir():
         raise ValueError(f"output: {Path(output).parent} is no directory")
 
 
 @contextmanager
 def training_bar() -> Iterator[Callable[[int, int, float], None]]:
-    """Show how far training is and the current error, on a terminal."""
+    """Show the progress and the current error of training on a terminal."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -254,7 +272,7 @@ def training_bar() -> Iterator[Callable[[int, int, float], None]]:
 
 
 def bar_over(items: list[Any], label: str) -> Iterator[Any]:
-    """Go through items, with a bar on a terminal."""
+    """Iterate over items with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -263,8 +281,8 @@ def bar_over(items: list[Any], label: str) -> Iterator[Any]:
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:
-    measures = ("mae", "mae_over_mean", "acc50", "acc100", "spearman", "pinball", "coverage_p90")
+    metrics = ("mae", "mae_over_mean", "acc50", "acc100", "spearman", "pinball", "coverage_p90")
     values = {result["name"]: result["value"] for result in results}
-    print(f"{'':24}" + "".join(f"{measure:>15}" for measure in measures))
-    for who in dict.fromkeys(name.rpartition(".")[0] for name in values):
-        print(f"{who:24}" + "".join(f"{values[f'{who}.{measure}']:>15.3f}" for measure in measures))
+    print(f"{'':24}" + "".join(f"{metric:>15}" for metric in metrics))
+    for estimator in dict.fromkeys(name.rpartition(".")[0] for name in values):
+        print(f"{estimator:24}" + "".join(f"{values[f'{estimator}.{metric}']:>15.3f}" for metric in metrics))

@@ -5,104 +5,99 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from predictor.profile import load_profile, profile_names
 from services.cli.engine_options import profile_named
-from services.logs import LEVELS, configure
+from services.cli.settings_options import SettingValues, settings_options
+from services.cluster.settings import (
+    ClusterSettings,
+    VllmSettings,
+    profile_in_file,
+    settings_from_file,
+    vllm_from_file,
+)
+from services.logs import configure
+from services.settings import CommandSettings, SettingsPart
 
-if TYPE_CHECKING:
-    from services.cluster.settings import VllmSettings
+SETTINGS = CommandSettings(
+    "cluster",
+    SettingsPart(ClusterSettings, deferred=True),
+    SettingsPart(VllmSettings, deferred=True, table="vllm"),
+    file="command",
+    environment=("BLOCK_CLUSTER",),
+)
 
 
 @click.command()
-@click.option("--config", "-c", metavar="TOML", default=None, help="Tables [cluster], [engine], [predictor], … .")
-@click.option("--instances", "-n", type=int, default=None, help="Engines, each with a sidecar. [default: 4]")
-@click.option("--provision", metavar="MIN-MAX", default=None, help="So many instances as a provisioner finds needed.")
-@click.option("--schedulers", type=int, default=None, help="Schedulers for each policy. [default: 1]")
-@click.option("--policy", multiple=True, help="One or more; each has a gateway of its own. [default: block]")
-@click.option("--port", type=int, default=None, help="Of the first gateway. [default: 8000]")
-@click.option("--profile", "-p", default=None, help="Latency profile of the engines, by name or JSON file.")
+@click.option("--config", "-c", metavar="TOML", default=None, help="Settings file: [cluster], [vllm], [engine], … .")
+@settings_options(SETTINGS)
+@click.option("--profile", "-p", metavar="NAME|FILE", default=None, help="Latency profile of the engines.")
 @click.option("--speed", type=float, default=None, help="Engine seconds per second, of emulated engines.")
-@click.option("--vllm", metavar="MODEL", default=None, help="Serve this model by vLLM instead of emulating engines.")
-@click.option("--vllm-command", metavar="PATH", default=None, help="The executable. [default: vllm]")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
 @click.argument("arguments", nargs=-1, metavar="[-- VLLM_ARGUMENTS]")
 def up(
+    given: SettingValues,
     config: str | None,
-    *,
     profile: str | None,
     speed: float | None,
-    vllm: str | None,
-    vllm_command: str | None,
-    log_level: str,
     arguments: tuple[str, ...],
-    **flags: Any,
 ) -> None:
-    """Run engines, sidecars, a tagger, schedulers and gateways until Ctrl-C; what dies is started again.
+    """Run engines, sidecars, a tagger, schedulers and gateways until Ctrl-C; a process that exits is restarted.
 
-    Engines are emulated, or with --vllm real: each on accelerators of its own, or on cores of its own where there are
-    none, with our plug-in, which is to be installed beside vLLM. What comes after -- are vllm serve's own arguments.
+    Engines are emulated, or run vLLM with --vllm: each on its own accelerators, or on its own CPU cores where there are
+    none. vLLM needs the plug-in deploy/vllm_plugin in its environment. Words after -- are arguments of `vllm serve`.
     """
-    from services.cluster.settings import ClusterSettings, profile_in_file, settings_from_file
-
-    configure(log_level, "text")
-    given = settings_from_file(config) if config else {}
-    flags["policies"] = flags.pop("policy") or None
-    given.update({name: value for name, value in flags.items() if value is not None})
-    real = vllm_settings(config, vllm, vllm_command, arguments)
-    if real is None:
-        given["engine_flags"] = engine_flags(profile, speed)
+    flags = given.given(ClusterSettings)
+    table = settings_from_file(config) if config else {}
+    table.update(flags)
+    vllm = vllm_settings(config, given.given(VllmSettings), arguments)
+    if vllm is None:
+        table["engine_flags"] = engine_flags(profile, speed)
     else:
         if speed is not None:
             raise ValueError("speed: is of emulated engines only")
         if profile is not None:
             profile_named(profile)
         elif config is None or not profile_in_file(config):
-            profile = profile_for(real.model)
-        given["sidecar_flags"] = () if profile is None else ("--profile", profile)
-    settings = ClusterSettings(**given, vllm=real, tables_file=config, log_level=log_level)
-    asyncio.run(run_until_told(settings))
+            profile = profile_for(vllm.model)
+        table["sidecar_flags"] = () if profile is None else ("--profile", profile)
+    settings = ClusterSettings(**table, vllm=vllm, tables_file=config)
+    configure(settings.log_level, "text")
+    asyncio.run(run_until_stopped(settings))
 
 
-def vllm_settings(
-    config: str | None, model: str | None, command: str | None, arguments: tuple[str, ...]
-) -> VllmSettings | None:
-    """Say what vLLM is to serve, by flags and by the file's table [vllm]; None where engines are emulated."""
-    from services.cluster.settings import VllmSettings, vllm_from_file
-
+def vllm_settings(config: str | None, flags: dict[str, Any], arguments: tuple[str, ...]) -> VllmSettings | None:
+    """Combine the flags with the file's table [vllm]; None where engines are emulated."""
     table = vllm_from_file(config) if config else {}
-    if model is not None:
-        table["model"] = model
+    table.update(flags)
     if "model" not in table:
-        if table or command or arguments:
+        if table or arguments:
             raise ValueError("vllm: is missing, the model that vLLM is to serve")
         return None
-    if command is not None:
-        table["command"] = command
     table["arguments"] = (*table.get("arguments", ()), *arguments)
     return VllmSettings(**table)
 
 
 def profile_for(model: str) -> str:
-    """Find the shipped profile of a model; where it is measured on several GPUs only the user can tell."""
+    """Find the shipped profile of a model; one that was measured on several GPUs must be named by the user."""
+    from predictor.profile import load_profile, profile_names
+
     found = [name for name in profile_names() if load_profile(name).model == model]
     if len(found) == 1:
         return found[0]
     which = f"there are {', '.join(found)}" if found else f"none is known for {model}"
-    raise ValueError(f"profile: {which}; say --profile NAME|FILE (block profile measure makes one)")
+    raise ValueError(f"profile: {which}; give --profile NAME|FILE (block profile measure makes one)")
 
 
 def engine_flags(profile: str | None, speed: float | None) -> tuple[str, ...]:
-    """Spell what every engine is told."""
+    """Write the flags of every engine."""
     named = {"--profile": profile, "--speed": speed}
     return tuple(word for flag, value in named.items() if value is not None for word in (flag, str(value)))
 
 
-async def run_until_told(settings: Any) -> None:
-    """Start everything, say where it is, and end it on SIGTERM or SIGINT."""
+async def run_until_stopped(settings: ClusterSettings) -> None:
+    """Start the cluster, print its addresses, and stop it on SIGTERM or SIGINT."""
     from services.cluster import StartError, running
 
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`block warm`: compile ahead, so that no request waits for a compiler."""
+"""`block warm`: compiles the kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import time
 
 import click
 
-from services.warmup import warm_up
-
 
 @click.command()
 def warm() -> None:
-    """Compile the engine model's kernels into the cache (about a minute, once per version)."""
-    from services.predictor_server.indicators import warm_indicators
+    """Compile all kernels into the cache: about a minute, once per version."""
+    from predictor.indicators import warm_indicators
     from simulator.warmup import warm_simulator
 
     start_s = time.monotonic()
@@ -23,6 +21,8 @@ def warm() -> None:
 
 
 def warmed() -> float:
-    """Compile, or load from the cache, and say beforehand that it may take a while; return the seconds it took."""
-    click.echo("compiling the engine model: about a minute the first time, then it is kept", err=True)
+    """Compile the engine model's kernels or load them from the cache; return the seconds it took."""
+    from services.warmup import warm_up
+
+    click.echo("compiling the engine model: this takes about a minute the first time", err=True)
     return warm_up()

@@ -1,4 +1,4 @@
-"""The whole system on one machine: engines (emulated, or vLLM's) and all that is around them, each a process."""
+"""The whole system on one machine: engines, emulated or vLLM, and all other components, each a process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
-from services.cluster.engines import engines_of, require_shown
+from services.cluster.engines import engines_of, require_exported
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.rpc.channels import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where processes of one machine share memory
-AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only wait for each other
+AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only compete for the CPU
 
 
 @dataclass(slots=True)
 class Cluster:
-    """What runs, by name: engine-0, …, predictor-0, … (or provisioner), tagger, scheduler-block-0, …, gateway-block."""
+    """A running cluster: engine-0, …, predictor-0, … (or provisioner), tagger, scheduler-block-0, …, gateway-block."""
 
     settings: ClusterSettings
     folder: Path
@@ -35,60 +35,60 @@ class Cluster:
 
     @property
     def instances_file(self) -> Path:
-        """Where schedulers find the instances; they see what is changed there."""
-        if self.settings.span is not None:
+        """The list of instances, which schedulers watch for changes."""
+        if self.settings.instance_range is not None:
             return self.folder / PROVISIONER / "instances.json"
         return self.folder / "instances.json"
 
     @property
     def state_files(self) -> list[Path]:
-        """Where each engine shows its state, unless it is mirrored."""
+        """The state file of each engine that is not mirrored."""
         return [self.folder / f"engine-{number}.state" for number in range(self.settings.instances)]
 
     @property
     def gateway_urls(self) -> Mapping[str, str]:
-        """Where each policy's gateway is."""
+        """The URL of each policy's gateway."""
         return {policy: self.url_of(f"gateway-{policy}") for policy in self.settings.policies}
 
     @property
     def provisioner_address(self) -> str:
-        """Where the provisioner is asked; nothing where there is none."""
-        return self.address_of(PROVISIONER) if self.settings.span is not None else ""
+        """The address of the provisioner; empty without one."""
+        return self.address_of(PROVISIONER) if self.settings.instance_range is not None else ""
 
     def url_of(self, name: str) -> str:
-        """The address of a part that speaks HTTP."""
+        """The URL of a component with an HTTP server."""
         return f"http://{self.settings.host}:{self.children[name].port}"
 
     def engine_url_of(self, number: int) -> str:
-        """Where clients reach an engine: by the proxy of its sidecar, where that mirrors it."""
+        """The URL of an engine for clients: the proxy of its sidecar, if that mirrors it."""
         proxy_port = self.sidecar_of(number).proxy_port
         if proxy_port is None:
             return self.url_of(f"engine-{number}")
         return f"http://{self.settings.host}:{proxy_port}"
 
     def sidecar_of(self, number: int) -> Child:
-        """Which process knows an engine: its own, where it mirrors one, or that of several."""
-        together = 1 if self.settings.mirror else self.settings.engines_per_sidecar
-        return self.children[f"predictor-{number // together}"]
+        """The sidecar process of an engine: its own if the engine is mirrored, otherwise one for several engines."""
+        per_sidecar = 1 if self.settings.mirror else self.settings.engines_per_sidecar
+        return self.children[f"predictor-{number // per_sidecar}"]
 
     def address_of(self, name: str) -> str:
-        """The address of a part that speaks gRPC."""
+        """The address of a component with a gRPC server."""
         return f"{self.settings.host}:{self.children[name].port}"
 
 
 @asynccontextmanager
 async def running(settings: ClusterSettings, started: Callable[[str], None] | None = None) -> AsyncIterator[Cluster]:
-    """Run a cluster while the block runs; `started` hears of each part that serves. StartError where one does not."""
-    refuse_taken(settings.host, settings.port, "port")  # the gateway, which takes it, starts last
+    """Run a cluster while the block runs; `started` is called for each part that serves. StartError if one does not."""
+    refuse_taken(settings.host, settings.port, "port")  # the gateway, which listens on it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder())
     try:
-        if settings.span is None:
+        if settings.instance_range is None:
             await _start(cluster, _engines_and_tagger(cluster), started)
-            require_shown(settings, cluster.state_files)
+            require_exported(settings, cluster.state_files)
             await _start(cluster, _sidecars(cluster), started)
         else:
             await _start(cluster, _provisioner_and_tagger(cluster), started)
-            await first_instances(cluster.instances_file, settings.span.least)
+            await first_instances(cluster.instances_file, settings.instance_range.minimum)
         for layer in (_schedulers, _gateways):
             await _start(cluster, layer(cluster), started)
         yield cluster
@@ -105,50 +105,50 @@ def _engines_and_tagger(cluster: Cluster) -> list[Child]:
 
 def _provisioner_and_tagger(cluster: Cluster) -> list[Child]:
     settings, common = cluster.settings, _common(cluster.settings)
-    assert settings.span is not None
+    assert settings.instance_range is not None
     folder = cluster.instances_file.parent
-    return [provisioner_of(settings, settings.span, common, folder), Child("tagger", "tagger", *common)]
+    return [provisioner_of(settings, settings.instance_range, common, folder), Child("tagger", "tagger", *common)]
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    everybody = range(settings.instances)
+    numbers = range(settings.instances)
     if settings.mirror:
         return [
             Child(
                 f"predictor-{number}", "predictor", *_common(settings), "--instance-id", f"engine-{number}",
                 "--engine-url", cluster.url_of(f"engine-{number}"), *settings.sidecar_flags, proxy_port=0,
             )
-            for number in everybody
+            for number in numbers
         ]  # fmt: skip
-    together = settings.engines_per_sidecar
+    per_sidecar = settings.engines_per_sidecar
     return [
         Child(
-            f"predictor-{place}", "predictor", *_common(settings),
-            *(word for number in numbers for word in ("--engine", _engine_flag(cluster, number))),
+            f"predictor-{index}", "predictor", *_common(settings),
+            *(word for number in group for word in ("--engine", _engine_flag(cluster, number))),
             *settings.sidecar_flags,
         )
-        for place, numbers in enumerate(everybody[first : first + together] for first in everybody[::together])
+        for index, group in enumerate(numbers[first : first + per_sidecar] for first in numbers[::per_sidecar])
     ]  # fmt: skip
 
 
 def _engine_flag(cluster: Cluster, number: int) -> str:
-    """Tell a sidecar of an engine that it is to know."""
+    """Write the flag of an engine that a sidecar follows."""
     return f"engine-{number}={cluster.state_files[number]},{cluster.url_of(f'engine-{number}')}"
 
 
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    told: tuple[str, ...] = ()
-    if settings.span is None:
+    provisioner: tuple[str, ...] = ()
+    if settings.instance_range is None:
         _write_instances(cluster)
     else:
-        told = ("--provisioner", cluster.address_of(PROVISIONER))
+        provisioner = ("--provisioner", cluster.address_of(PROVISIONER))
     return [
         Child(
             f"scheduler-{policy}-{number}", "scheduler", *_common(settings), "--policy", policy,
             "--instances-file", str(cluster.instances_file), "--tagger", cluster.address_of("tagger"),
-            "--scheduler-id", f"{policy}-{number}", *told, *settings.scheduler_flags,
+            "--scheduler-id", f"{policy}-{number}", *provisioner, *settings.scheduler_flags,
         )
         for policy in settings.policies
         for number in range(settings.schedulers)
@@ -158,18 +158,18 @@ def _schedulers(cluster: Cluster) -> list[Child]:
 def _gateways(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     gateways = []
-    for place, policy in enumerate(settings.policies):
+    for index, policy in enumerate(settings.policies):
         addresses = [cluster.address_of(f"scheduler-{policy}-{number}") for number in range(settings.schedulers)]
         flags = [word for address in addresses for word in ("--scheduler", address)]
-        port = 0 if place else settings.port
+        port = 0 if index else settings.port
         gateways.append(Child(f"gateway-{policy}", "gateway", *_common(settings), *flags, port=port))
     return gateways
 
 
 def _common(settings: ClusterSettings) -> tuple[str, ...]:
-    """What every process is told; each finds its own table in the file."""
+    """Write the flags of every process; each reads its own table of the file."""
     config = ("--config", settings.tables_file) if settings.tables_file is not None else ()
-    # that a part serves must be heard of here at least
+    # the line about serving is needed here
     level = "debug" if settings.log_level == "debug" else "info"
     return (*config, "--host", settings.host, "--log-level", level)
 
@@ -179,7 +179,7 @@ def _new_folder() -> Path:
 
 
 def _write_instances(cluster: Cluster) -> None:
-    """Tell schedulers of the instances; the file appears whole."""
+    """Write the list of instances; the file is replaced as a whole."""
     instances = [
         {
             "instance_id": f"engine-{number}",
@@ -188,16 +188,16 @@ def _write_instances(cluster: Cluster) -> None:
         }
         for number in range(cluster.settings.instances)
     ]
-    whole = cluster.instances_file.with_suffix(".new")
-    whole.write_text(json.dumps({"instances": instances}), encoding="utf-8")
-    whole.rename(cluster.instances_file)
+    complete = cluster.instances_file.with_suffix(".new")
+    complete.write_text(json.dumps({"instances": instances}), encoding="utf-8")
+    complete.rename(cluster.instances_file)
 
 
 async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[[str], None] | None) -> None:
-    room = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async def start(child: Child) -> None:
-        async with room:
+        async with limit:
             await child.start()
         if started is not None:
             started(child.name)
@@ -212,7 +212,7 @@ async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[
 
 
 async def _stop(cluster: Cluster) -> None:
-    """End everything from the front to the back, so that what is under way can finish."""
+    """Stop all components from the front to the back, so that requests in progress can finish."""
     names = list(cluster.children)
     for kind in ("gateway", "scheduler", "tagger", PROVISIONER, "predictor", "engine"):
         await asyncio.gather(*(cluster.children[name].stop() for name in names if name.startswith(kind)))

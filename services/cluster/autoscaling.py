@@ -1,4 +1,4 @@
-"""A cluster whose engines a provisioner starts and ends, instead of a fixed number of them."""
+"""A cluster whose engines a provisioner starts and stops, in place of a fixed number of them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from services.cluster.instance_range import InstanceRange
 from services.cluster.settings import ClusterSettings
 
 NAME = "provisioner"
-LOOK_S = 0.2
-FIRST_S = 300.0  # longest wait for the instances that there are to be at least
+CHECK_S = 0.2
+FIRST_INSTANCES_S = 300.0  # maximum time until the minimum number of instances is ready
 
 
 def provisioner_of(settings: ClusterSettings, span: InstanceRange, common: Sequence[str], folder: Path) -> Child:
-    """Make the provisioner, whose engines and sidecars read the same file as everybody, and end when it ends."""
-    flags = [word for name, value in settings.room.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    """Make the provisioner; its engines and sidecars read the same settings file, and stop when it stops."""
+    flags = [word for name, value in settings.capacity.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     tables = () if settings.tables_file is None else ("--config", str(Path(settings.tables_file).absolute()))
     return Child(
-        NAME, "provisioner", *common, "--folder", str(folder), "--min-instances", str(span.least), "--max-instances",
-        str(span.most), "--hook", "process", "--end-instances", *flags,
+        NAME, "provisioner", *common, "--folder", str(folder), "--min-instances", str(span.minimum), "--max-instances",
+        str(span.maximum), "--hook", "process", "--end-instances", *flags,
         "--engine-flags", shlex.join([*tables, *settings.engine_flags]),
         "--sidecar-flags", shlex.join([*tables, *settings.sidecar_flags]),
     )  # fmt: skip
 
 
-async def first_instances(instances_file: Path, num: int, within_s: float = FIRST_S) -> None:
-    """Wait until so many instances are ready; StartError where they do not come."""
+async def first_instances(instances_file: Path, num: int, within_s: float = FIRST_INSTANCES_S) -> None:
+    """Wait until this number of instances is ready; StartError if that takes too long."""
     deadline_s = asyncio.get_running_loop().time() + within_s
     while _num_ready(instances_file) < num:
         if asyncio.get_running_loop().time() > deadline_s:
-            raise StartError(f"{NAME} brought {_num_ready(instances_file)} of {num} instances within {within_s:g} s")
-        await asyncio.sleep(LOOK_S)
+            raise StartError(f"{NAME} started {_num_ready(instances_file)} of {num} instances within {within_s:g} s")
+        await asyncio.sleep(CHECK_S)
 
 
 def _num_ready(instances_file: Path) -> int:

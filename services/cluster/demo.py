@@ -1,4 +1,4 @@
-"""The same traffic by several policies on one emulated cluster: what was predicted, and what came of it."""
+"""The same traffic by several policies on one emulated cluster, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -14,33 +14,36 @@ from predictor.request import Slo
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.report import summary
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
+from services.settings import A30_PROFILE, Option
 from simulator.load_plan import Planned, Timing, planned, synthetic
+from simulator.load_report import RequestResult, summary
 
 MODEL = "demo"
 POLICIES = ("block", "round_robin", "random")
-# ShareGPT's lengths, roughly: medians and spreads
+# about ShareGPT's lengths: medians and spreads
 PROMPT_TOKENS, OUTPUT_TOKENS = "lognormal:110:1.3", "lognormal:230:0.9"
-LONGEST_TOKENS = 600  # nobody wants to wait for the last few
+MAX_TOKENS = 600  # of a prompt or a response: a few very long ones would take most of the time
 TIMEOUT_S = 120.0
 WARM_UP = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """How much of what; times and rates are the engines', which run `speed` times as fast as the wall clock."""
+    """The cluster and its traffic; times and rates are the engines', which run `speed` times as fast as the clock."""
 
-    instances: int = 4
-    rate: float = 14.0
-    seconds: float = 36.0
-    speed: float = 3.0
-    profile: str = "llama-2-7b-a30"
-    policies: tuple[str, ...] = POLICIES
-    seed: int = 1
+    instances: Annotated[int, Option("Number of emulated engines.", short="-n")] = 4
+    rate: Annotated[float, "Requests per second of engine time."] = 14.0
+    seconds: Annotated[float, "Duration of the traffic for each policy, in seconds of engine time."] = 36.0
+    speed: Annotated[float, "Engine seconds per second."] = 3.0
+    profile: Annotated[
+        str, Option("Latency profile of the engines: a shipped one, or a JSON file.", short="-p", metavar="NAME|FILE")
+    ] = A30_PROFILE
+    policies: Annotated[tuple[str, ...], Option("Policy to compare. Repeatable.", name="policy")] = POLICIES
+    seed: Annotated[int, "Seed of the traffic."] = 1
 
     def __post_init__(self) -> None:
-        """Refuse what would not end."""
+        """Refuse traffic that would not end."""
         for name, most in (("rate", 1000.0), ("seconds", 3600.0), ("speed", 100.0)):
             if not 0 < getattr(self, name) <= most:
                 raise ValueError(f"{name}: must be above 0 and at most {most:g}, not {getattr(self, name)}")
@@ -48,7 +51,7 @@ class DemoSettings:
 
 
 def plan_of(settings: DemoSettings) -> list[Planned]:
-    """Draw the traffic, the same for every policy."""
+    """Draw the traffic, which is the same for every policy."""
     generator = np.random.default_rng(settings.seed)
     num = max(1, round(settings.rate * settings.seconds))
     drawn = synthetic(num, PROMPT_TOKENS, OUTPUT_TOKENS, generator)
@@ -58,12 +61,12 @@ def plan_of(settings: DemoSettings) -> list[Planned]:
 
 def _shortened(one: Planned) -> Planned:
     return replace(
-        one, prompt_tokens=min(one.prompt_tokens, LONGEST_TOKENS), output_tokens=min(one.output_tokens, LONGEST_TOKENS)
+        one, prompt_tokens=min(one.prompt_tokens, MAX_TOKENS), output_tokens=min(one.output_tokens, MAX_TOKENS)
     )
 
 
 def cluster_of(settings: DemoSettings) -> ClusterSettings:
-    """Say what cluster it takes."""
+    """Make the settings of the cluster."""
     return ClusterSettings(
         instances=settings.instances,
         policies=settings.policies,
@@ -77,14 +80,14 @@ def cluster_of(settings: DemoSettings) -> ClusterSettings:
 
 
 async def compare(
-    settings: DemoSettings, told: Callable[[str], None], ended: Callable[[str, RequestResult], None]
+    settings: DemoSettings, started: Callable[[str], None], ended: Callable[[str, RequestResult], None]
 ) -> dict[str, dict[str, Any]]:
-    """Start a cluster, send the traffic by each policy in turn, and sum each up."""
+    """Start a cluster, send the traffic by each policy in turn, and summarise the results of each."""
     plan = plan_of(settings)
     manner = Manner(model=MODEL, time_scale=settings.speed)
     totals = {}
-    async with running(cluster_of(settings), told) as cluster:
-        for url in cluster.gateway_urls.values():  # what is done for the first time takes longer
+    async with running(cluster_of(settings), started) as cluster:
+        for url in cluster.gateway_urls.values():  # first requests take longer
             await run_plan(plan[:WARM_UP], origin_of(url), manner, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
         for policy, url in cluster.gateway_urls.items():
             results = await run_plan(
@@ -95,7 +98,7 @@ async def compare(
 
 
 def table(totals: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Write the comparison for people, line by line."""
+    """Format the comparison as the lines of a table."""
     yield f"{'':14}{'TTFT':>18}{'e2e':>20}{'predicted e2e':>22}{'requests by':>16}"
     figures = f"{'p50':>9}{'p99':>9}{'mean':>10}{'p99':>10}"
     yield f"{'policy':14}{figures}{'median error':>14}{'bias':>8}{'instance':>16}{'failed':>8}"

@@ -1,4 +1,4 @@
-"""The engines of a cluster, of two kinds: emulated by our own engine model, or vLLM's."""
+"""The engines of a cluster: emulated by the engine model, or vLLM."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cluster.child import Child, StartError
-from services.cluster.device_assignment import places_for
+from services.cluster.device_assignment import environments_of
 from services.cluster.programs import VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings
 
-QUIET = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # lines come when they are said
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # output is not buffered
 
 
 def engines_of(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
-    """Make as many engines as there are state files, which they leave alone where they are mirrored."""
+    """Make an engine for each state file; mirrored engines write none."""
     if settings.vllm is None:
-        return emulated(settings, common, state_files)
-    return real(settings, settings.vllm, state_files)
+        return emulated_engines(settings, common, state_files)
+    return vllm_engines(settings, settings.vllm, state_files)
 
 
-def emulated(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
-    """Emulate each in a process of its own."""
+def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
+    """Make emulated engines, each a process."""
     return [
         Child(
             file.stem, "engine", *common, "--state-file", "none" if settings.mirror else str(file),
@@ -32,34 +32,34 @@ def emulated(settings: ClusterSettings, common: Sequence[str], state_files: Sequ
     ]  # fmt: skip
 
 
-def real(settings: ClusterSettings, vllm: VllmSettings, state_files: Sequence[Path]) -> list[Child]:
-    """Serve each by vLLM, with the plug-in, on devices or cores of its own."""
+def vllm_engines(settings: ClusterSettings, vllm: VllmSettings, state_files: Sequence[Path]) -> list[Child]:
+    """Make engines that run vLLM with the plug-in, each on its own devices or cores."""
     arguments = (*vllm.arguments, *settings.engine_flags)
     engines = []
-    for file, place in zip(state_files, places_for(len(state_files), arguments, vllm.devices), strict=True):
-        shown = {"BLOCK_EXPORT": "0"} if settings.mirror else {"BLOCK_STATE_FILE": str(file)}
+    for file, device in zip(state_files, environments_of(len(state_files), arguments, vllm.devices), strict=True):
+        export = {"BLOCK_EXPORT": "0"} if settings.mirror else {"BLOCK_STATE_FILE": str(file)}
         program = VllmServer(
             command=vllm.command, model=vllm.model, host=settings.host, arguments=arguments,
-            environment={**QUIET, **place, **shown},
+            environment={**ENVIRONMENT, **device, **export},
         )  # fmt: skip
         engines.append(Child(file.stem, program=program, port=free_port(settings.host)))
     return engines
 
 
-def require_shown(settings: ClusterSettings, state_files: Sequence[Path]) -> None:
-    """See to it that engines that serve show their state; a vLLM does so by our plug-in only."""
+def require_exported(settings: ClusterSettings, state_files: Sequence[Path]) -> None:
+    """Refuse a vLLM that serves without exporting its state: its environment has no plug-in."""
     if settings.vllm is None or settings.mirror:
         return
     for file in state_files:
         if not file.exists():
             raise StartError(
-                f"{file.stem} serves, but shows no state: install deploy/vllm_plugin beside {settings.vllm.command}, "
+                f"{file.stem} serves, but exports no state: install deploy/vllm_plugin beside {settings.vllm.command}, "
                 "or set mirror = true in [cluster]"
             )
 
 
 def free_port(host: str) -> int:
-    """Choose a port that nobody has at this moment: vLLM does not tell of one that it chose itself."""
+    """Find a free port: vLLM does not report a port that it selects itself."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
         taken.bind((host, 0))
         return int(taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the parts of a cluster run, our own servers or vLLM: how each is begun, and what its lines tell."""
+"""The programs of a cluster, Block's servers and vLLM: their command lines, and how their output is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-LOCAL = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a server that listens everywhere is asked
-REFUSAL = "block: "  # begins the one line of a command that cannot do what it was told
+LOCAL = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a server that listens on all interfaces is reached
+ERROR_PREFIX = "block: "  # of the one line of a command that fails on bad input
 
-# vLLM 0.32: `(EngineCore pid=7) ERROR 11-21 12:22:14 [core.py:1510] what there is to say`
+# vLLM 0.32: `(EngineCore pid=7) ERROR 11-21 12:22:14 [core.py:1510] message`
 VLLM_LINE = re.compile(r"(?:\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^]]*\] (.*)")
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ")
-COMPLAINT = re.compile(r"(?:\b[\w.]*(?:Error|Exception|Interrupt)|^vllm[\w ]*: error): \S.*")
-CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization failed")  # of another complaint
+EXCEPTION = re.compile(r"(?:\b[\w.]*(?:Error|Exception|Interrupt)|^vllm[\w ]*: error): \S.*")
+FOLLOWING = ("Engine core initialization failed", "WorkerProc initialization failed")  # of an earlier exception
 
 
-class Said(NamedTuple):
-    """What a line tells: an event with its fields, or words that are of use only when something has gone wrong."""
+class OutputLine(NamedTuple):
+    """A line of output: an event with its fields, or a text that is of use only to find an error."""
 
     level: int
     event: str
@@ -29,67 +29,67 @@ class Said(NamedTuple):
 
 
 class Program(Protocol):
-    """How a part is begun, and understood."""
+    """How a part is started, and how its output is read."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables beyond those of this process."""
+        """Environment variables in addition to those of this process."""
 
     @property
     def start_s(self) -> float:
-        """The longest wait until it serves."""
+        """The maximum time until it serves."""
 
-    def asked_at(self, port: int) -> str:
-        """Where it is asked whether it serves; nowhere if it says so by itself."""
+    def health_url(self, port: int) -> str:
+        """The URL whose /health is polled; empty if the program logs that it serves."""
 
-    def words(self, port: int, proxy_port: int | None) -> Sequence[str]:
-        """Spell its command line."""
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
+        """The command line."""
 
-    def understood(self, line: str) -> Said:
-        """Read a line of its output."""
+    def parsed(self, line: str) -> OutputLine:
+        """Parse a line of output."""
 
-    def complaint(self, lines: Sequence[str]) -> str:
-        """Find in its last lines what was wrong."""
+    def error_in(self, lines: Sequence[str]) -> str:
+        """Find the error in the last lines of output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OurServer:
-    """`block serve …`: it takes any free port for 0, and tells of itself line by line as JSON."""
+class BlockServer:
+    """`block serve …`: it takes any free port for 0, and logs lines of JSON."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    start_s: float = 120.0  # the first one ever compiles the kernels
+    start_s: float = 120.0  # the first start compiles the kernels
 
-    def asked_at(self, port: int) -> str:  # noqa: ARG002 - as programs have it
-        """Give nothing: it says so by itself."""
+    def health_url(self, port: int) -> str:  # noqa: ARG002 - as programs have it
+        """Return nothing: the server logs that it serves."""
         return ""
 
-    def words(self, port: int, proxy_port: int | None) -> Sequence[str]:
-        """Run it by this very interpreter."""
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
+        """Run the server with this interpreter."""
         proxy = () if proxy_port is None else ("--proxy-port", str(proxy_port))
         command = (sys.executable, "-m", "services.cli", "serve", *self.arguments)
         return (*command, "--port", str(port), *proxy, "--log-format", "json")
 
-    def understood(self, line: str) -> Said:
-        """Take JSON for an event, and the rest for a complaint; a refusal is told when the start has failed."""
+    def parsed(self, line: str) -> OutputLine:
+        """Take JSON for an event, and any other line for a warning; the line of an error is reported by `error_in`."""
         try:
-            said = json.loads(line)
+            event = json.loads(line)
         except ValueError:
-            said = None
-        if not isinstance(said, dict) or "event" not in said:
-            return Said(logging.DEBUG if line.startswith(REFUSAL) else logging.WARNING, line, {})
-        level = logging.getLevelNamesMapping().get(str(said.get("level", "info")).upper(), logging.INFO)
-        known = {name: value for name, value in said.items() if name not in ("time", "logger", "event", "level")}
-        return Said(level, str(said["event"]), known)
+            event = None
+        if not isinstance(event, dict) or "event" not in event:
+            return OutputLine(logging.DEBUG if line.startswith(ERROR_PREFIX) else logging.WARNING, line, {})
+        level = logging.getLevelNamesMapping().get(str(event.get("level", "info")).upper(), logging.INFO)
+        fields = {name: value for name, value in event.items() if name not in ("time", "logger", "event", "level")}
+        return OutputLine(level, str(event["event"]), fields)
 
-    def complaint(self, lines: Sequence[str]) -> str:
-        """Give its last line: a command that refuses says why in one."""
-        return self.understood(lines[-1]).event.removeprefix(REFUSAL) if lines else "nothing"
+    def error_in(self, lines: Sequence[str]) -> str:
+        """Return the last line: a command that fails on bad input writes one line."""
+        return self.parsed(lines[-1]).event.removeprefix(ERROR_PREFIX) if lines else "no output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """`vllm serve MODEL …`: it takes minutes to load, and is asked whether it has."""
+    """`vllm serve MODEL …`: it takes minutes to load, and its health is polled."""
 
     command: str
     model: str
@@ -98,29 +98,29 @@ class VllmServer:
     environment: Mapping[str, str]
     start_s: float = 1800.0
 
-    def asked_at(self, port: int) -> str:
-        """Give its own address."""
+    def health_url(self, port: int) -> str:
+        """Return the address of the server."""
         return f"http://{LOCAL.get(self.host, self.host)}:{port}"
 
-    def words(self, port: int, proxy_port: int | None) -> Sequence[str]:
-        """Tell it where to serve what; it stands behind no proxy of its own."""
+    def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
+        """Serve the model at this port; vLLM has no proxy."""
         assert proxy_port is None
         return (self.command, "serve", self.model, "--host", self.host, "--port", str(port), *self.arguments)
 
-    def understood(self, line: str) -> Said:
-        """Let warnings and worse through, and keep the rest, tracebacks among it, for those who look closely."""
+    def parsed(self, line: str) -> OutputLine:
+        """Keep the level of warnings and errors; other lines, tracebacks among them, are for debugging."""
         found = VLLM_LINE.fullmatch(line)
         if found is None:
-            return Said(logging.DEBUG, line, {})
+            return OutputLine(logging.DEBUG, line, {})
         level = logging.getLevelNamesMapping()[found[1]]
-        return Said(level if level >= logging.WARNING else logging.DEBUG, found[2], {})
+        return OutputLine(level if level >= logging.WARNING else logging.DEBUG, found[2], {})
 
-    def complaint(self, lines: Sequence[str]) -> str:
-        """Find the exception that others came of; else give the last line."""
-        said = [VLLM_PREFIX.sub("", self.understood(line).event).strip() for line in lines]
-        for place in range(len(said) - 1, -1, -1):
-            found = COMPLAINT.search(said[place])
-            if found is not None and not any(one in found[0] for one in CONSEQUENCES):
-                more = said[place + 1] if "validation error" in found[0] and place + 1 < len(said) else ""
+    def error_in(self, lines: Sequence[str]) -> str:
+        """Find the exception that caused the others; otherwise return the last line."""
+        events = [VLLM_PREFIX.sub("", self.parsed(line).event).strip() for line in lines]
+        for index in range(len(events) - 1, -1, -1):
+            found = EXCEPTION.search(events[index])
+            if found is not None and not any(one in found[0] for one in FOLLOWING):
+                more = events[index + 1] if "validation error" in found[0] and index + 1 < len(events) else ""
                 return " ".join(f"{found[0]} {more}".split())
-        return next((one for one in reversed(said) if one), "nothing")
+        return next((one for one in reversed(events) if one), "no output")

@@ -1,116 +1,128 @@
-"""What a cluster on one machine is to have."""
+"""Settings of a cluster on one machine, by flags and by the tables [cluster] and [vllm] of a TOML file."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from predictor.suggestions import require_known
 from scheduler.policy import policy_from
-from services.cluster.instance_range import MOST_INSTANCES, InstanceRange, instance_range_from, room_of
-from services.settings_tables import TABLES
+from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine_capacity_of, instance_range_from
+from services.logs import LEVELS, LogSettings
+from services.settings import PORTS, TABLES, Option, default_of, settings_of
 from simulator.codec import read_text
 
-OURS = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
+# flags of `vllm serve` that the cluster sets itself
+RESERVED = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
+MAX_SCHEDULERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Real engines instead of emulated ones: which model, by which command, with which arguments, and where.
+    """Engines that run vLLM, in place of emulated ones.
 
-    Without `devices` each gets an accelerator, or as many as it spreads over, of those that there are; where there are
-    none it gets cores, for vLLM's CPU build.
+    Without `devices` each engine gets as many of this machine's accelerators as it spreads over; where there are none
+    it gets CPU cores, for vLLM's CPU build.
     """
 
-    model: str
-    command: str = "vllm"
-    arguments: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
+    model: Annotated[str, Option("Model that vLLM serves, in place of emulated engines.", flag="vllm", metavar="MODEL")]
+    command: Annotated[str, Option("The vllm executable.", flag="vllm_command", metavar="PATH")] = "vllm"
+    arguments: Annotated[
+        tuple[str, ...], Option("More arguments of `vllm serve`; on the command line they follow --.", flag=None)
+    ] = ()
+    devices: Annotated[
+        tuple[str, ...], Option("Accelerators to use, by their CUDA index.", flag=None, unset="all of this machine")
+    ] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what could not be started."""
+        """Refuse an engine that cannot be started."""
         for name in ("model", "command"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value or value.startswith("-"):
                 raise ValueError(f"{name}: must be a text, and no flag, not {value!r}")
         for word in self.arguments:
-            if (name := word.partition("=")[0]) in OURS:
-                raise ValueError(f"arguments: {name} is not for the engines of a cluster, which talk to this machine")
+            if (name := word.partition("=")[0]) in RESERVED:
+                raise ValueError(f"arguments: {name} is not for the engines of a cluster, which sets it itself")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """How many of what. Each policy has schedulers and a gateway of its own in front of the same instances.
+    """The components of a cluster. Each policy has its own schedulers and gateway in front of the same instances.
 
-    `tables_file` is a TOML file with a table per kind of process, which each reads by itself.
+    `tables_file` is a TOML file with a table for each kind of process; each process reads its own.
     """
 
-    instances: int = 4
-    provision: str = ""  # MIN-MAX: a provisioner sees to them instead
-    engines_per_sidecar: int = 16  # read by one process, of which a scheduler asks for all at once
-    schedulers: int = 1
-    policies: tuple[str, ...] = ("block",)
-    host: str = "127.0.0.1"
-    mirror: bool = False  # engines tell nothing, and sidecars mirror their traffic; [predictor] must name the profile
-    port: int = 8000  # of the first gateway; the others take any free one
-    vllm: VllmSettings | None = None  # engines are emulated without
+    instances: Annotated[int, Option("Number of engines, each with a sidecar.", short="-n")] = 4
+    provision: Annotated[
+        str,
+        Option("Have a provisioner run between MIN and MAX instances, in place of a fixed number.", metavar="MIN-MAX"),
+    ] = ""
+    engines_per_sidecar: Annotated[
+        int, "Number of engines that one sidecar process follows; a scheduler queries all of them in one call."
+    ] = 16
+    schedulers: Annotated[int, "Number of schedulers for each policy."] = 1
+    policies: Annotated[tuple[str, ...], Option("Policy; each has its own gateway. Repeatable.", flag="policy")] = (
+        "block",
+    )
+    host: Annotated[str, "Address that every component listens on."] = "127.0.0.1"
+    mirror: Annotated[
+        bool, "Mirror the engines from their traffic instead of reading their state; [predictor] must name the profile."
+    ] = False
+    port: Annotated[int, "Port of the first gateway; further gateways use any free port."] = PORTS["gateway"]
+    vllm: VllmSettings | None = None  # without, engines are emulated
     tables_file: str | None = None
-    engine_flags: tuple[str, ...] = ()  # for every engine, beyond what its table says
+    engine_flags: tuple[str, ...] = ()  # of every engine, in addition to its table
     sidecar_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
-    room: Mapping[str, int] = field(default_factory=dict)  # of every engine, as a provisioner is told
-    log_level: str = "info"
+    capacity: Mapping[str, int] = field(default_factory=dict)  # of every engine, as flags of the provisioner
+    log_level: Annotated[str, Option("Least severe level that is logged.", choices=LEVELS)] = default_of(
+        LogSettings, "log_level"
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what could not be started."""
-        for name, most in (
-            ("instances", MOST_INSTANCES),
-            ("engines_per_sidecar", MOST_INSTANCES),
-            ("schedulers", 16),
+        """Refuse a cluster that cannot be started."""
+        for name, maximum in (
+            ("instances", MAX_INSTANCES),
+            ("engines_per_sidecar", MAX_INSTANCES),
+            ("schedulers", MAX_SCHEDULERS),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}: must be a whole number from 1 to {most}, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+                raise ValueError(f"{name}: must be a whole number from 1 to {maximum}, not {value!r}")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
         if not isinstance(self.host, str):
             raise ValueError(f"host: must be a text, not {self.host!r}")
         if not isinstance(self.mirror, bool):
             raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
-        if self.span is not None and (self.vllm is not None or self.mirror):
-            raise ValueError("provision: is for emulated engines that tell of themselves; see block serve provisioner")
+        if self.log_level not in LEVELS:
+            raise ValueError(f"log_level: {self.log_level!r} is none of {', '.join(LEVELS)}")
+        if self.instance_range is not None and (self.vllm is not None or self.mirror):
+            raise ValueError(
+                "provision: is for emulated engines that export their state; see block serve provisioner for others"
+            )
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
             policy_from(policy)
 
     @property
-    def span(self) -> InstanceRange | None:
-        """Between how many instances a provisioner may choose; None where there is none."""
+    def instance_range(self) -> InstanceRange | None:
+        """The numbers of instances that a provisioner may choose; None without a provisioner."""
         return instance_range_from(self.provision) if self.provision != "" else None
 
 
-KEYS = tuple(
-    spec.name
-    for spec in fields(ClusterSettings)
-    if spec.name not in ("vllm", "tables_file", "engine_flags", "sidecar_flags", "scheduler_flags", "room", "log_level")
-)
-
-
-VLLM_KEYS = tuple(spec.name for spec in fields(VllmSettings))
-
-
 def settings_from_file(path: str) -> dict[str, Any]:
-    """Read the table [cluster] of a TOML file; what is not known, there or as a table, is refused by name."""
+    """Read the table [cluster] of a TOML file; an unknown key or table is refused by name."""
     document = _document(path)
     table = document.get("cluster", {})
     try:
         require_known(document, TABLES, "table")
         if not isinstance(table, Mapping):
             raise ValueError("cluster: must be a table")
-        require_known(table, KEYS, "setting of [cluster]")
+        require_known(table, [setting.name for setting in settings_of(ClusterSettings)], "setting of [cluster]")
         given = dict(table)
         if "policies" in given:
             given["policies"] = _texts("policies", given["policies"])
@@ -122,24 +134,25 @@ def settings_from_file(path: str) -> dict[str, Any]:
 
 
 def _provisioned(document: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Take from [provisioner] whether there is one, and from [engine] what it is not told there of engines."""
+    """Find in [provisioner] whether there is one, and in [engine] the capacity that [provisioner] leaves out."""
     engine, table = (document.get(name, {}) for name in ("engine", "provisioner"))
     if not (isinstance(engine, Mapping) and isinstance(table, Mapping)):
-        return {}  # who reads them refuses them
-    said = {name.replace("-", "_"): value for name, value in table.items()}
-    found: dict[str, Any] = {"room": {name: num for name, num in room_of(engine).items() if name not in said}}
-    if "max_instances" in said and "provision" not in given:
-        found["provision"] = f"{said.get('min_instances', 1)}-{said['max_instances']}"
+        return {}  # the processes that read these tables refuse them
+    named = {name.replace("-", "_"): value for name, value in table.items()}
+    capacity = {name: num for name, num in engine_capacity_of(engine).items() if name not in named}
+    found: dict[str, Any] = {"capacity": capacity}
+    if "max_instances" in named and "provision" not in given:
+        found["provision"] = f"{named.get('min_instances', 1)}-{named['max_instances']}"
     return found
 
 
 def vllm_from_file(path: str) -> dict[str, Any]:
-    """Read the table [vllm] of a TOML file, in which everything may be left out."""
+    """Read the table [vllm] of a TOML file, in which every key is optional."""
     table = _document(path).get("vllm", {})
     try:
         if not isinstance(table, Mapping):
             raise ValueError("must be a table")
-        require_known(table, VLLM_KEYS, "setting")
+        require_known(table, [setting.name for setting in settings_of(VllmSettings)], "setting")
         lists = {name: _texts(name, table[name]) for name in ("arguments", "devices") if name in table}
         given = {**table, **lists}
         VllmSettings(**{"model": "any", **given})
@@ -149,7 +162,7 @@ def vllm_from_file(path: str) -> dict[str, Any]:
 
 
 def profile_in_file(path: str) -> bool:
-    """Tell whether the sidecars of a TOML file are told a latency profile there."""
+    """Return whether the table [predictor] of a TOML file names a latency profile."""
     table = _document(path).get("predictor", {})
     return isinstance(table, Mapping) and "profile" in table
 

@@ -23,6 +23,7 @@ from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
+from services.emulator.settings import EmulatorSettings
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import stop_signal
@@ -30,37 +31,6 @@ from services.rpc.server import stop_signal
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5  # as in vLLM
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatorSettings:
-    """All that an emulated engine can be told; an empty `state_file` exports nothing."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model: str
-    state_file: str = ""
-    export_contents: bool = True
-    speed: float = 1.0
-    noise: float = 0.0
-    seed: int = 0
-    output_median: float = 200.0
-    output_spread: float = 0.8
-    max_num_queued_reqs: int = 10_000
-    max_body_bytes: int = 32 << 20
-    drain_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no server could do."""
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: must lie between 0 and 65535, not {self.port}")
-        for name in ("max_num_queued_reqs", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if not self.drain_s >= 0:
-            raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
-        if not self.model:
-            raise ValueError("model: must have a name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

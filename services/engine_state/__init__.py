@@ -1,5 +1,5 @@
-"""An engine's state in shared memory: written beside each step by whoever runs the engine, read by its sidecar.
+"""An engine's state in shared memory: its process writes the file at each step, its sidecar reads it.
 
-`FORMAT.md` describes the file. `layout` and `writer` need nothing but numpy, and nothing from outside this folder, so
-that they can be shipped into an engine's own environment as they are.
+`FORMAT.md` describes the file. `layout`, `process` and `writer` need numpy only, and no module outside of this folder,
+so that the vLLM plug-in can be built from the same source.
 """

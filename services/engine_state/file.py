@@ -1,4 +1,4 @@
-"""One state file, open for reading: nothing in it is trusted."""
+"""One state file, open for reading; every value in it is checked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from services.engine_state.layout import HEADER_SIZE, SEQUENCE, SEQUENCE_AT, Pla
 from services.engine_state.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, Contents, UnreadableError, View
 
 PAUSE_S = 0.0001
-SILENT_S = 1.0  # after so long without news it is worth asking whether the writer lives, though the file is held
+SILENT_S = 1.0  # without a publication, after which the writer's process is checked although the file is locked
 
 
 class Core(NamedTuple):
-    """What every publication writes, as it was read."""
+    """The sections that every publication writes."""
 
     data: bytes
     state: np.ndarray
@@ -31,15 +31,15 @@ class Core(NamedTuple):
 
     @property
     def slots(self) -> np.ndarray:
-        """Slots of all requests that run or wait."""
+        """Return the slots of all running and waiting requests."""
         return np.concatenate((self.running, self.waiting))
 
 
 class StateFile:
-    """A file that an engine writes, or wrote, or something that only lies where one should."""
+    """A file at the path of an engine's state, which may also be foreign or damaged."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check a file."""
+        """Open a file and check its header."""
         self._path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -56,19 +56,19 @@ class StateFile:
         self._requests = np.zeros(self._places["requests"].rows, layout.REQUEST)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether this very file is what lies at a path."""
+        """Return whether this is the file at a path."""
         return os.path.samestat(path.stat(), os.fstat(self._descriptor))
 
     def is_over(self) -> bool:
-        """Tell whether nothing will be written to the file any more."""
+        """Return whether the file will not be written any more."""
         return self.is_given_up() or not process.is_held(self._descriptor)
 
     def is_given_up(self) -> bool:
-        """Tell whether the writer has said that nothing will be written any more: it grew out of the file, or ended."""
+        """Return whether the writer has marked the file as its last: it replaced the file by a larger one, or ended."""
         return self._status() != layout.LIVE_FILE
 
     def sequence(self) -> int:
@@ -77,24 +77,24 @@ class StateFile:
         return int(sequence)
 
     def read(self, patience_s: float, *, contents: bool) -> View:
-        """Give the newest publication; one that is being written is waited for."""
+        """Return the newest publication; wait for one that is being written."""
         deadline_s = time.monotonic() + patience_s
         while True:
             sequence = self._settled_sequence(deadline_s)
             core = self._read_core()
             if core is not None and int(core.state["sequence"][0]) == sequence:
                 self._follow_requests(core)
-                told = self._read_contents(core) if contents else None
+                block_contents = self._read_contents(core) if contents else None
                 if self.sequence() == sequence:
                     break
             self._pause(deadline_s)
         self._refuse_if_ended(core)
-        return self._view(core, told)
+        return self._view(core, block_contents)
 
     def ring(
         self, name: str, counter: str, dtype: np.dtype[Any], num_seen: int, patience_s: float
     ) -> tuple[np.ndarray, int]:
-        """Rows that a ring got since so many had been seen."""
+        """Return the rows of a ring after the first `num_seen`, and how many there have been."""
         place, deadline_s = self._places[name], time.monotonic() + patience_s
         while True:
             sequence = self._settled_sequence(deadline_s)
@@ -109,18 +109,18 @@ class StateFile:
     def _read_header(self) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise self._wrong(FOREIGN, "is no regular file")
+            raise self._wrong(FOREIGN, "is not a regular file")
         header = self._pread(0, HEADER_SIZE)
         (
             magic, version, header_size, self.generation, self.life, self._pid, self._start_ticks, self._namespace,
             boot, _, size,
         ) = layout.IDENTITY.unpack_from(header)  # fmt: skip
         if magic != layout.MAGIC:
-            raise self._wrong(FOREIGN, "is no engine's state file")
+            raise self._wrong(FOREIGN, "is not an engine's state file")
         if version != layout.VERSION:
             raise self._wrong(FOREIGN, f"has format version {version}; this release reads {layout.VERSION}")
         if header_size != HEADER_SIZE or size != status.st_size or size > layout.LARGEST_FILE:
-            raise self._wrong(CORRUPT, f"is {status.st_size} bytes long and says {size}")
+            raise self._wrong(CORRUPT, f"is {status.st_size} bytes long, but its header has {size}")
         if boot != process.boot_id():
             raise self._wrong(ENDED, "was written before this machine started")
         self._places = self._table(header, size)
@@ -134,12 +134,12 @@ class StateFile:
         except (ValueError, RecursionError):
             raise self._wrong(CORRUPT, "has settings that are not JSON") from None
         if not isinstance(self._settings, dict):
-            raise self._wrong(CORRUPT, "has settings that are no object")
+            raise self._wrong(CORRUPT, "has settings that are not an object")
         live = self._places["live"]
         self._core_size = live.offset + live.size - HEADER_SIZE
 
     def _table(self, header: bytes, size: int) -> dict[str, Place]:
-        """Read where the sections lie, and refuse what this layout would not have made."""
+        """Read the table of sections, and refuse one that does not follow the layout."""
         places = {
             name: Place(*layout.SECTION.unpack_from(header, layout.TABLE_AT + number * layout.SECTION.size))
             for number, name in enumerate(layout.SECTIONS)
@@ -165,7 +165,7 @@ class StateFile:
         return places
 
     def _read_core(self) -> Core | None:
-        """Read what every publication writes; None where it cannot be true, being half written or corrupt."""
+        """Read the sections of a publication; None where they are half written or corrupt."""
         data = self._pread(HEADER_SIZE, self._core_size)
         state = np.frombuffer(data, layout.STATE, 1)
         core = Core(
@@ -178,7 +178,7 @@ class StateFile:
         return core if core.slots.max(initial=0) < len(core.live) else None
 
     def _follow_requests(self, core: Core) -> None:
-        """Read what does not change of requests, where there are new ones."""
+        """Read the constant part of requests, if there are new ones."""
         slots = core.slots
         if not np.array_equal(self._requests["serial"][slots], core.live["serial"][slots]):
             place = self._places["requests"]
@@ -189,10 +189,10 @@ class StateFile:
         if place.rows == 0:
             return None
         live, slots = core.live, core.slots
-        # of a preempted request, those that it left and that may still hold its tokens
+        # a preempted request has left its blocks, which may still hold its tokens
         held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
         serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
-        # only what runs keeps its blocks
+        # only running requests keep their blocks
         sequence, num_running, num_waiting = int(core.state["sequence"][0]), len(core.running), len(core.waiting)
         since = [0] * num_running + [sequence] * num_waiting
         held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
@@ -206,9 +206,9 @@ class StateFile:
     def _rows(
         self, name: str, dtype: np.dtype[Any], slots: np.ndarray, keys: Sequence[tuple[int, ...]]
     ) -> tuple[np.ndarray, ...]:
-        """Read what is in the rows of some slots, as much as their keys begin with; the same key stands for the same.
+        """Read the rows of some slots; the first element of a key is the number of items, equal keys mean equal rows.
 
-        A row that has been read already is given once more: the very same array.
+        For a row that was read before, the same array is returned again.
         """
         offset, row_size, _ = self._places[name]
         most = row_size // dtype.itemsize
@@ -251,7 +251,7 @@ class StateFile:
         )
 
     def _steps(self, data: bytes, head: np.void, slots: set[int]) -> tuple[tuple[float, np.ndarray], ...]:
-        """Steps under way, without requests that ended meanwhile."""
+        """Return the steps under way, without requests that have ended since."""
         batch = self._over(data, "batch", layout.SCHEDULED).reshape(layout.MOST_STEPS_UNDER_WAY, -1)
         self._require(head["num_in_flight"] <= len(batch), "num_in_flight")
         steps = []
@@ -267,7 +267,7 @@ class StateFile:
         return np.frombuffer(data, dtype, place.rows, place.offset - HEADER_SIZE)
 
     def _settled_sequence(self, deadline_s: float) -> int:
-        """Wait until nothing is being written, and give the number of the last publication."""
+        """Wait until no publication is being written, and return the number of the last one."""
         while (sequence := self.sequence()) % 2 or sequence == 0:
             self._pause(deadline_s)
         return sequence
@@ -288,14 +288,14 @@ class StateFile:
         if self.is_given_up():
             raise self._wrong(ENDED, "is closed: its engine has ended")
         if not process.is_held(self._descriptor):
-            raise self._wrong(ENDED, f"is nobody's: its engine, process {self._pid}, has ended")
+            raise self._wrong(ENDED, f"is not locked: its engine, process {self._pid}, has ended")
         silent_s = time.monotonic() - int(core.state["written_ns"][0]) / 1e9
         if silent_s > SILENT_S and process.has_ended(self._pid, self._start_ticks, self._namespace):
-            raise self._wrong(ENDED, f"is left over: its engine, process {self._pid}, has ended")
+            raise self._wrong(ENDED, f"is stale: its engine, process {self._pid}, has ended")
 
     def _require(self, condition: bool | np.bool, what: str) -> None:
         if not condition:
-            raise self._wrong(CORRUPT, f"contradicts itself in {what}")
+            raise self._wrong(CORRUPT, f"is inconsistent in {what}")
 
     def _pread(self, offset: int, size: int) -> bytes:
         try:

@@ -1,4 +1,4 @@
-"""From what a state file shows to a snapshot that the engine model can go on from."""
+"""Converts the view of a state file for the engine model: to a snapshot, or to arrays for a twin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(view: View) -> EngineConfig:
 
 
 def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapshot:
-    """Build a snapshot; `tags` by the client's request id go before those that the requests carry themselves."""
+    """Make a snapshot; `tags`, by the client's request id, replace those that the requests carry."""
     contents = view.contents
     nothing = (np.empty(0, np.uint64),) * len(view.slots)
     names = {slot: _name(view, slot) for slot in view.slots.tolist()}
@@ -99,7 +99,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
 
 
 def _tag(median_tokens: float, spread: float) -> Tag | None:
-    """The tag that a request carries; one that makes no sense is none, and no reason to lose sight of the engine."""
+    """Return the tag that a request carries; an invalid one is ignored."""
     try:
         return Tag(median_tokens=median_tokens, spread=spread)
     except ValueError:
@@ -127,7 +127,7 @@ def _kv_cache(contents: Contents) -> KvCache:
 
 
 def shown_from_view(view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray) -> Shown:
-    """Put a view as a twin takes it; the lengths of answers are given by slot."""
+    """Return a view in the form that a twin follows; the lengths of answers are by slot."""
     contents = view.contents
     return Shown(
         now_s=view.now_s,

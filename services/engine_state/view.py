@@ -1,4 +1,4 @@
-"""What a state file shows, and why one cannot be read."""
+"""The content of a state file, and the error of one that cannot be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MISSING, FOREIGN, CORRUPT, ENDED, BUSY = "missing", "foreign", "corrupt", "ended
 
 
 class UnreadableError(ValueError):
-    """Why a state file cannot be read: it is missing, foreign, corrupt, its engine has ended, or it stays busy."""
+    """A state file cannot be read: it is missing, foreign, corrupt, its engine has ended, or it stays busy."""
 
     def __init__(self, reason: str, message: str) -> None:
         """Keep the reason beside the message."""
@@ -21,7 +21,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the KV blocks hold: arrays by block, and by place in `View.slots` the blocks and contents of requests."""
+    """The contents of KV blocks: an array by block, and in the order of `View.slots` requests' blocks and contents."""
 
     blocks: np.ndarray
     tables: tuple[np.ndarray, ...]
@@ -30,7 +30,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """An engine's state as one publication shows it, in arrays that nobody changes.
+    """An engine's state in one publication, in arrays that do not change.
 
     An engine's `life` is a number of its own, and `generation` counts the files of that life, each larger than the one
     before. `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps`
@@ -55,5 +55,5 @@ class View:
 
     @property
     def slots(self) -> np.ndarray:
-        """Slots of all requests that run or wait."""
+        """Return the slots of all running and waiting requests."""
         return np.concatenate((self.running, self.waiting))

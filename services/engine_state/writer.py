@@ -1,4 +1,4 @@
-"""Writing an engine's state file."""
+"""Writes an engine's state file."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .layout import HEADER_SIZE, REASONS, SEQUENCE, SEQUENCE_AT
 NEVER = -1.0
 UNKNOWN = -1
 DIGEST_BYTES = 16
-IS_ORDERED = platform.machine() == "x86_64"  # others see what is stored in the order of storing; else calls write it
-MOST_SINGLE_WRITES = 16  # of blocks; more are written with all others, at once
+IS_ORDERED = platform.machine() == "x86_64"  # stores become visible in order; else system calls write the file
+MOST_SINGLE_WRITES = 16  # of blocks; if more have changed, all are written at once
 
 
 class Writer:
     """One engine's state file: fill in the arrays, then `publish` everything at once.
 
-    The arrays (`state`, `running`, `waiting`, `batch`, `live`, `blocks`) are this process's own, and nobody sees them
-    before they are published. A file that is too small is replaced by a larger one, by `grow`. What goes wrong is an
-    OSError, after which the file can only be closed.
+    The arrays (`state`, `running`, `waiting`, `batch`, `live`, `blocks`) are this process's own, and readers do not see
+    them before they are published. `grow` replaces a file that is too small by a larger one. Failures are OSErrors,
+    after which the file can only be closed.
 
-    The file is written through a mapping, and of that only where memory is known to be: a page that none is left for
-    would kill the process. A system call for each piece would be simpler, but lets go of the interpreter lock, and
-    beside vLLM's own threads it took up to a millisecond each time until the engine's loop had it again.
+    The file is written through a mapping, and only to pages that memory has been allocated for: a write to any other
+    page could kill the process. A system call for each piece would be simpler, but it releases the interpreter lock,
+    and beside vLLM's own threads it took up to a millisecond each time until the engine's loop had the lock again.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Writer:
         num_blocks: int = 0,
         blocks_per_request: int = 0,
     ) -> None:
-        """Put an idle engine's file in place; `num_blocks` is 0 where nothing is told of the blocks' contents."""
+        """Create the file of an idle engine; `num_blocks` is 0 if the blocks' contents are not exported."""
         self.path = Path(path).absolute()
         self._settings = json.dumps(settings).encode()
         if len(self._settings) > layout.LARGEST_SETTINGS:
@@ -58,9 +58,9 @@ class Writer:
         self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
         self._mapping: mmap | None = None
-        self._certain = bytearray()  # for each page of the file, whether there is memory for it
+        self._certain = bytearray()  # for each page of the file, whether memory is allocated
         self._num_steps = 0
-        self._rows: list[tuple[str, int, bytes]] = []  # to be written with the next publication: where, what
+        self._rows: list[tuple[str, int, bytes]] = []  # of the next publication: section, offset, bytes
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
         self._allocate(num_slots)
         self.state["clock_rate"] = 1.0
@@ -69,7 +69,7 @@ class Writer:
 
     @property
     def num_slots(self) -> int:
-        """Requests that there is room for."""
+        """Return how many requests the file has room for."""
         return len(self.live)
 
     def put_request(  # noqa: PLR0913 - the fields of a row
@@ -85,7 +85,7 @@ class Writer:
         tag_tokens: float = math.nan,
         tag_spread: float = 0.0,
     ) -> None:
-        """Note what will not change of the request in a slot; its `serial` is above 0 and never used again."""
+        """Set the constant part of the request in a slot; its `serial` is above 0 and never used again."""
         row = (
             serial, short_id(request_id), arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens,
         )  # fmt: skip
@@ -96,19 +96,19 @@ class Writer:
         live["prefill_tokens"] = UNKNOWN
 
     def put_hashes(self, slot: int, hashes: np.ndarray, start: int = 0) -> None:
-        """Note what a request's full blocks hold, from its block `start` on."""
+        """Set the contents of a request's full blocks, from its block `start` on."""
         self._put("hashes", slot, start, np.ascontiguousarray(hashes, layout.HASH))
 
     def put_blocks(self, slot: int, block_ids: np.ndarray, start: int = 0) -> None:
-        """Note which blocks a request holds, from its block `start` on."""
+        """Set the blocks that a request holds, from its block `start` on."""
         self._put("tables", slot, start, np.ascontiguousarray(block_ids, layout.TABLE_ENTRY))
 
     def free_slot(self, slot: int) -> None:
-        """Forget a request."""
+        """Free the slot of a request."""
         self.live[slot] = np.zeros((), layout.LIVE)
 
     def add_step(self, row: tuple[float, ...]) -> None:
-        """Record a step that was taken: the fields of `layout.STEP`."""
+        """Record a step that has ended: the fields of `layout.STEP`."""
         place = self._num_steps % layout.NUM_STEPS
         self._rows.append(("steps", place * layout.STEP_ROW.size, layout.STEP_ROW.pack(*row)))
         self._num_steps += 1
@@ -130,7 +130,7 @@ class Writer:
         num_preemptions: int,
         reason: str,
     ) -> None:
-        """Record what became of a request."""
+        """Record how a request ended."""
         times = (NEVER if time_s is None else time_s for time_s in (scheduled_s, first_token_s, finished_s))
         row = (
             serial, short_id(request_id), arrival_s, *times, prompt_tokens, output_tokens, hit_tokens,
@@ -141,7 +141,7 @@ class Writer:
         self.state["num_outcomes"] += 1
 
     def publish(self, changed: Collection[int] | None = None) -> None:
-        """Let readers see everything as it is now; if it is known which `blocks` have changed, these are `changed`."""
+        """Make the current arrays visible to readers; `changed` are the `blocks` that have changed, if known."""
         self._sequence += 2
         self.state["sequence"] = self._sequence
         self.state["written_ns"] = time.monotonic_ns()
@@ -159,7 +159,7 @@ class Writer:
         self._write(SEQUENCE.pack(self._sequence), SEQUENCE_AT)
 
     def grow(self, num_slots: int) -> None:
-        """Go on in a larger file, with all that was noted; readers find it where this one was."""
+        """Continue in a larger file with the same contents, at the same path."""
         old_places, old_descriptor, old_arrays = self._places, self._descriptor, self._arrays()
         old_mapping, self._mapping = self._mapping, None
         self._allocate(num_slots)
@@ -188,7 +188,7 @@ class Writer:
             os.close(old_descriptor)
 
     def close(self) -> None:
-        """Say that the engine is gone, and take its file away."""
+        """Mark the file as closed, and delete it."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
@@ -206,7 +206,7 @@ class Writer:
         self._descriptor = -1
 
     def _allocate(self, num_slots: int) -> None:
-        """Lay the file out, and make the arrays over what is written each time."""
+        """Compute the layout, and make the arrays of what every publication writes."""
         self._places = layout.places(
             num_slots=num_slots,
             num_blocks=len(self.blocks),
@@ -231,11 +231,11 @@ class Writer:
     def _put(self, name: str, row: int, item: int, items: np.ndarray) -> None:
         place = self._places[name]
         if not 0 <= row < place.rows or (item + len(items)) * items.itemsize > place.row_size:
-            raise ValueError(f"{name}: row {row}, items {item} to {item + len(items)} lie outside the state file")
+            raise ValueError(f"{name}: row {row}, items {item} to {item + len(items)} are outside of the state file")
         self._rows.append((name, row * place.row_size + item * items.itemsize, items.tobytes()))
 
     def _put_file_in_place(self) -> None:
-        """Write a whole file beside, and let it appear at once."""
+        """Write a complete file beside the path, and rename it."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with suppress(FileNotFoundError):
@@ -246,7 +246,7 @@ class Writer:
             size = layout.end_of(self._places)
             os.truncate(self._descriptor, size)
             self._certain = bytearray(-(-size // PAGESIZE))
-            self._make_certain(0, self._places["tables"].offset)  # what follows may stay a hole for long
+            self._make_certain(0, self._places["tables"].offset)  # the rest may stay a hole for long
             if IS_ORDERED:
                 self._mapping = mmap(self._descriptor, size)
             self._generation += 1
@@ -282,7 +282,7 @@ class Writer:
             self._mapping[offset : offset + size] = data
 
     def _make_certain(self, offset: int, size: int) -> None:
-        """Have memory for a part of the file."""
+        """Allocate memory for a part of the file."""
         first, end = offset // PAGESIZE, -(-(offset + size) // PAGESIZE)
         if not all(self._certain[first:end]):
             os.posix_fallocate(self._descriptor, offset, size)
@@ -299,7 +299,7 @@ def short_id(request_id: str) -> bytes:
 
 
 def _refuse_to_replace(path: Path) -> None:
-    """Refuse a path where another engine writes, or where something else than a state file lies."""
+    """Refuse a path with the file of another engine, or with a file that is not a state file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -307,7 +307,7 @@ def _refuse_to_replace(path: Path) -> None:
     try:
         header = os.pread(descriptor, layout.IDENTITY.size, 0)
         if not header.startswith(layout.MAGIC):
-            raise ValueError(f"state file: {path} is there, and is none")
+            raise ValueError(f"state file: {path} exists and is not a state file")
         if process.is_held(descriptor):
             raise ValueError(f"state file: {path} is being written by another engine")
     finally:

@@ -10,7 +10,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
 from services.gateway.retry_budget import RetryBudget
-from services.gateway.schedulers import Schedulers
+from services.gateway.schedulers import SchedulerClient
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
@@ -22,7 +22,7 @@ class GatewayContext:
 
     settings: GatewaySettings
     metrics: GatewayMetrics
-    schedulers: Schedulers
+    schedulers: SchedulerClient
     engines: HttpClient
     releases: ReleaseQueue
     budget: RetryBudget

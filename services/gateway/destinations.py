@@ -1,4 +1,4 @@
-"""Where a request may go: what a scheduler says, else what is left; and which instances have just failed."""
+"""Where a request may go: by a decision, or without one; and which instances failed recently."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from services.http.client import Origin, origin_of
 
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"
-MOST_CIRCUITS = 4096
-NAMED_S = 600.0
+MAX_CIRCUITS = 4096
+NAMED_S = 600.0  # how long an instance that no decision names is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """One instance, and on whose word."""
+    """One instance, and the decision or rule that chose it."""
 
     instance_id: str
     origin: Origin
     policy: str
-    decision: common_pb2.Decision | None = None  # that reserved there, if one did
+    decision: common_pb2.Decision | None = None  # that reserved there, if any
 
 
 def destination_of(decision: common_pb2.Decision) -> Destination:
-    """Read a decision; one that names no place is refused."""
+    """Convert a decision; ValueError where it names no instance that can be reached."""
     instance = decision.instance
     return Destination(
         instance_id=instance.instance_id,
@@ -38,20 +38,20 @@ def destination_of(decision: common_pb2.Decision) -> Destination:
 
 
 def unreserved_destinations(instances: Iterable[common_pb2.Instance], policy: str) -> Iterator[Destination]:
-    """Give instances as places where nothing is reserved, as far as they say where they are."""
+    """Yield instances as destinations without a reservation, as far as their URLs are valid."""
     for instance in instances:
         with suppress(ValueError):
             yield Destination(instance_id=instance.instance_id, origin=origin_of(instance.engine_url), policy=policy)
 
 
 class Fallback:
-    """Where to go while no scheduler decides: engines from the settings, and instances that decisions named; in turn.
+    """Chooses in turn while no scheduler decides: engines of the settings, and instances that decisions named.
 
-    Those that fail are left alone for a while. An instance that decisions have not named for long may be gone.
+    Instances that failed recently come last. An instance that no decision has named for long is dropped.
     """
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float]) -> None:
-        """Know the URLs of engines."""
+        """Start with the URLs of engines."""
         self._urls = [url.rstrip("/") for url in urls]
         self._clock = clock
         self._named: dict[str, tuple[common_pb2.Instance, float]] = {}
@@ -59,36 +59,37 @@ class Fallback:
         self._turn = -1
 
     def __bool__(self) -> bool:
-        """Tell whether there is any place at all."""
+        """Return whether there is any destination."""
         return bool(self._named or self._urls)
 
     @property
     def urls(self) -> list[str]:
-        """Where engines are, as far as nobody has named their instances."""
+        """The engines whose instances no decision has named."""
         return [url for url in self._urls if url not in self._named]
 
-    def saw(self, decision: common_pb2.Decision) -> None:
-        """Remember the instances that a decision names."""
+    def note(self, decision: common_pb2.Decision) -> None:
+        """Keep the instances that a decision names."""
         self._latest_s = now_s = self._clock()
         for instance in (decision.instance, *decision.next_best):
             self._named[instance.engine_url.rstrip("/")] = (instance, now_s)
 
     def named(self) -> list[common_pb2.Instance]:
-        """Give the instances that decisions have named lately: before the last one, whenever that was."""
+        """Return the instances that decisions named recently, as of the last decision."""
         since_s = self._latest_s - NAMED_S
         self._named = {url: named for url, named in self._named.items() if named[1] >= since_s}
         return [instance for instance, _ in self._named.values()]
 
     def next(self, model: str, excluded: Collection[str], avoided: Collection[str]) -> Destination | None:
-        """Give the next one: rather one that has not failed lately, never one that is excluded."""
-        places = self._places(model)
+        """Return the next one: preferably one that has not failed recently, never an excluded one."""
+        destinations = self._destinations(model)
         self._turn += 1
-        in_turn = [places[(self._turn + step) % len(places)] for step in range(len(places))]
-        left = [place for place in in_turn if place.instance_id not in excluded]
-        return next((place for place in left if place.instance_id not in avoided), left[0] if left else None)
+        num = len(destinations)
+        in_turn = [destinations[(self._turn + step) % num] for step in range(num)]
+        left = [one for one in in_turn if one.instance_id not in excluded]
+        return next((one for one in left if one.instance_id not in avoided), left[0] if left else None)
 
-    def _places(self, model: str) -> list[Destination]:
-        """Give those that may serve a model, as far as they have said which they serve."""
+    def _destinations(self, model: str) -> list[Destination]:
+        """Return those that may serve a model; instances that name no models may serve any."""
         named = [instance for instance in self.named() if not (model and instance.models) or model in instance.models]
         return [*unreserved_destinations(named, LAST_RESORT), *map(_engine_at, self.urls)]
 
@@ -99,24 +100,24 @@ def _engine_at(url: str) -> Destination:
 
 
 class OutlierDetection:
-    """Instances that could not be reached: a dead one looks idle, and would draw everything to itself."""
+    """Avoids instances that could not be reached: a dead one looks idle, and would attract all requests."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Know nobody yet."""
+        """Start without failures."""
         self._clock = clock
         self._circuits: dict[str, CircuitState] = {}
 
     def avoided(self) -> list[str]:
-        """Name those to leave alone now. When its pause is over an instance may be chosen again, and not before."""
+        """Return the instances to avoid now; after its pause an instance may be chosen again."""
         if not self._circuits:
             return []
         now_s = self._clock()
         return [instance_id for instance_id, circuit in self._circuits.items() if not circuit.may_try(now_s)]
 
     def failed(self, instance_id: str) -> None:
-        """Note a failure; all that fails while an instance is left alone began before, and is no news."""
+        """Count a failure; requests that fail while the circuit is open were sent before, and do not count."""
         now_s = self._clock()
-        if len(self._circuits) >= MOST_CIRCUITS and instance_id not in self._circuits:
+        if len(self._circuits) >= MAX_CIRCUITS and instance_id not in self._circuits:
             del self._circuits[next(iter(self._circuits))]
         circuit = self._circuits.setdefault(instance_id, CircuitState())
         if circuit.allows(now_s):

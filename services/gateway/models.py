@@ -10,7 +10,7 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.gateway.destinations import Fallback
-from services.gateway.schedulers import NobodyError, Schedulers
+from services.gateway.schedulers import NoSchedulerError, SchedulerClient
 from services.http.client import HttpClient, origin_of
 from services.http.errors import ApiError
 from services.logs import log_event
@@ -26,7 +26,7 @@ class Models:
     """The list behind /v1/models, made when it is requested."""
 
     def __init__(
-        self, names: Iterable[str], schedulers: Schedulers, last_resort: Fallback, engines: HttpClient
+        self, names: Iterable[str], schedulers: SchedulerClient, last_resort: Fallback, engines: HttpClient
     ) -> None:
         """Take the models from the settings, or collect them from schedulers and engines."""
         self._names = list(names)
@@ -64,7 +64,7 @@ class Models:
         """Return the schedulers' instances; where none responds, those of recent decisions."""
         try:
             return await self._schedulers.instances()
-        except NobodyError as error:
+        except NoSchedulerError as error:
             if not self._last_resort:
                 raise ApiError(503, f"the models are not known at the moment: {error}") from None
             return self._last_resort.named()

@@ -6,27 +6,36 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from protos.block.v1 import scheduler_pb2_grpc
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.in_process import InProcessScheduler
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
 from services.gateway.retry_budget import RetryBudget
-from services.gateway.schedulers import Schedulers
+from services.gateway.schedulers import SchedulerClient, Schedulers
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
+from services.instances import InstanceSource
 from services.logs import log_event
-from services.rpc.server import ServerSettings, metrics_served, stop_signal
+from services.placement.lifecycle import placement_driver
+from services.placement.service import SchedulerService
+from services.placement.settings import SchedulerSettings
+from services.rpc.server import metrics_served, stop_signal
+from services.rpc.server import serving as rpc_serving
+from services.rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +51,29 @@ class RunningGateway:
     gateway: Gateway
 
 
-def serve(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProcessDecisions:
+    """What a gateway needs to decide by itself; `rpc` serves block.v1.Scheduler beside it, where it is given."""
+
+    settings: SchedulerSettings
+    source: InstanceSource
+    poll_s: float = 1.0
+    rpc: ServerSettings | None = None
+
+
+def serve(
+    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+) -> None:
     """Run the gateway until SIGTERM or SIGINT."""
-    uvloop.run(serve_until_signalled(settings, server, keys))
+    uvloop.run(serve_until_signalled(settings, server, keys, decisions))
 
 
-async def serve_until_signalled(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> None:
+async def serve_until_signalled(
+    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, server, keys) as here:
+    async with serving(settings, server, keys, decisions) as here:
         gc.collect()
         gc.freeze()  # modules need not be collected again and again
         log_event(log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port)
@@ -60,7 +83,41 @@ async def serve_until_signalled(settings: GatewaySettings, server: ServerSetting
 
 
 @asynccontextmanager
-async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKeys) -> AsyncIterator[RunningGateway]:
+async def deciding(
+    settings: GatewaySettings,
+    metrics: GatewayMetrics,
+    registry: CollectorRegistry,
+    decisions: InProcessDecisions | None,
+) -> AsyncIterator[SchedulerClient]:
+    """Have decisions while the block runs: by remote schedulers, or in this process."""
+    failures, within_s = metrics.scheduler_failures, settings.schedule_s
+    if decisions is None:
+        schedulers = Schedulers(settings.schedulers, within_s=within_s, failures=failures)
+        try:
+            yield schedulers
+        finally:
+            await schedulers.close()
+        return
+    async with placement_driver(decisions.settings, decisions.source, registry, decisions.poll_s) as driver:
+        local = InProcessScheduler(driver, within_s=within_s, failures=failures)
+        if decisions.rpc is None:
+            yield local
+            return
+        client = HttpClient()
+        service = SchedulerService(driver, client, registry)
+        register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
+        try:
+            async with rpc_serving(decisions.rpc, [register], registry) as here:
+                log_event(log, logging.INFO, "deciding in process", rpc_port=here.port)
+                yield local
+        finally:
+            client.close()
+
+
+@asynccontextmanager
+async def serving(
+    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+) -> AsyncIterator[RunningGateway]:
     """Serve while the block runs; then refuse new requests and let those under way end, at most `drain_s`."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
@@ -72,8 +129,10 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
         block_tokens=settings.block_tokens,
         seed=settings.hash_seed,
     )
-    with listening(server.host, server.port) as own, metrics_served(server, registry):
-        schedulers = Schedulers(settings.schedulers, within_s=settings.schedule_s, failures=metrics.scheduler_failures)
+    async with AsyncExitStack() as stack:
+        own = stack.enter_context(listening(server.host, server.port))
+        stack.enter_context(metrics_served(server, registry))
+        schedulers = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
@@ -101,4 +160,3 @@ async def serving(settings: GatewaySettings, server: ServerSettings, keys: ApiKe
         finally:
             engines.close()
             await releases.flush(FLUSH_S)
-            await schedulers.close()

@@ -1,44 +1,97 @@
-"""What a gateway can be told."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
+from services.settings import Option
 
+BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s")
+COUNTS = ("attempts", "max_body_bytes", "max_answer_bytes", "max_concurrency", "block_tokens", "releases_kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Whom to ask, where to send, how long to wait, how much to bear."""
+    """Schedulers and engines, timeouts and limits."""
 
-    schedulers: tuple[str, ...] = ()  # host:port
-    engine_urls: tuple[str, ...] = ()  # the last resort, in turn, while no scheduler answers
-    models: tuple[str, ...] = ()  # empty: those that the instances serve
+    decide: Annotated[
+        str,
+        Option(
+            "Where requests are placed: by schedulers, or in-process by the gateway itself, which then needs instances "
+            "(--instance, --instances-file or --instances-dns) and takes the scheduler's settings.",
+            choices=DECIDE,
+        ),
+    ] = BY_SCHEDULER
+    scheduler_port: Annotated[
+        int | None,
+        Option(
+            "Port on which a gateway that decides in-process serves block.v1.Scheduler: for gRPC clients, "
+            "`block explain` and `block policies use`.",
+            unset="none is served",
+        ),
+    ] = None
+    schedulers: Annotated[
+        tuple[str, ...], Option("host:port of a scheduler. Repeatable.", name="scheduler", separator=",")
+    ] = ()
+    engine_urls: Annotated[
+        tuple[str, ...],
+        Option(
+            "URL of an engine to send requests to while no scheduler is available. Repeatable: used in turn.",
+            name="engine_url",
+            separator=",",
+        ),
+    ] = ()
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "Name of a served model. Repeatable.",
+            name="model",
+            separator=",",
+            unset="the models of the instances",
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        str, Option("File with the accepted API keys, one line each: [NAME] KEY.", metavar="FILE")
+    ] = ""
 
-    schedule_s: float = 1.0  # for one scheduler to decide
-    connect_s: float = 2.0  # to an engine
-    first_byte_s: float = 60.0  # from sending to the first event of a stream
-    idle_s: float = 60.0  # between two pieces of a stream
-    answer_s: float = 600.0  # for an answer that is not streamed
+    schedule_s: Annotated[float, "Maximum time that a scheduler may take to decide, in seconds."] = 1.0
+    connect_s: Annotated[float, "Maximum time to connect to an engine, in seconds."] = 2.0
+    first_byte_s: Annotated[float, "Maximum time from sending a request to the first event of its stream."] = 60.0
+    idle_s: Annotated[float, "Maximum pause between two tokens of a stream, in seconds."] = 60.0
+    answer_s: Annotated[float, "Maximum time for a response that is not streamed, in seconds."] = 600.0
 
-    attempts: int = 4  # engines tried for one request
-    retry_ratio: float = 0.2  # retries per request in the long run; a burst of one per request under way is free
+    attempts: Annotated[int, "Maximum number of engines tried for one request before its first byte."] = 4
+    retry_ratio: Annotated[
+        float, "Retry budget: retries per request in the long run; one retry per request in progress is free."
+    ] = 0.2
     max_body_bytes: int = 16 * 2**20
-    max_answer_bytes: int = 64 * 2**20  # of one that is not streamed
+    max_answer_bytes: int = 64 * 2**20  # of a response that is not streamed
     max_concurrency: int = 1024
-    bytes_per_token: float = 4.0  # of prompts, until engines have told better
-    tokenizer: str = ""  # the model's tokenizer.json: sizes prompts, and names their blocks as engines do
-    chat_template: str = ""  # a file; else the one beside the tokenizer
-    block_tokens: int = 16  # of an engine's KV block
-    hash_seed: str = SEED  # the engines' PYTHONHASHSEED, where they have one
-    releases_kept: int = 4096  # waiting to be told to a scheduler
+    bytes_per_token: Annotated[
+        float, "Bytes per prompt token, used until the engines' own counts give a better estimate."
+    ] = 4.0
+    tokenizer: Annotated[
+        str,
+        Option(
+            "The model's tokenizer.json: counts prompt tokens and finds prompts in the engines' prefix caches.",
+            metavar="FILE",
+        ),
+    ] = ""
+    chat_template: Annotated[
+        str,
+        Option("Chat template that the engines use.", metavar="FILE", unset="the one beside the tokenizer"),
+    ] = ""
+    block_tokens: Annotated[int, "Tokens per KV block of the engines."] = 16
+    hash_seed: Annotated[str, "PYTHONHASHSEED of the engines, if they have one."] = SEED
+    releases_kept: int = 4096  # releases that wait to be sent to a scheduler
 
     def __post_init__(self) -> None:
-        """Refuse what no gateway could do, by its name."""
+        """Refuse settings that no gateway can have."""
         for address in self.schedulers:
             host, colon, port = address.rpartition(":")
             if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
@@ -48,7 +101,9 @@ class GatewaySettings:
                 origin_of(url)
             except ValueError as error:
                 raise ValueError(f"engine_url: {error}") from None
-        if not self.schedulers and not self.engine_urls:
+        if self.decide not in DECIDE:
+            raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
+        if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
@@ -56,13 +111,6 @@ class GatewaySettings:
                 raise ValueError(f"{name}: must be a number above 0, not {value}")
         if not (math.isfinite(self.retry_ratio) and self.retry_ratio >= 0):
             raise ValueError(f"retry_ratio: must be a number from 0 on, not {self.retry_ratio}")
-        for name in (
-            "attempts",
-            "max_body_bytes",
-            "max_answer_bytes",
-            "max_concurrency",
-            "block_tokens",
-            "releases_kept",
-        ):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.prefix.prompt import PROMPT_END_BYTES
+
 MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
-PROMPT_END_BYTES = 64 * 1024  # schedulers and taggers get the head and the tail of a longer prompt
 MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
 MESSAGE_TOKENS = 4  # that a chat template adds to each message, approximately
 

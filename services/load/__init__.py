@@ -1,1 +1,1 @@
-"""Open-loop load on any OpenAI endpoint: what is sent when, what came back, what it comes to."""
+"""Open-loop load on an OpenAI endpoint; plans and reports are in simulator/load_plan.py and load_report.py."""

@@ -1,4 +1,4 @@
-"""The requests themselves: bodies and headers whose prompts and answers have the lengths that were planned."""
+"""Bodies and headers of planned requests; prompts and responses have the planned lengths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from predictor.request import Slo
 from services.http.client import Headers
-from simulator.load_plan import Planned
+from simulator.load_plan import Planned, target_of
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PROMPTS = ("token-ids", "words")
@@ -23,25 +23,33 @@ COMMON = (
     "the of and to in is was for on as with by he that at from his it an were are this be had not has but she have "
     "they who one all her two new been time year also when more some can out up may its if no any what into now day"
 )
-WORDS = tuple(COMMON.split())  # short: one token each in nearly every vocabulary
-IDS = range(100, 1900)  # token ids that the smallest vocabularies have
+WORDS = tuple(COMMON.split())  # short words are one token in nearly every vocabulary
+IDS = range(100, 1900)  # token ids that even small vocabularies have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How requests are put."""
+    """The form of the requests."""
 
     model: str
-    endpoint: str = "completions"
-    prompt: str = "token-ids"  # exact where the endpoint takes them; else words
-    output: str = "ignore-eos"  # with max_tokens; or a header that emulated engines know; or just max_tokens
+    endpoint: Annotated[str, f"Endpoint: {' or '.join(ENDPOINTS)}."] = "completions"
+    prompt: Annotated[str, "Form of the prompts: token-ids, which are exact, or words."] = "token-ids"
+    output: Annotated[
+        str,
+        "How the length of a response is set: ignore-eos (with max_tokens), header (x-block-output-tokens, for "
+        "emulated engines) or none (max_tokens only).",
+    ] = "ignore-eos"
     headers: tuple[tuple[bytes, bytes], ...] = ()
     slo: Slo = NO_SLO  # of requests that have none of their own
-    seed: int = 0
-    time_scale: float = 1.0  # seconds of the endpoint's time in a second
+    seed: Annotated[int, "Seed of lengths, prompts and arrival times."] = 0
+    time_scale: Annotated[
+        float,
+        "Endpoint seconds per second, for emulated engines with that --speed; rates and latencies are in endpoint "
+        "time.",
+    ] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is not known."""
+        """Reject unknown values, naming the field."""
         for name, known in (("endpoint", ENDPOINTS), ("prompt", PROMPTS), ("output", OUTPUTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
@@ -50,12 +58,12 @@ class Manner:
 
     @property
     def target(self) -> bytes:
-        """The path to send to."""
+        """The path of the endpoint."""
         return ENDPOINTS[self.endpoint].encode()
 
 
 def body_of(one: Planned, manner: Manner) -> bytes:
-    """Write a request's body; the same plan and seed give the same body."""
+    """Return a request's body; the same plan and seed give the same body."""
     fields: dict[str, Any] = {"model": manner.model, "stream": True, "stream_options": {"include_usage": True}}
     if manner.output != "header":
         fields["max_tokens"] = one.output_tokens
@@ -71,7 +79,7 @@ def body_of(one: Planned, manner: Manner) -> bytes:
 
 
 def headers_of(one: Planned, manner: Manner, request_id: str) -> Headers:
-    """Write a request's headers."""
+    """Return a request's headers."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *manner.headers]
     if manner.output == "header":
         headers.append((b"x-block-output-tokens", b"%d" % one.output_tokens))
@@ -82,16 +90,16 @@ def headers_of(one: Planned, manner: Manner, request_id: str) -> Headers:
 
 
 def prompt_ids(one: Planned, seed: int) -> list[int]:
-    """Make a prompt: what it shares with others, as far as it goes, and then what is its own."""
+    """Return a prompt's token ids: its shared prefix, then tokens of its own."""
     ids = [token for name in one.prefix for token in _block(seed, name, one.block_tokens)][: one.prompt_tokens]
-    draw = random.Random(f"{seed} {one.request_id}")  # noqa: S311 - it is to repeat
+    draw = random.Random(f"{seed} {one.request_id}")  # noqa: S311 - must be repeatable
     return ids + draw.choices(IDS, k=one.prompt_tokens - len(ids))
 
 
 @lru_cache(maxsize=16384)
 def _block(seed: int, name: int | str, num_tokens: int) -> tuple[int, ...]:
-    """The tokens that go by a name."""
-    draw = random.Random(f"{seed} block {name}")  # noqa: S311 - it is to repeat
+    """Return the tokens of a named block."""
+    draw = random.Random(f"{seed} block {name}")  # noqa: S311 - must be repeatable
     return tuple(draw.choices(IDS, k=num_tokens))
 
 
@@ -99,23 +107,17 @@ def _words(one: Planned, manner: Manner) -> str:
     return " ".join([WORDS[token % len(WORDS)] for token in prompt_ids(one, manner.seed)])
 
 
-def target_of(name: str, one: Planned, slo: Slo) -> float | None:
-    """How late a request's tokens may be: its own target goes before that of the run."""
-    own: float | None = getattr(one.slo, name, None)
-    return getattr(slo, name) if own is None else own
-
-
 def header_of(text: str) -> tuple[bytes, bytes]:
-    """Read `name: value`."""
+    """Parse `name: value`."""
     name, colon, value = (part.strip() for part in text.partition(":"))
-    sound = colon and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
-    if not sound or not value.isascii() or not value.isprintable():
-        raise ValueError("header: must be NAME: VALUE in printable ASCII")  # its value may be a secret
+    is_valid = colon and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+    if not is_valid or not value.isascii() or not value.isprintable():
+        raise ValueError("header: must be NAME: VALUE in printable ASCII")  # without the value, which may be a secret
     return name.lower().encode(), value.encode()
 
 
 def headers_from(texts: Sequence[str], api_key: str | None) -> tuple[tuple[bytes, bytes], ...]:
-    """Read what is sent with every request."""
+    """Return the headers that are sent with every request."""
     headers = [header_of(text) for text in texts]
     if api_key:
         headers.append(header_of(f"authorization: Bearer {api_key}"))

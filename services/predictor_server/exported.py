@@ -1,4 +1,4 @@
-"""An engine that shows its state in shared memory, followed step by step."""
+"""An engine that exports its state in shared memory, followed step by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from predictor.correction import Correction
+from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
+from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
@@ -27,26 +29,25 @@ from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, shown_from_view, snapshot_from_view
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
-from services.predictor_server.counters import Counters
-from services.predictor_server.engine_view import DownError, Ended, EngineView
+from services.predictor_server.engine_source import DownError
 
 log = logging.getLogger(__name__)
 
-# of a step, what its seconds depend on
-SUMS = (
+# the properties of a step that its duration depends on
+STEP_SUMS = (
     "num_tokens", "num_sampled", "num_decodes", "decode_context", "num_prefills", "prefill_qq", "prefill_qkv",
     "decode_longest",
 )  # fmt: skip
 
-LOOK_CLOSELY_S = 0.25  # how often a file that does not change is looked at for signs of its engine's end
+FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
 
 
 @dataclass(slots=True)
-class Met:
-    """An engine in one of its lives, with one size of its file, and the model that stands as it does.
+class FollowedEngine:
+    """One engine process, with one size of its state file, and the twin that follows it.
 
-    By slot, `serials` tells whose it was when last looked at, and the others how long that one's answer will be.
+    By slot, `serials` has the request that was there at the last read; the other arrays have the length of its answer.
     """
 
     view: View
@@ -58,8 +59,8 @@ class Met:
     tag_spread: np.ndarray
 
     @classmethod
-    def with_twin(cls, view: View, twin: Twin) -> Met:
-        """Know nothing of its requests yet."""
+    def with_twin(cls, view: View, twin: Twin) -> FollowedEngine:
+        """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
             view=view,
@@ -72,82 +73,82 @@ class Met:
         )
 
     def is_of(self, view: View) -> bool:
-        """Tell whether a view is of the same engine and the same size of its file."""
+        """Return whether a view is of the same process and the same size of its file."""
         return (view.life, view.generation) == (self.view.life, self.view.generation)
 
 
 class ExportedEngine:
-    """Reads an engine's state file whenever it has changed, and has an engine model stand as it shows."""
+    """An engine source that reads a state file whenever it has changed, and lets a twin follow it."""
 
     kind = common_pb2.STATE_SOURCE_EXPORTED
 
     def __init__(self, path: str, profile: Profile | None, residual: str, forget_s: float) -> None:
-        """Follow the engine at a path; without a profile, forecast with the one that the engine names."""
+        """Follow the engine whose state file is at a path; without a profile, use the one that the engine names."""
         self.lengths = LengthLimits()
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
         self._forget_s = forget_s
-        self._met: Met | None = None
-        self._picture: EngineView | None = None
+        self._followed: FollowedEngine | None = None
+        self._view: EngineView | None = None
         self._life = 0
-        self._serial = 0
+        self._serial = 0  # of views
         self._transit = NO_TRANSIT
-        self._check: StepCheck | None = None  # of a profile that somebody has named, for an engine that names none
+        self._check: StepCheck | None = None  # of a configured profile; one that the engine names needs none
         self._correction = Correction()
         self._corrected_s = 0.0
-        self._counters = Counters()
-        self._num_steps = self._num_outcomes = 0  # that have been looked at
-        self._looked_closely_s = 0.0
-        self._promised = ReservedRequest()
+        self._counters = EngineCounters()
+        self._num_steps = self._num_outcomes = 0  # that have been read
+        self._read_s = 0.0
+        self._reserved = ReservedRequest()
         self._shown: list[str] = []
 
-    def look(self) -> EngineView:
-        """Bring the picture up to date."""
-        monotonic_s = time.monotonic()
+    def refresh(self) -> EngineView:
+        """Return the engine's state now; DownError where it is not known."""
+        now_s = time.monotonic()
         try:
-            closely = monotonic_s - self._looked_closely_s >= LOOK_CLOSELY_S
-            if self._met is None or self._picture is None or closely or self._reader.has_news():
-                self._looked_closely_s = monotonic_s
-                self._met = self._read(self._met)
-            return self._waited(self._met, monotonic_s)
+            is_due = now_s - self._read_s >= FULL_READ_S
+            if self._followed is None or self._view is None or is_due or self._reader.has_news():
+                self._read_s = now_s
+                self._followed = self._read(self._followed)
+            return self._advance(self._followed, now_s)
         except UnreadableError as error:
-            if error.reason == BUSY and self._met is not None:
-                return self._waited(self._met, monotonic_s)  # what was known will do until the next time
-            self._met = self._picture = None
+            if error.reason == BUSY and self._followed is not None:
+                return self._advance(self._followed, now_s)  # the last state is good enough until the next refresh
+            self._followed = self._view = None
             state = common_pb2.INSTANCE_STATE_STARTING if error.reason == MISSING else common_pb2.INSTANCE_STATE_DOWN
             raise DownError(str(error), state) from None
 
     def snapshot(self) -> Snapshot:
-        """Write down what the file shows; times are on the engine's clock."""
-        self.look()
-        assert self._met is not None
-        view = snapshot_from_view(self._met.view, self.lengths.as_tags())
-        return replace(view, reserved=self._promised.as_reserved())
+        """Return the engine's state as a snapshot; its times are on the engine's clock."""
+        self.refresh()
+        assert self._followed is not None
+        snapshot = snapshot_from_view(self._followed.view, self.lengths.as_tags())
+        return replace(snapshot, reserved=self._reserved.as_reserved())
 
-    def promise(self, request: Request) -> None:
-        """Let a request stand in the picture behind those that the engine shows."""
-        picture = self._picture or self.look()
-        if self._promised.add(request, picture.engine, picture.comes_s):
-            self._changed()
+    def reserve(self, request: Request) -> None:
+        """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
+        view = self._view or self.refresh()
+        if self._reserved.add(request, view.engine, view.arrival_s):
+            self._mark_changed()
 
-    def withdraw(self, request_id: str) -> None:
-        """Take a promised request out of the picture."""
-        if self._met is None:
-            self._promised.drop(request_id)
-        elif self._promised.withdraw(request_id, self._met.twin.engine):
-            self._changed()
+    def release(self, request_id: str) -> None:
+        """Remove a reserved request from the view."""
+        if self._followed is None:
+            self._reserved.drop(request_id)
+        elif self._reserved.withdraw(request_id, self._followed.twin.engine):
+            self._mark_changed()
 
-    def newly_shown(self) -> Sequence[str]:
-        """Which requests the engine has shown for the first time."""
+    def take_shown(self) -> Sequence[str]:
+        """Return the ids of requests that reached the engine since this was last called."""
         shown, self._shown = self._shown, []
         return shown
 
-    def newly_ended(self) -> Sequence[Ended]:
-        """Which requests have ended."""
-        if self._met is None:
+    def take_ended(self) -> Sequence[EndedRequest]:
+        """Return the requests that ended since this was last called."""
+        if self._followed is None:
             return ()
-        view = self._met.view
+        view = self._followed.view
         num_outcomes = int(view.state["num_outcomes"])
         if num_outcomes == self._num_outcomes:
             return ()
@@ -156,60 +157,65 @@ class ExportedEngine:
         except UnreadableError:
             return ()  # until the file can be read again
         self._num_outcomes = num_outcomes
-        return [_ended(row, view.clock_rate) for row in rows]
+        return [_ended_request(row, view.clock_rate) for row in rows]
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._reader.close()
 
     # Reading.
 
-    def _read(self, met: Met | None) -> Met:
-        """Read what is new, and have the model stand so; if needs be, without what the blocks hold."""
-        view = self._reader.read(contents=met is None or met.twin.engine.tracks_blocks)
+    def _read(self, followed: FollowedEngine | None) -> FollowedEngine:
+        """Read the file and follow it; if what the blocks hold is inconsistent, without that."""
+        view = self._reader.read(contents=followed is None or followed.twin.engine.tracks_blocks)
         try:
-            return self._follow(met, view)
+            return self._follow(followed, view)
         except UnreadableError:
             raise
         except ValueError as error:
-            complaint = f"{self._reader.path}: contradicts itself: {error}"
+            reason = f"{self._reader.path}: is inconsistent: {error}"
         if view.contents is not None:
             with suppress(ValueError):
-                met = self._follow(None, replace(view, contents=None))
-                log_event(log, logging.WARNING, "prefix hits are not foreseen", reason=complaint)
-                return met
-        raise UnreadableError(CORRUPT, complaint)
+                followed = self._follow(None, replace(view, contents=None))
+                log_event(log, logging.WARNING, "prefix hits are not forecast", reason=reason)
+                return followed
+        raise UnreadableError(CORRUPT, reason)
 
-    def _follow(self, met: Met | None, view: View) -> Met:
-        """Have the model stand as a view shows; a ValueError says what in the view cannot be."""
-        if met is None or not met.is_of(view) or met.twin.is_worn:
-            met = self._meet(view)
-        elif self._picture is not None and view.sequence == met.view.sequence:
-            return met
-        met.view = view
-        self._note_news(met)
-        self._correct(met)
-        met.twin.follow(
-            shown_from_view(view, known_tokens=met.known_tokens, tag_median=met.tag_median, tag_spread=met.tag_spread)
+    def _follow(self, followed: FollowedEngine | None, view: View) -> FollowedEngine:
+        """Bring the twin to the state of a view; ValueError where the view is inconsistent."""
+        if followed is None or not followed.is_of(view) or followed.twin.is_worn:
+            followed = self._start(view)
+        elif self._view is not None and view.sequence == followed.view.sequence:
+            return followed
+        followed.view = view
+        self._note_arrivals(followed)
+        self._correct_pace(followed)
+        followed.twin.follow(
+            shown_from_view(
+                view,
+                known_tokens=followed.known_tokens,
+                tag_median=followed.tag_median,
+                tag_spread=followed.tag_spread,
+            )
         )
-        self._counters.take(view.state, time.monotonic())
-        self._picture = EngineView(
-            engine=met.twin.engine,
-            forecaster=met.forecaster,
+        self._counters.update(view.state, time.monotonic())
+        self._view = EngineView(
+            engine=followed.twin.engine,
+            forecaster=followed.forecaster,
             now_s=view.now_s,
             clock_rate=view.clock_rate,
             age_s=view.age_s,
-            late_s=0.0,
+            overdue_s=0.0,
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.factor},
         )
-        return met
+        return followed
 
-    def _meet(self, view: View) -> Met:
-        """Make a model for an engine that is new, or has changed the size of its file."""
+    def _start(self, view: View) -> FollowedEngine:
+        """Make a twin for an engine that is new, or has changed the size of its file."""
         config = config_of(view)
-        profile = self._profile or _named_by(view)
+        profile = self._profile or _profile_of(view)
         if self._profile is not None:
             _require(require_possible, profile, config)
         self._transit = profile.transit
@@ -219,7 +225,7 @@ class ExportedEngine:
             self._num_steps = self._num_outcomes = 0
             self._correction = Correction()
             self._check = StepCheck(profile) if self._profile is not None else None
-            self._counters = Counters()
+            self._counters = EngineCounters()
         twin = Twin(
             config,
             profile.step_time,
@@ -227,55 +233,56 @@ class ExportedEngine:
             num_slots=len(view.live),
             track_blocks=view.contents is not None,
         )
-        self._promised.move_to(twin.engine)
-        return Met.with_twin(view, twin)
+        self._reserved.move_to(twin.engine)
+        return FollowedEngine.with_twin(view, twin)
 
-    def _waited(self, met: Met, monotonic_s: float) -> EngineView:
-        """Let the time that has passed since the last publication show in the picture."""
-        picture, view = self._picture, met.view
-        if picture is None:
-            raise UnreadableError(CORRUPT, f"{self._reader.path}: has not been understood yet")
-        picture.now_s = max(picture.now_s, (monotonic_s - float(view.state["clock_origin_s"])) * view.clock_rate)
-        picture.late_s = met.twin.late_s(picture.now_s) / view.clock_rate
-        met.twin.let_time_pass(picture.now_s)
-        self._changed()
-        if self._correction.ratios and monotonic_s - self._corrected_s > self._forget_s:
-            self._forget_pace(met, picture)
-        # an engine that does nothing publishes nothing, and stands as it did
-        picture.age_s = max(0.0, monotonic_s - int(view.state["written_ns"]) / 1e9) if view.steps else 0.0
-        return picture
+    def _advance(self, followed: FollowedEngine, now_s: float) -> EngineView:
+        """Let the time since the last publication pass in the view."""
+        engine_view, view = self._view, followed.view
+        if engine_view is None:
+            raise UnreadableError(CORRUPT, f"{self._reader.path}: has not been followed yet")
+        engine_s = (now_s - float(view.state["clock_origin_s"])) * view.clock_rate
+        engine_view.now_s = max(engine_view.now_s, engine_s)
+        engine_view.overdue_s = followed.twin.late_s(engine_view.now_s) / view.clock_rate
+        followed.twin.let_time_pass(engine_view.now_s)
+        self._mark_changed()
+        if self._correction.ratios and now_s - self._corrected_s > self._forget_s:
+            self._forget_pace(followed, engine_view)
+        # an idle engine publishes nothing, and its last state stays true
+        engine_view.age_s = max(0.0, now_s - int(view.state["written_ns"]) / 1e9) if view.steps else 0.0
+        return engine_view
 
-    def _changed(self) -> None:
+    def _mark_changed(self) -> None:
         self._serial += 1
-        if self._picture is not None:
-            self._picture.serial = self._serial
+        if self._view is not None:
+            self._view.serial = self._serial
 
-    def _note_news(self, met: Met) -> None:
-        """Learn of requests that are shown for the first time: their names, and how long their answers will be."""
-        view = met.view
+    def _note_arrivals(self, followed: FollowedEngine) -> None:
+        """Take the names of new requests, and the lengths of their answers."""
+        view = followed.view
         slots = view.slots.astype(np.int64)
         serials = view.live["serial"][slots]
-        new = slots[met.serials[slots] != serials]
-        met.serials[slots] = serials
+        new = slots[followed.serials[slots] != serials]
+        followed.serials[slots] = serials
         for slot in new.tolist():
             row = view.requests[slot]
             name = _client_id(row)
             tokens, tag = self.lengths.of(name) or (0, None)
-            met.known_tokens[slot] = tokens
-            met.tag_median[slot], met.tag_spread[slot] = _tag_of(row, tag)
+            followed.known_tokens[slot] = tokens
+            followed.tag_median[slot], followed.tag_spread[slot] = _tag_of(row, tag)
             self._shown.append(name)
-            self.withdraw(name)
-        self._counters.arrived(len(new), time.monotonic())
+            self.release(name)
+        self._counters.count_arrivals(len(new), time.monotonic())
 
-    def _correct(self, met: Met) -> None:
-        """Compare the steps that have ended with what the profile says of them."""
-        num_steps = int(met.view.state["num_steps"])
+    def _correct_pace(self, followed: FollowedEngine) -> None:
+        """Compare the steps that have ended with their duration by the profile."""
+        num_steps = int(followed.view.state["num_steps"])
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
             records = self._reader.new_steps()
-            for real_s, sums in zip(records["seconds"].tolist(), records[list(SUMS)].tolist(), strict=True):
-                predicted_s = met.twin.step_seconds(**dict(zip(SUMS, sums, strict=True)))
+            for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
+                predicted_s = followed.twin.step_seconds(**dict(zip(STEP_SUMS, sums, strict=True)))
                 if predicted_s is not None:
                     self._correction = self._correction.observe(predicted_s=predicted_s, real_s=real_s)
                     if self._check is not None:
@@ -284,42 +291,42 @@ class ExportedEngine:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
             _require(self._check.require_close)
-        met.twin.engine.set_pace(self._correction.factor)
+        followed.twin.engine.set_pace(self._correction.factor)
 
-    def _forget_pace(self, met: Met, picture: EngineView) -> None:
-        """Trust the profile again: an engine that was slow gets nothing to do, and could not show that it is well."""
+    def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
+        """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = Correction()
-        met.twin.engine.set_pace(self._correction.factor)
-        picture.counters["pace"] = self._correction.factor
+        followed.twin.engine.set_pace(self._correction.factor)
+        view.counters["pace"] = self._correction.factor
 
 
 def _require(check: Callable[..., None], *arguments: Any) -> None:
-    """Have an engine count as one that cannot be foretold where a check of its profile says so."""
+    """Make an engine unreadable if a check of its profile fails."""
     try:
         check(*arguments)
     except ValueError as error:
         raise UnreadableError(CORRUPT, str(error)) from None
 
 
-def _named_by(view: View) -> Profile:
-    """The profile that an engine names, as an emulated one does."""
+def _profile_of(view: View) -> Profile:
+    """Load the profile that an engine names, as an emulated one does."""
     name = view.settings.get("profile")
     if not isinstance(name, str):
-        raise UnreadableError(CORRUPT, "profile: the engine names none, so the sidecar must be told: --profile")
+        raise UnreadableError(CORRUPT, "profile: the engine names none; set --profile of the sidecar")
     try:
         return load_profile(name)
     except ValueError as error:
-        raise UnreadableError(CORRUPT, f"{error}; the sidecar can be told another: --profile") from None
+        raise UnreadableError(CORRUPT, f"{error}; or set --profile of the sidecar") from None
 
 
 def _client_id(row: np.void) -> str:
     return client_id(bytes(row["request_id"]).decode(errors="replace"))
 
 
-def _tag_of(row: np.void, told: Tag | None) -> tuple[float, float]:
-    """The tag that a scheduler told beforehand, or the one that the request carries, if it makes sense."""
-    if told is not None:
-        return told.median_tokens, told.spread
+def _tag_of(row: np.void, reported: Tag | None) -> tuple[float, float]:
+    """Return the tag that a scheduler reported, or a valid one that the request carries, or NaN."""
+    if reported is not None:
+        return reported.median_tokens, reported.spread
     try:
         tag = Tag(median_tokens=float(row["tag_tokens"]), spread=float(row["tag_spread"]))
     except ValueError:
@@ -327,16 +334,16 @@ def _tag_of(row: np.void, told: Tag | None) -> tuple[float, float]:
     return tag.median_tokens, tag.spread
 
 
-def _ended(row: np.void, clock_rate: float) -> Ended:
+def _ended_request(row: np.void, clock_rate: float) -> EndedRequest:
     arrival_s = float(row["arrival_s"])
 
-    def since(moment: np.floating) -> float | None:
-        return (float(moment) - arrival_s) / clock_rate if moment >= arrival_s else None
+    def since_arrival_s(time_s: np.floating) -> float | None:
+        return (float(time_s) - arrival_s) / clock_rate if time_s >= arrival_s else None
 
-    return Ended(
+    return EndedRequest(
         request_id=_client_id(row),
         output_tokens=int(row["output_tokens"]),
-        ttft_s=since(row["first_token_s"]),
-        e2e_s=since(row["finished_s"]),
+        ttft_s=since_arrival_s(row["first_token_s"]),
+        e2e_s=since_arrival_s(row["finished_s"]),
         completed=int(row["reason"]) in COMPLETED,
     )

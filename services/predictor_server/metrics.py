@@ -1,34 +1,45 @@
-"""What a sidecar counts."""
+"""The metrics of sidecars: of each instance, of its forecasts, and of a mirror's proxy."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from predictor.engine_view import EndedRequest
+from scheduler.reservations import Promise
 
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 
+MAX_PENDING = 1 << 14  # forecasts that wait for the end of their request
+BIAS_KEPT = 0.95  # from one request to the next
+
 
 class SidecarMetrics:
-    """The sidecars' own metrics, in a registry; each is told by instance."""
+    """The metrics of all instances of a process, in a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register them."""
+        """Register the metrics."""
         self.predict_s = Histogram(
             "block_predict_seconds",
-            "Looking at the engine and forecasting.",
+            "Time to refresh the view of an engine and to make forecasts.",
             ("instance",),
             buckets=SECONDS,
             registry=registry,
         )
         self.forecasts = Counter("block_forecasts", "Requests forecast.", ("instance", "result"), registry=registry)
-        self.reserves = Counter("block_reserves", "Reservations asked for.", ("instance", "result"), registry=registry)
+        self.reserves = Counter(
+            "block_reserves", "Attempts to make a reservation.", ("instance", "result"), registry=registry
+        )
         self.ended = Counter(
-            "block_reservations_ended", "How reservations ended.", ("instance", "how"), registry=registry
+            "block_reservations_ended", "Reservations that ended, and how.", ("instance", "how"), registry=registry
         )
         self.reservations = Gauge(
-            "block_reservations", "Requests promised and not yet shown.", ("instance",), registry=registry
+            "block_reservations",
+            "Reserved requests that have not reached the engine.",
+            ("instance",),
+            registry=registry,
         )
         self.error = Histogram(
             "block_forecast_error_ratio",
@@ -48,61 +59,99 @@ class SidecarMetrics:
         )
         self.source = Gauge(
             "block_state_source",
-            "1 for where the picture of the engine comes from.",
+            "1 for the source of the engine's state: exported or mirrored.",
             ("instance", "source"),
             registry=registry,
         )
-        self.up = Gauge("block_engine_up", "1 while the engine is seen to run.", ("instance",), registry=registry)
+        self.up = Gauge("block_engine_up", "1 while the engine runs.", ("instance",), registry=registry)
 
 
 class InstanceMetrics:
-    """What is counted of one instance."""
+    """The metrics of one instance."""
 
-    def __init__(self, measures: SidecarMetrics, instance_id: str) -> None:
-        """Begin a row of each metric."""
-        self._of, self._name = measures, instance_id
-        self.predict_s = measures.predict_s.labels(instance_id)
-        self.reservations = measures.reservations.labels(instance_id)
-        self.pace = measures.pace.labels(instance_id)
-        self.up = measures.up.labels(instance_id)
+    def __init__(self, metrics: SidecarMetrics, instance_id: str) -> None:
+        """Label the metrics with the instance."""
+        self._metrics, self._instance = metrics, instance_id
+        self.predict_s = metrics.predict_s.labels(instance_id)
+        self.reservations = metrics.reservations.labels(instance_id)
+        self.pace = metrics.pace.labels(instance_id)
+        self.up = metrics.up.labels(instance_id)
 
-    def comes_from(self, source: str) -> None:
-        """Note where the picture of the engine comes from."""
-        self._of.source.labels(self._name, source).set(1)
+    def set_source(self, source: str) -> None:
+        """Set the source of the engine's state."""
+        self._metrics.source.labels(self._instance, source).set(1)
 
-    def forecast(self, result: str) -> None:
-        """Count a request that was asked about."""
-        self._of.forecasts.labels(self._name, result).inc()
+    def count_forecast(self, result: str) -> None:
+        """Count a request that was to be forecast."""
+        self._metrics.forecasts.labels(self._instance, result).inc()
 
-    def reserved(self, result: str) -> None:
-        """Count an attempt to reserve."""
-        self._of.reserves.labels(self._name, result).inc()
+    def count_reserve(self, result: str) -> None:
+        """Count an attempt to make a reservation."""
+        self._metrics.reserves.labels(self._instance, result).inc()
 
-    def ended(self, how: str, num: int = 1) -> None:
+    def count_ended(self, how: str, num: int = 1) -> None:
         """Count reservations that ended."""
-        self._of.ended.labels(self._name, how).inc(num)
+        self._metrics.ended.labels(self._instance, how).inc(num)
 
-    def erred(self, quantity: str, ratio: float, bias: float) -> None:
-        """Note the error of one forecast, and how it goes with their mean."""
-        self._of.error.labels(self._name, quantity).observe(abs(ratio))
-        self._of.bias.labels(self._name, quantity).set(bias)
+    def observe_error(self, quantity: str, ratio: float, bias: float) -> None:
+        """Record the relative error of one forecast, and the smoothed mean of all."""
+        self._metrics.error.labels(self._instance, quantity).observe(abs(ratio))
+        self._metrics.bias.labels(self._instance, quantity).set(bias)
 
 
-class EngineGauges(Protocol):
-    """Who knows how many requests came to the engine unseen."""
+class ForecastErrors:
+    """Keeps the forecasts that requests were placed by, and compares each with how its request ended."""
 
-    num_unknown: int
+    def __init__(self, metrics: InstanceMetrics) -> None:
+        """Start without forecasts."""
+        self._metrics = metrics
+        self._pending: dict[str, Promise] = {}
+        self._bias: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """Return the number of forecasts that wait for the end of their request."""
+        return len(self._pending)
+
+    def add(self, reservations: Iterable[Promise]) -> None:
+        """Keep the forecasts of requests that reached the engine; the oldest are dropped if there are too many."""
+        for reservation in reservations:
+            if reservation.forecast is None:
+                continue
+            if len(self._pending) >= MAX_PENDING:
+                del self._pending[next(iter(self._pending))]
+            self._pending[reservation.request.request_id] = reservation
+
+    def compare(self, ended: Iterable[EndedRequest]) -> None:
+        """Record the errors for requests that completed; others have no comparable times."""
+        for one in ended:
+            reservation = self._pending.pop(one.request_id, None)
+            if reservation is None or reservation.forecast is None or not one.completed:
+                continue
+            forecast = reservation.forecast
+            self._observe("ttft", forecast.ttft_s, one.ttft_s)
+            self._observe("e2e", forecast.e2e_s, one.e2e_s)
+            self._observe("output_tokens", forecast.output_tokens, one.output_tokens)
+            if one.ttft_s is not None and one.e2e_s is not None and one.output_tokens > 1:
+                self._observe("tpot", forecast.tpot_s, (one.e2e_s - one.ttft_s) / (one.output_tokens - 1))
+
+    def _observe(self, quantity: str, predicted: float, actual: float | None) -> None:
+        if actual is None or actual <= 0:
+            return
+        ratio = (predicted - actual) / actual
+        bias = BIAS_KEPT * self._bias.get(quantity, ratio) + (1 - BIAS_KEPT) * ratio
+        self._bias[quantity] = bias
+        self._metrics.observe_error(quantity, ratio, bias)
 
 
 class MirrorMetrics:
-    """What is counted beside an engine that is mirrored."""
+    """The metrics of a mirrored engine's proxy."""
 
-    def __init__(self, registry: CollectorRegistry, instance_id: str, mirror: EngineGauges) -> None:
-        """Register it."""
-        self._name = instance_id
-        self._answers = Counter(
+    def __init__(self, registry: CollectorRegistry, instance_id: str, num_unknown: Callable[[], int]) -> None:
+        """Register the metrics; `num_unknown` returns how many requests bypass the proxy."""
+        self._instance = instance_id
+        self._replies = Counter(
             "block_proxy_requests",
-            "Answers passed on to the engine's clients.",
+            "Replies to the engine's clients.",
             ("instance", "path", "code"),
             registry=registry,
         )
@@ -112,8 +161,8 @@ class MirrorMetrics:
             ("instance",),
             registry=registry,
         )
-        unknown.labels(instance_id).set_function(lambda: mirror.num_unknown)
+        unknown.labels(instance_id).set_function(num_unknown)
 
-    def answered(self, path: str, status: int) -> None:
-        """Count an answer."""
-        self._answers.labels(self._name, path, str(status)).inc()
+    def count_reply(self, path: str, status: int) -> None:
+        """Count a reply."""
+        self._replies.labels(self._instance, path, str(status)).inc()

@@ -1,75 +1,92 @@
-"""block.v1.Predictor, as gRPC has it, over the instances of one node."""
+"""block.v1.Predictor over the sidecars of one node."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
+from predictor.engine_view import EngineView
+from predictor.forecast_result import Forecast
+from predictor.request import Request
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.predictor_server.instance import InstanceEndpoint
-from services.predictor_server.sidecar import Sidecar
-from services.rpc.errors import MisdirectedError
+from scheduler.reservations import Promise
+from services.predictor_server.engine_source import DownError
+from services.predictor_server.sidecar import Refusal, Sidecar
+from services.rpc.errors import BusyError, MisdirectedError
+from services.rpc.messages import forecast_from, forecast_message, indicators_message, request_from, require_name
+from simulator.codec import snapshot_json
 
 Context = Any
 
+MAX_REQUESTS = 256  # in one call of Predict
+MIN_WATCH_S = 0.02
+DEFAULT_WATCH_S = 0.1
+MAX_UNCHANGED = 5  # intervals without a message of Watch, so that an idle engine's indicators do not become stale
+
+RESERVED = predictor_pb2.RESERVE_RESULT_RESERVED
+EXTENDED = predictor_pb2.RESERVE_RESULT_EXTENDED
+CONFLICT = predictor_pb2.RESERVE_RESULT_CONFLICT
+REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
+
 
 class PredictorService(predictor_pb2_grpc.PredictorServicer):
-    """Finds out who is meant."""
+    """Routes each call to the instances that it names."""
 
-    def __init__(self, sidecars: Iterable[Sidecar], *, most_at_once: int = 256) -> None:
-        """Answer for some sidecars; a question may be about so many requests."""
+    def __init__(self, sidecars: Iterable[Sidecar], *, max_requests: int = MAX_REQUESTS) -> None:
+        """Serve some sidecars; a call may have up to `max_requests` requests."""
         self._instances = {instance.name: instance for instance in map(InstanceEndpoint, sidecars)}
-        self._most_at_once = most_at_once
+        self._max_requests = max_requests
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Context) -> predictor_pb2.PredictResponse:
-        """Forecast each request, and tell the indicators."""
+        """Forecast each request, and return the indicators."""
         return await self._predict(request)
 
     async def PredictStream(
         self, request_iterator: AsyncIterator[predictor_pb2.PredictRequest], context: Context
     ) -> AsyncIterator[predictor_pb2.PredictResponse]:
-        """Answer one question after the other."""
+        """Reply to one message after the other."""
         async for request in request_iterator:
             yield await self._predict(request)
 
     async def Reserve(self, request: predictor_pb2.ReserveRequest, context: Context) -> predictor_pb2.ReserveResponse:
-        """Promise a place, unless others came first."""
-        return await self._named(request.instance_id).reserve(request)
+        """Make a reservation, unless another was made since the version that it names."""
+        return await self._instance(request.instance_id).reserve(request)
 
     async def ReserveStream(
         self, request_iterator: AsyncIterator[predictor_pb2.ReserveRequest], context: Context
     ) -> AsyncIterator[predictor_pb2.ReserveResponse]:
-        """Promise one place after the other."""
+        """Make one reservation after the other."""
         async for request in request_iterator:
-            yield await self._named(request.instance_id).reserve(request)
+            yield await self._instance(request.instance_id).reserve(request)
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Context) -> common_pb2.ReleaseResponse:
-        """End a promise."""
-        return await self._named(request.instance_id).release(request)
+        """Release a reservation."""
+        return await self._instance(request.instance_id).release(request)
 
     async def Watch(
         self, request: predictor_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[predictor_pb2.WatchResponse]:
-        """Tell the indicators whenever they change, and the whole state where it is wanted."""
-        async for response in self._named(request.instance_id).watch(request):
+        """Return the indicators whenever they change, and snapshots where the call asks for them."""
+        async for response in self._instance(request.instance_id).watch(request):
             yield response
 
     async def _predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
-        if len(request.requests) > self._most_at_once:
-            raise ValueError(f"requests: {len(request.requests)} are more than {self._most_at_once}, the most at once")
+        if len(request.requests) > self._max_requests:
+            raise ValueError(f"requests: {len(request.requests)} are more than the limit of {self._max_requests}")
         if not request.instance_ids:
-            return await self._named(request.instance_id).predict(request)
+            return await self._instance(request.instance_id).predict(request)
         if request.instance_id:
-            raise ValueError("instance_ids: goes without instance_id")
+            raise ValueError("instance_ids: cannot be set with instance_id")
         start_s = time.perf_counter()
         named = [self._instances[name] for name in dict.fromkeys(request.instance_ids) if name in self._instances]
-        answers = await _answers(named, request)
+        answers = await _predict_all(named, request)
         return predictor_pb2.PredictResponse(answers=answers, predict_s=time.perf_counter() - start_s)
 
-    def _named(self, instance_id: str) -> InstanceEndpoint:
-        """Find who is meant."""
+    def _instance(self, instance_id: str) -> InstanceEndpoint:
+        """Return the instance of a name; the name may be missing where there is only one."""
         if instance_id in self._instances:
             return self._instances[instance_id]
         here = ", ".join(map(repr, self._instances))
@@ -80,17 +97,232 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         return next(iter(self._instances.values()))
 
 
-async def _answers(
+async def _predict_all(
     instances: Sequence[InstanceEndpoint], request: predictor_pb2.PredictRequest
 ) -> Iterable[predictor_pb2.PredictResponse]:
-    """Have those answer side by side that need a thread; for the others a task would cost more than it saves."""
+    """Run those concurrently that have to wait; for the others a task would cost more than it saves."""
     num_requests = len(request.requests)
-    slow = {one.name: one for one in instances if not one.answers_at_once(num_requests)}
-    under_way = {name: asyncio.ensure_future(one.predict(request)) for name, one in slow.items()}
+    waiting = {one.name: one for one in instances if not one.replies_at_once(num_requests)}
+    tasks = {name: asyncio.ensure_future(one.predict(request)) for name, one in waiting.items()}
     try:
-        answers = {one.name: await one.predict(request) for one in instances if one.name not in slow}
-        answers |= dict(zip(under_way, await asyncio.gather(*under_way.values()), strict=True))
+        answers = {one.name: await one.predict(request) for one in instances if one.name not in waiting}
+        answers |= dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
     finally:
-        for task in under_way.values():
+        for task in tasks.values():
             task.cancel()
     return [answers[one.name] for one in instances]
+
+
+class InstanceEndpoint:
+    """Translates between messages and one engine's sidecar."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        """Serve a sidecar."""
+        self.name = sidecar.settings.instance_id
+        self._sidecar = sidecar
+        self._epoch = secrets.randbits(64)
+        self._indicators: tuple[int, int, common_pb2.Indicators] | None = None  # of a view and number of reservations
+
+    def replies_at_once(self, num_requests: int) -> bool:
+        """Return whether forecasts need neither the lock of another call nor a thread, as far as is known."""
+        return not self._sidecar.lock.locked() and self._sidecar.simulates_here(num_requests)
+
+    async def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
+        """Forecast each request, and return the indicators."""
+        start_s = time.perf_counter()
+        sidecar = self._sidecar
+        async with sidecar.lock:
+            response = predictor_pb2.PredictResponse(
+                instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch
+            )
+            try:
+                view = sidecar.view()
+            except DownError as error:
+                response.state = error.state
+                return response
+            response.state = sidecar.state()
+            response.indicators.CopyFrom(self._indicators_of(view))
+            predictions = await self._predictions(
+                view, request.requests, delays=request.with_delays, simulate=not request.without_forecasts
+            )
+            response.predictions.extend(predictions)
+        response.predict_s = time.perf_counter() - start_s
+        sidecar.metrics.predict_s.observe(response.predict_s)
+        return response
+
+    async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        """Make a reservation, unless another was made since the version that it names."""
+        require_name("request.request_id", request.request.request_id)
+        max_ttl_s = self._sidecar.settings.longest_reservation_s
+        if not 0 < request.ttl_s <= max_ttl_s:
+            raise ValueError(f"ttl_s: must be above 0 and at most {max_ttl_s:g}, not {request.ttl_s}")
+        if request.HasField("if_version") != request.HasField("if_epoch"):
+            raise ValueError("if_version: must be set together with if_epoch")
+        async with self._sidecar.lock:
+            response = await self._reserve(request)
+        self._sidecar.metrics.count_reserve(predictor_pb2.ReserveResult.Name(response.result)[15:].lower())
+        return response
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        """Release a reservation."""
+        async with self._sidecar.lock:
+            released = self._sidecar.release(request.request_id)
+            try:
+                indicators = self._indicators_of(self._sidecar.view())
+            except DownError:
+                indicators = None
+        return common_pb2.ReleaseResponse(released=released, indicators=indicators)
+
+    async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
+        """Return the indicators whenever they change, and from time to time that they have not changed."""
+        interval_s = max(MIN_WATCH_S, request.min_interval_s or DEFAULT_WATCH_S)
+        sequence, num_silent, last = 0, 0, predictor_pb2.WatchResponse()
+        known: Mapping[str, float] = {}
+        while True:
+            async with self._sidecar.lock:
+                response, values = self._current(with_snapshot=request.with_snapshots)
+            changed = {name: value for name, value in values.items() if known.get(name) != value}
+            removed = known.keys() - values.keys()
+            is_new = changed or removed or (response.state, response.version) != (last.state, last.version)
+            num_silent += 1
+            if is_new or sequence == 0 or num_silent >= MAX_UNCHANGED:
+                sequence, num_silent = sequence + 1, 0
+                response.full = sequence == 1 or bool(removed)
+                response.sequence = sequence
+                age_s, source = response.indicators.age_s, response.indicators.source
+                sent = values if response.full else changed
+                response.indicators.CopyFrom(indicators_message(sent, age_s=age_s, source=source))
+                known, last = values, response
+                yield response
+            await asyncio.sleep(interval_s)
+
+    async def _predictions(
+        self, view: EngineView, messages: Any, *, delays: bool, simulate: bool
+    ) -> list[predictor_pb2.Prediction]:
+        """Forecast the valid requests and refuse the others, in the order of the messages."""
+        sidecar = self._sidecar
+        block_size = view.engine.config.block_size
+        read: list[Request | Refusal] = [
+            _request_or_refusal(message, view.now_s, block_size, known_as=f"candidate/{number}")
+            for number, message in enumerate(messages)
+        ]
+        requests = [one for one in read if isinstance(one, Request)]
+        made = await sidecar.forecast(view, requests, delays=delays) if simulate else [None] * len(requests)
+        forecasts = iter(made)
+        results = [one if isinstance(one, Refusal) else next(forecasts) for one in read]
+        for result in results if simulate else ():
+            sidecar.metrics.count_forecast("refused" if isinstance(result, Refusal) else "made")
+        return [_prediction(message, result, view) for message, result in zip(messages, results, strict=True)]
+
+    async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        sidecar = self._sidecar
+        response = predictor_pb2.ReserveResponse(
+            instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch, expires_in_s=request.ttl_s
+        )
+        response.state = sidecar.state()
+        try:
+            view = sidecar.view()
+        except DownError as error:
+            response.state = error.state
+            return _refuse(response, str(error))
+        is_known = request.request.request_id in sidecar.reservations
+        is_stale = (request.if_version, request.if_epoch) != (sidecar.reservations.version, self._epoch)
+        if sidecar.is_draining and not is_known:
+            _refuse(response, "the sidecar is draining and takes no new reservations")
+        elif request.HasField("if_version") and is_stale and not is_known:
+            response.result = CONFLICT
+            (prediction,) = await self._predictions(view, [request.request], delays=False, simulate=True)
+            response.prediction.CopyFrom(prediction)
+        elif sidecar.reservations.is_full and not is_known:
+            raise BusyError(f"{len(sidecar.reservations)} requests are reserved, which is the limit")
+        else:
+            self._add_reservation(request, view, response)
+        response.version = sidecar.reservations.version
+        response.indicators.CopyFrom(self._indicators_of(view))
+        if response.result in (CONFLICT, REFUSED):
+            response.expires_in_s = 0.0
+        return response
+
+    def _add_reservation(
+        self, message: predictor_pb2.ReserveRequest, view: EngineView, response: predictor_pb2.ReserveResponse
+    ) -> None:
+        """Make or extend a reservation, or refuse a request that the engine could never serve."""
+        request = _request_or_refusal(message.request, view.now_s, view.engine.config.block_size)
+        if isinstance(request, Request):
+            reservation = Promise(
+                request=request,
+                until_s=time.monotonic() + message.ttl_s,
+                forecast=forecast_from(message.forecast) if message.HasField("forecast") else None,
+                policy=message.policy,
+                holder=message.holder,
+            )
+            try:
+                is_new = self._sidecar.reserve(reservation)
+            except ValueError as error:
+                field, _, reason = str(error).partition(": ")
+                request = Refusal(field=field, reason=reason)
+            else:
+                response.result = RESERVED if is_new else EXTENDED
+                return
+        response.result = REFUSED
+        response.prediction.CopyFrom(_prediction(message.request, request, view))
+
+    def _current(self, *, with_snapshot: bool) -> tuple[predictor_pb2.WatchResponse, dict[str, float]]:
+        """Return a message of Watch without its indicators, and the indicators."""
+        sidecar = self._sidecar
+        response = predictor_pb2.WatchResponse(
+            instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch
+        )
+        try:
+            view = sidecar.view()
+        except DownError as error:
+            response.state = error.state
+            response.indicators.source = sidecar.source.kind
+            return response, {}
+        response.state = sidecar.state()
+        response.indicators.age_s, response.indicators.source = view.age_s, sidecar.source.kind
+        if with_snapshot:
+            response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
+        return response, sidecar.indicators(view)
+
+    def _indicators_of(self, view: EngineView) -> common_pb2.Indicators:
+        """Return the indicators' message, made once for each change of the view."""
+        key = (view.serial, len(self._sidecar.reservations))
+        if self._indicators is None or self._indicators[:2] != key:
+            made = indicators_message(self._sidecar.indicators(view), age_s=0.0, source=self._sidecar.source.kind)
+            self._indicators = (*key, made)
+        message = self._indicators[2]
+        message.age_s = view.age_s
+        return message
+
+
+def _refuse(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_pb2.ReserveResponse:
+    """Refuse a reservation for a reason that does not depend on the request."""
+    response.result, response.expires_in_s = REFUSED, 0.0
+    response.prediction.refusal.reason = reason
+    return response
+
+
+def _request_or_refusal(
+    message: common_pb2.Request, now_s: float, block_size: int, known_as: str = ""
+) -> Request | Refusal:
+    try:
+        return request_from(message, now_s=now_s, block_size=block_size, known_as=known_as)
+    except ValueError as error:
+        field, _, reason = str(error).partition(": ")
+        return Refusal(field=field, reason=reason)
+
+
+def _prediction(
+    message: common_pb2.Request, result: Forecast | Refusal | None, view: EngineView
+) -> predictor_pb2.Prediction:
+    prediction = predictor_pb2.Prediction(request_id=message.request_id)
+    if isinstance(result, Refusal):
+        prediction.refusal.field, prediction.refusal.reason = result.field, result.reason
+    elif result is not None:
+        prediction.forecast.CopyFrom(forecast_message(result))
+        prediction.forecast.request_id = message.request_id
+        if view.engine.tracks_blocks:
+            prediction.prefix_hit_tokens = result.prefix_hit_tokens
+            prediction.new_prefill_tokens = max(0, message.prompt_tokens - result.prefix_hit_tokens)
+    return prediction

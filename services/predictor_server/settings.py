@@ -1,47 +1,63 @@
-"""What a sidecar can be told."""
+"""Settings of a sidecar process and of each engine that it follows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
+from services.settings import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorSettings:
-    """How to stand between an engine and its clients; `engine` are settings of it that it need not tell."""
+    """The proxy in front of a mirrored engine; `engine` are its settings that cannot be queried."""
 
     engine_url: str
-    host: str = "127.0.0.1"
-    port: int = 0
+    host: Annotated[
+        str,
+        Option(
+            "Address of the proxy in front of a mirrored engine, which clients connect to.",
+            name="proxy_host",
+            unset="the value of --host",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, Option("Port of the proxy in front of a mirrored engine.", name="proxy_port")] = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
-    speed: float = 1.0  # engine seconds per second; of an emulated one
-    counts_prompts: bool = True  # by the engine's /tokenize
+    speed: Annotated[float, Option("Engine seconds per second of a mirrored emulated engine.", name="engine_speed")] = (
+        1.0
+    )
+    counts_prompts: Annotated[
+        bool,
+        Option(
+            "Count the prompt tokens of a mirrored engine by its /tokenize; they are estimated otherwise.",
+            name="count_prompts",
+        ),
+    ] = True
     metrics_s: float = 0.5
     max_concurrency: int = 1024
     max_body_bytes: int = 16 * 2**20
     max_answer_bytes: int = 64 * 2**20
-    idle_s: float = 600.0  # the longest silence of the engine that is borne
+    idle_s: float = 600.0  # maximum pause in a response of the engine
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what no proxy could do, by its name."""
+        """Refuse settings that no proxy can have."""
         try:
             origin_of(self.engine_url)
         except ValueError as error:
             raise ValueError(f"engine_url: {error}") from None
         if not 0 <= self.port <= 65535:
-            raise ValueError(f"proxy_port: must lie between 0 and 65535, not {self.port}")
-        for name, told in (("speed", "engine_speed"), ("metrics_s", "metrics_s"), ("idle_s", "idle_s")):
+            raise ValueError(f"port: must lie between 0 and 65535, not {self.port}")
+        for name in ("speed", "metrics_s", "idle_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{told}: must be above 0, not {value}")
+                raise ValueError(f"{name}: must be above 0, not {value}")
         EngineConfig(**self.engine)
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
@@ -49,34 +65,50 @@ class MirrorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarSettings:
-    """Which engine to stand beside, and how closely to follow it: by its state file, or by mirroring its traffic."""
+    """One engine, and how to follow it: by its state file, or by mirroring its traffic."""
 
-    instance_id: str
-    state_file: str = ""
+    instance_id: Annotated[str, Option("Name of the instance.", unset="the name of this machine")]
+    state_file: Annotated[
+        str,
+        Option(
+            "State file that the engine exports; it may appear later. Without it the engine is mirrored from its "
+            "traffic.",
+            metavar="FILE",
+        ),
+    ] = ""
     mirror: MirrorSettings | None = None
-    engine_url: str = ""  # to ask whether it is well; nobody is asked where it is not told
-    residual: str = DEFAULT_RESIDUAL
+    engine_url: Annotated[str, "URL of the engine, for health checks; required to mirror the engine."] = ""
+    residual: Annotated[
+        str,
+        Option("How the rest of a response is predicted once it has begun.", choices=tuple(RESIDUALS)),
+    ] = DEFAULT_RESIDUAL
 
-    poll_s: float = 0.1  # how often an engine that shows itself is looked at when nobody asks
-    fresh_s: float = 0.15  # a picture that old will do for a forecast, as the engine model runs on from it
-    health_s: float = 1.0  # how often it is asked whether it is well, and how long an answer may take
-    stall_s: float = 10.0  # a step that is so much later than it was to end is taken for the end of the engine
-
-    forget_s: float = 30.0  # after so long without a step, its pace is learnt anew: it may be well again
+    poll_s: Annotated[
+        float,
+        Option("Interval at which the state is read between requests, in milliseconds.", name="poll_ms", unit="ms"),
+    ] = 0.1
+    fresh_s: float = 0.15  # maximum age of a state for a forecast: the engine model continues from it
+    health_s: Annotated[float, "Interval between two health checks of the engine, and their timeout, in seconds."] = 1.0
+    stall_s: Annotated[
+        float, "Delay of a step beyond its predicted end after which the engine counts as down, in seconds."
+    ] = 10.0
+    forget_s: Annotated[
+        float, "Time without a step after which the correction of the step time is reset, in seconds."
+    ] = 30.0
 
     most_reservations: int = 4096
     longest_reservation_s: float = 600.0
-    thread_from_s: float = 0.001  # simulations that take longer leave the event loop to others
+    thread_from_s: float = 0.001  # simulations that take longer run on a thread
 
     def __post_init__(self) -> None:
-        """Refuse what no sidecar could do, by its name."""
+        """Refuse settings that no sidecar can have."""
         if not self.instance_id:
             raise ValueError("instance_id: is missing")
         if bool(self.state_file) == (self.mirror is not None):
             wrong = (
-                "an engine that shows its state is not mirrored"
+                "an engine that exports its state is not mirrored"
                 if self.state_file
-                else ("is missing, and so is engine_url: an engine shows its state or has its traffic mirrored")
+                else "is missing, and so is engine_url: an engine exports its state or is mirrored from its traffic"
             )
             raise ValueError(f"state_file: {wrong}")
         require_known([self.residual], tuple(RESIDUALS), "residual")
@@ -90,8 +122,31 @@ class SidecarSettings:
             raise ValueError(f"most_reservations: must be at least 1, not {self.most_reservations}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """The engines of a node that one process follows, and their latency profile."""
+
+    engines: Annotated[
+        tuple[str, ...],
+        Option(
+            "One of several engines on this node, in place of --instance-id, --state-file and --engine-url. "
+            "Repeatable.",
+            name="engine",
+            metavar="ID=STATE_FILE[,ENGINE_URL]",
+        ),
+    ] = ()
+    profile: Annotated[
+        str,
+        Option(
+            "Latency profile: the name of a shipped one, or a JSON file.",
+            metavar="NAME|FILE",
+            unset="the profile that the engine names",
+        ),
+    ] = ""
+
+
 def require_distinct(engines: Sequence[SidecarSettings]) -> None:
-    """Refuse engines that no process could stand beside at the same time."""
+    """Refuse engines that one process cannot follow at the same time."""
     if not engines:
         raise ValueError("engine: name at least one")
     names = [settings.instance_id for settings in engines]
@@ -99,4 +154,4 @@ def require_distinct(engines: Sequence[SidecarSettings]) -> None:
         if names.count(name) > 1:
             raise ValueError(f"engine: {name!r} is there twice")
     if len(engines) > 1 and any(settings.mirror is not None for settings in engines):
-        raise ValueError("engine: one that is mirrored has a sidecar of its own")
+        raise ValueError("engine: a mirrored engine needs a sidecar of its own")

@@ -1,51 +1,165 @@
-"""What a proxy tells the mirror of one body that passes."""
+"""What a mirror's proxy reads of one request and its reply, while both pass unchanged."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from services.predictor_server.mirror import MirroredEngine
-from services.predictor_server.token_counts import TokenCount
+from predictor.lengths import Tag
+from predictor.mirror.events import MirrorEvent, PromptCounted, RequestEnded, TokensReceived
+from services.http.openai_body import OpenAIRequest, read_body
+
+MAX_SAMPLES = 128
+TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
+CHAT_FIELDS = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")  # that change the prompt
+
+# In JSON texts a quotation mark is escaped, so these cannot match inside an answer's own text.
+_USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})\b')
+_ROLE_ONLY = re.compile(rb'"delta"\s*:\s*\{[^{}]*"role"\s*:[^{}]*"content"\s*:\s*(?:""|null)')
+_CHOICE = re.compile(rb'"(?:delta|text)"\s*:')
+_DATA = b"data:"
 
 
-@dataclass(slots=True, kw_only=True)
-class StreamObserver:
-    """What is noted of one body, which may stand for several requests of the engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxiedRequest:
+    """A completion request: its body, and how many requests the engine makes of it."""
 
-    mirror: MirroredEngine
-    names: tuple[str, ...]
-    prompt_tokens: int | None = None
-    _tokens: TokenCount | None = None
-    _told: int | None = None
-    _ended: bool = False
+    body: OpenAIRequest
+    num_prompts: int
+    num_samples: int
+    tag: Tag | None
+    to_tokenize: Mapping[str, Any] | None  # the body for the engine's /tokenize; None if there is nothing to count
 
     @property
-    def count_so_far(self) -> int:
-        """How many tokens were counted."""
-        return self._tokens.num_tokens if self._tokens is not None else 0
+    def num_requests(self) -> int:
+        """Return how many requests the engine makes of it."""
+        return self.num_prompts * self.num_samples
 
-    def count(self, prompt_tokens: int) -> None:
-        """Note the length of the prompt."""
-        if not self._ended:
-            for name in self.names:
-                self.mirror.counted(name, prompt_tokens)
+    @property
+    def known_tokens(self) -> int | None:
+        """Return the length of the answer, where it is certain."""
+        return self.body.max_tokens or None if self.body.ignore_eos else None
 
-    def tokens(self, events: bytes) -> None:
-        """Note the tokens that events bring."""
-        if self._tokens is None:
-            self._tokens = TokenCount()
-        if self._tokens.feed(events) and len(self.names) == 1:
-            self.mirror.produced(self.names[0], self._tokens.num_tokens, exact=self._tokens.exact)
 
-    def told(self, num_tokens: int, prompt_tokens: int | None) -> None:
-        """Note what the whole answer tells at its end."""
-        self._told, self.prompt_tokens = num_tokens, prompt_tokens
+def parse_request(body: bytes, *, chat: bool) -> ProxiedRequest | None:
+    """Parse a request body; None for an invalid one, which the engine itself refuses."""
+    try:
+        parsed = read_body(body, chat=chat)
+    except ValueError:
+        return None
+    data = json.loads(body)
+    samples, prompt = data.get("n"), data.get("prompt")
+    has_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int) and not chat
+    return ProxiedRequest(
+        body=parsed,
+        num_prompts=len(prompt) if has_several else 1,
+        num_samples=samples if type(samples) is int and 1 <= samples <= MAX_SAMPLES else 1,
+        tag=_tag(data, parsed),
+        to_tokenize=_to_tokenize(data, chat=chat),
+    )
 
-    def end(self) -> None:
-        """Note the end."""
-        self._ended = True
-        completed = self._told is not None
-        num_tokens = self._told if self._told is not None else self.count_so_far
-        exact = completed and self.prompt_tokens is not None  # the engine has counted, and not only its events were
-        for name in self.names:
-            self.mirror.ended(name, num_tokens // max(1, len(self.names)), completed=completed, exact=exact)
+
+def _tag(data: Mapping[str, Any], body: OpenAIRequest) -> Tag | None:
+    """Return the tag that the request carries, or else its client's own estimate."""
+    extra = data.get("vllm_xargs")
+    tokens = extra.get(TAG_TOKENS) if isinstance(extra, dict) else None
+    try:
+        if tokens is not None and isinstance(extra, dict):
+            return Tag(median_tokens=float(tokens), spread=float(extra.get(TAG_SPREAD, 0.0)))
+        return Tag(median_tokens=float(body.expected_tokens)) if body.expected_tokens else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _to_tokenize(data: Mapping[str, Any], *, chat: bool) -> Mapping[str, Any] | None:
+    model = {} if data.get("model") is None else {"model": data["model"]}
+    if chat:
+        more = {name: data[name] for name in CHAT_FIELDS if name in data}
+        return {**model, "messages": data["messages"], **more}
+    return {**model, "prompt": data["prompt"]} if isinstance(data.get("prompt"), str) else None
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """Counts the tokens of one stream; `exact` where the engine reports its count with every event."""
+
+    num_tokens: int = 0
+    exact: bool = False
+
+    def feed(self, events: bytes) -> bool:
+        """Read whole events; return whether they brought tokens."""
+        before = self.num_tokens
+        if b'"completion_tokens"' in events and (counts := _USAGE.findall(events)):
+            self.exact = self.exact or _CHOICE.search(events) is not None
+            self.num_tokens = max(self.num_tokens, int(counts[-1]))
+        if not self.exact:
+            self.num_tokens = max(self.num_tokens, before + self._events_with_text(events))
+        return self.num_tokens > before
+
+    @staticmethod
+    def _events_with_text(events: bytes) -> int:
+        """Count one token for each event, except for the one that only has the role."""
+        return sum(
+            1
+            for event in events.split(b"\n\n")
+            if event.startswith(_DATA) and _CHOICE.search(event) is not None and _ROLE_ONLY.search(event) is None
+        )
+
+
+class EventSink(Protocol):
+    """Receives the events of a mirrored engine."""
+
+    def new_name(self, request_id: str) -> str:
+        """Return a unique name for a request in events."""
+
+    def record(self, event: MirrorEvent) -> None:
+        """Take an event that happens now."""
+
+
+class StreamObserver:
+    """Reports the reply to one completion request, which may be several requests of the engine."""
+
+    def __init__(self, sink: EventSink, names: tuple[str, ...]) -> None:
+        """Report the requests of these names."""
+        self.prompt_tokens: int | None = None  # that the engine counted
+        self._sink = sink
+        self._names = names
+        self._count = TokenCount()
+        self._final_tokens: int | None = None
+        self._has_ended = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens have passed."""
+        return self._count.num_tokens
+
+    def on_prompt_counted(self, prompt_tokens: int) -> None:
+        """Report the length of the prompt, unless the request has ended."""
+        if not self._has_ended:
+            for name in self._names:
+                self._sink.record(PromptCounted(name=name, prompt_tokens=prompt_tokens))
+
+    def on_events(self, events: bytes) -> None:
+        """Report the tokens of some events of a stream."""
+        if self._count.feed(events) and len(self._names) == 1:
+            self._sink.record(
+                TokensReceived(name=self._names[0], num_tokens=self._count.num_tokens, exact=self._count.exact)
+            )
+
+    def on_complete(self, num_tokens: int, prompt_tokens: int | None) -> None:
+        """Keep the final counts of a complete reply."""
+        self._final_tokens, self.prompt_tokens = num_tokens, prompt_tokens
+
+    def on_end(self) -> None:
+        """Report the end of the request, complete or not."""
+        self._has_ended = True
+        completed = self._final_tokens is not None
+        num_tokens = self._final_tokens if self._final_tokens is not None else self.num_tokens
+        exact = completed and self.prompt_tokens is not None  # the engine counted the tokens, not only the events
+        for name in self._names:
+            self._sink.record(
+                RequestEnded(name=name, num_tokens=num_tokens // len(self._names), completed=completed, exact=exact)
+            )

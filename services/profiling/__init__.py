@@ -1,1 +1,1 @@
-"""Measuring how long a running engine's steps take, through its public API and the state that it shows."""
+"""Measuring latency profiles: of a running engine, by its API and its state file, or of a model's kernels, by torch."""

@@ -1,25 +1,38 @@
-"""`block profile measure`, but for its flags: an engine that runs or is started, measured, and its profile fitted."""
+"""`block profile measure` without its flags: runs or finds an engine, measures it, and fits its profile."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import shlex
+import signal
 import subprocess
-from contextlib import AsyncExitStack
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from predictor.fitting.engine_profile import EngineMeasurement, profile_name, profile_of
 from predictor.profile import Profile
-from services.http.client import origin_of
-from services.profiling.measuring import Measured, MeasurementPlan, Progress, measure
-from services.profiling.profile_fit import profile_of
-from services.profiling.starting import started
+from services.http.client import HttpClient, origin_of
+from services.profiling.measuring import MeasurementOptions, Progress, measure
 
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-ASK_S = 10.0
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+NVIDIA_SMI_TIMEOUT_S = 10.0
+POLL_S = 0.25
+HEALTH_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 30.0
+DEFAULT_PORT = "8000"  # of vLLM and of the emulated engine
+STATE_FOLDER = Path("/dev/shm/block")  # noqa: S108 - where processes of one machine share memory
+MAX_OUTPUT = 300  # characters of a failed engine's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """Which engine to measure, for how long, and what to call the profile; '' where that is to be found out."""
+    """Which engine to measure, for how long, and the profile's name; '' for a default."""
 
     engine_url: str = ""
     state_file: str = ""
@@ -34,60 +47,126 @@ class MeasureOptions:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what names no engine, or two."""
+        """Require exactly one engine."""
         if bool(self.engine_url) == bool(self.start):
-            raise ValueError("engine_url: say where the engine runs, or how to --start one; not both")
+            raise ValueError("engine_url: give the URL of a running engine, or a command to --start one, but not both")
         if self.engine_url and not self.state_file:
-            raise ValueError("state_file: is missing; an engine shows its state where BLOCK_STATE_FILE told it to")
+            raise ValueError("state_file: is missing; give the path that the engine has in BLOCK_STATE_FILE")
 
 
-async def measured_profile(orders: MeasureOptions, progress: Progress) -> tuple[Profile, Measured]:
-    """Carry the orders out."""
+async def measured_profile(options: MeasureOptions, progress: Progress) -> tuple[Profile, EngineMeasurement]:
+    """Measure an engine, and fit its profile."""
     async with AsyncExitStack() as stack:
-        url, state_file = orders.engine_url, orders.state_file
-        if orders.start:
-            engine = await stack.enter_async_context(started(orders.start, state_file, orders.start_s))
+        url, state_file = options.engine_url, options.state_file
+        if options.start:
+            engine = await stack.enter_async_context(run_engine(options.start, state_file, options.start_s))
             url, state_file = engine.url, engine.state_file
-        wish = MeasurementPlan(
+        measurement = MeasurementOptions(
             origin=origin_of(url.rstrip("/").removesuffix("/v1")),
             state_file=state_file,
-            budget_s=orders.budget_s,
-            seed=orders.seed,
-            api_key=orders.api_key,
+            budget_s=options.budget_s,
+            seed=options.seed,
+            api_key=options.api_key,
         )
-        measured = await measure(wish, progress)
-    gpu = orders.gpu or _gpu()
+        measured = await measure(measurement, progress)
+    gpu = options.gpu or _gpu()
     profile = profile_of(
         measured,
-        name=orders.name or named_after(measured.model, gpu),
+        name=options.name or profile_name(measured.model, gpu),
         gpu=gpu,
-        tensor_parallel=orders.tensor_parallel,
-        dtype=orders.dtype,
+        tensor_parallel=options.tensor_parallel,
+        dtype=options.dtype,
     )
     return profile, measured
 
 
 def seconds_of(text: str, field: str) -> float:
-    """Read a time such as 90, 90s, 3m or 1h."""
+    """Parse a time such as 90, 90s, 3m or 1h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None:
-        raise ValueError(f"{field}: {text!r} is no time such as 90s or 3m")
-    return float(found[1]) * UNITS[found[2]]
+        raise ValueError(f"{field}: {text!r} is not a time such as 90s or 3m")
+    return float(found[1]) * SECONDS[found[2]]
 
 
 def _gpu() -> str:
-    """Ask what accelerator is in this machine; CPU where there is none."""
+    """Return the name of this machine's GPU, or CPU."""
     try:
         asked = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],  # noqa: S607 - wherever it is
-            capture_output=True, text=True, check=False, timeout=ASK_S,
+            capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT_S,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return "CPU"
     return (asked.stdout.splitlines() or ["CPU"])[0].strip() or "CPU"
 
 
-def named_after(model: str, gpu: str) -> str:
-    """Make a profile's name of what it is a profile of."""
-    words = f"{model.rstrip('/').rpartition('/')[2]}-{gpu}".lower()
-    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-") or "measured"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProcess:
+    """A running engine: its URL, its state file, and the leader of its process group."""
+
+    url: str
+    state_file: str
+    pid: int
+
+
+@asynccontextmanager
+async def run_engine(command: str, state_file: str, timeout_s: float) -> AsyncIterator[EngineProcess]:
+    """Run `vllm serve …` for the duration of the block; ValueError if it exits or does not serve in time."""
+    words = shlex.split(command)
+    if not words:
+        raise ValueError("start: is empty")
+    url = f"http://127.0.0.1:{_option(words, '--port') or DEFAULT_PORT}"
+    state_path = state_file or str(STATE_FOLDER / f"profile-{os.getpid()}.state")
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                env={**os.environ, "BLOCK_STATE_FILE": state_path},
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(f"start: {words[0]} cannot be run: {error.strerror}") from None
+        try:
+            deadline_s = time.monotonic() + timeout_s
+            while not await _is_healthy(url):
+                if process.returncode is not None:
+                    output.seek(0)
+                    last = output.read().decode(errors="replace").split()
+                    tail = " ".join(last)[-MAX_OUTPUT:]
+                    raise ValueError(f"start: the engine exited with status {process.returncode}: {tail}")
+                if time.monotonic() > deadline_s:
+                    raise ValueError(f"start: the engine does not serve at {url} after {timeout_s:g} s")
+                await asyncio.sleep(POLL_S)
+            yield EngineProcess(url=url, state_file=state_path, pid=process.pid)
+        finally:
+            await _stop(process)
+
+
+async def _is_healthy(url: str) -> bool:
+    client = HttpClient(connect_s=HEALTH_TIMEOUT_S)
+    try:
+        return (await client.get(origin_of(url), b"/health", within_s=HEALTH_TIMEOUT_S))[0] == 200
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        client.close()
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Terminate an engine's process group; kill it after a timeout."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _option(words: list[str], name: str) -> str | None:
+    """Return the value of a flag, in either spelling."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == name:
+            return following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None

@@ -1,4 +1,4 @@
-"""Having an engine run planned batches within a budget of time, and writing down what its steps took."""
+"""Measuring an engine: it runs planned batches within a time budget, and its state file shows the steps."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.fitting.batch_time_estimate import Rough
+from predictor.fitting.engine_profile import EngineMeasurement
 from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, structured
-from services.engine_state.view import UnreadableError
+from services.engine_state import layout
+from services.engine_state.identity import client_id
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of
+from services.engine_state.view import BUSY, UnreadableError
 from services.http.client import Origin
-from services.profiling.sending import PromptSender, Sent
-from services.profiling.watching import ObservedBatch, Watch, joined_outcomes, joined_steps
+from services.profiling.prompt_sender import PromptSender, SentRequest
 
 POLL_S = 0.02
-STRUCTURED_SHARE = 0.5  # of the budget, at most; the rest goes to mixes, which are what real traffic is like
-MIX_SHARE = 0.15  # of the budget that one mix may take
+STRUCTURED_SHARE = 0.5  # of the budget, at most; the rest is for mixed batches, which resemble real traffic
+MIX_SHARE = 0.15  # of the budget, for one mixed batch
 WARM_UP = Batch(kind="warm-up", streams=((BatchItem(prompt_tokens=8, output_tokens=4),),) * 2)
-SHOWN_S = 5.0  # after its answer, a request's outcome is shown by then
-PATIENCE = 0.2  # of the budget, for requests of others to end
-FEWEST_BUDGET_S = 5.0
+OUTCOME_TIMEOUT_S = 5.0  # from a request's response until the state file shows its outcome
+IDLE_SHARE = 0.2  # of the budget, to wait for other requests to end
+MIN_BUDGET_S = 5.0
+MAX_REJECTED = 1000  # mixed batches in a row that do not fit
 
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasurementPlan:
-    """What to measure, and for how long at most."""
+class MeasurementOptions:
+    """Which engine to measure, and the time budget."""
 
     origin: Origin
     state_file: str
@@ -40,30 +45,13 @@ class MeasurementPlan:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a budget in which nothing can be measured."""
-        if not FEWEST_BUDGET_S <= self.budget_s < 1e6:
-            raise ValueError(f"budget: must be at least {FEWEST_BUDGET_S:g} s, not {self.budget_s:g} s")
+        """Reject a budget that is too short."""
+        if not MIN_BUDGET_S <= self.budget_s < 1e6:
+            raise ValueError(f"budget: must be at least {MIN_BUDGET_S:g} s, not {self.budget_s:g} s")
 
 
 @dataclass(slots=True, kw_only=True)
-class Measured:
-    """What came of it: the engine, its steps, when requests were where, and how many batches others disturbed."""
-
-    model: str
-    config: EngineConfig
-    source: str
-    clock_rate: float
-    steps: np.ndarray
-    transits: np.ndarray  # seconds on the way: to the engine's loop, and from it; a row for each request that tells
-    num_requests: int
-    num_batches: int
-    num_disturbed: int
-    num_preemptions: int
-    took_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Notes:
+class _Records:
     steps: list[np.ndarray] = field(default_factory=list)
     transits: list[tuple[float, float]] = field(default_factory=list)
     num_requests: int = 0
@@ -71,156 +59,237 @@ class _Notes:
     num_disturbed: int = 0
 
 
-async def measure(wish: MeasurementPlan, progress: Progress) -> Measured:
-    """Measure; ValueError where the engine cannot be seen, refuses requests, or has other traffic all the time."""
-    mine = f"profile-{uuid4().hex[:12]}-"
-    watch = _watching(wish.state_file, mine)
-    sender = PromptSender(wish.origin, mine, wish.api_key)
+async def measure(options: MeasurementOptions, progress: Progress) -> EngineMeasurement:
+    """Measure; ValueError if the state file cannot be read, the engine refuses requests, or it has other traffic."""
+    id_prefix = f"profile-{uuid4().hex[:12]}-"
+    observer = _observer_of(options.state_file, id_prefix)
+    sender = PromptSender(options.origin, id_prefix, options.api_key)
     try:
-        return await _Measuring(wish, watch, sender, progress).run()
+        return await _Measurement(options, observer, sender, progress).run()
     except UnreadableError as error:
-        raise ValueError(f"engine: it is gone: {error}") from None
+        raise ValueError(f"engine: has exited: {error}") from None
     finally:
         sender.close()
-        watch.close()
+        observer.close()
 
 
-class _Measuring:
+class _Measurement:
     """One measurement, from the first batch to the end of the budget."""
 
-    def __init__(self, wish: MeasurementPlan, watch: Watch, sender: PromptSender, progress: Progress) -> None:
-        self._wish = wish
-        self._watch = watch
+    def __init__(
+        self, options: MeasurementOptions, observer: EngineObserver, sender: PromptSender, progress: Progress
+    ) -> None:
+        self._options = options
+        self._observer = observer
         self._sender = sender
         self._progress = progress
-        self._room = BatchLimits.of(watch.config)
-        self._rough = Rough()
-        self._notes = _Notes()
+        self._limits = BatchLimits.of(observer.config)
+        self._estimate = Rough()
+        self._records = _Records()
         self._start_s = time.monotonic()
-        self._end_s = self._start_s + wish.budget_s
+        self._end_s = self._start_s + options.budget_s
 
-    async def run(self) -> Measured:
-        """Run batch after batch."""
-        model = await self._sender.find_out()
-        num_preemptions = self._watch.num_preemptions
-        await self._run(WARM_UP if self._room.sequences > 1 else Batch(kind="warm-up", streams=WARM_UP.streams[:1]))
-        self._notes = _Notes()
+    async def run(self) -> EngineMeasurement:
+        """Run all planned batches, one after the other."""
+        model = await self._sender.connect()
+        num_preemptions = self._observer.num_preemptions
+        await self._run(WARM_UP if self._limits.sequences > 1 else Batch(kind="warm-up", streams=WARM_UP.streams[:1]))
+        self._records = _Records()
         for batch in self._plan():
             await self._run(batch)
-        notes = self._notes
-        if notes.num_batches == notes.num_disturbed:
-            raise ValueError(_disturbed(notes))
-        return Measured(
+        records = self._records
+        if records.num_batches == records.num_disturbed:
+            raise ValueError(_other_traffic(records))
+        return EngineMeasurement(
             model=model,
-            config=self._watch.config,
-            source=str(self._watch.settings.get("source", "an engine")),
-            clock_rate=self._watch.clock_rate,
-            steps=np.concatenate(notes.steps),
-            transits=np.array(notes.transits).reshape(-1, 2),
-            num_requests=notes.num_requests,
-            num_batches=notes.num_batches,
-            num_disturbed=notes.num_disturbed,
-            num_preemptions=self._watch.num_preemptions - num_preemptions,
+            config=self._observer.config,
+            source=str(self._observer.settings.get("source", "an engine")),
+            clock_rate=self._observer.clock_rate,
+            steps=np.concatenate(records.steps),
+            transits=np.array(records.transits).reshape(-1, 2),
+            num_requests=records.num_requests,
+            num_batches=records.num_batches,
+            num_disturbed=records.num_disturbed,
+            num_preemptions=self._observer.num_preemptions - num_preemptions,
             took_s=time.monotonic() - self._start_s,
         )
 
     def _plan(self) -> Iterator[Batch]:
-        """Give batches that will end in time: first those of the plan, then mixes."""
-        structured_until_s = self._start_s + STRUCTURED_SHARE * self._wish.budget_s
-        for batch in structured(self._room):
-            if time.monotonic() + self._rough.seconds(batch, self._room) <= structured_until_s:
+        """Yield batches that are estimated to end in time: the structured ones first, then mixed ones."""
+        structured_until_s = self._start_s + STRUCTURED_SHARE * self._options.budget_s
+        for batch in structured(self._limits):
+            if time.monotonic() + self._estimate.seconds(batch, self._limits) <= structured_until_s:
                 yield batch
-        generator = np.random.default_rng(self._wish.seed)
-        num_refused = 0
-        while (left_s := self._end_s - time.monotonic()) > 0 and num_refused < 1000:
-            batch = mixed(self._room, generator)
-            longest_s = min(left_s, MIX_SHARE * self._wish.budget_s)
-            if not self._room.holds(batch) or self._rough.seconds(batch, self._room) > longest_s:
-                num_refused += 1
+        generator = np.random.default_rng(self._options.seed)
+        num_rejected = 0
+        while (left_s := self._end_s - time.monotonic()) > 0 and num_rejected < MAX_REJECTED:
+            batch = mixed(self._limits, generator)
+            longest_s = min(left_s, MIX_SHARE * self._options.budget_s)
+            if not self._limits.holds(batch) or self._estimate.seconds(batch, self._limits) > longest_s:
+                num_rejected += 1
                 continue
-            num_refused = 0
+            num_rejected = 0
             yield batch
 
     async def _run(self, batch: Batch) -> None:
-        """Run one batch on an engine that has nothing else to do, and take down what is seen."""
-        await self._until_quiet()
-        self._watch.take()
-        sent: list[Sent] = []
+        """Run one batch while the engine is otherwise idle, and record its steps and outcomes."""
+        await self._until_idle()
+        self._observer.take()
+        sent: list[SentRequest] = []
         sending = asyncio.create_task(self._sender.send_all(batch.streams))
         try:
             while not sending.done() and time.monotonic() < self._end_s:
                 await asyncio.wait([sending], timeout=POLL_S)
-                self._look()
+                self._poll()
         finally:
             sending.cancel()
             await asyncio.wait([sending])
         if not sending.cancelled():
             sent = sending.result()
-        seen = await self._outcomes_of(sent)
-        self._notes.num_batches += 1
-        if seen.strangers:
-            self._notes.num_disturbed += 1
+        observed = await self._outcomes_of(sent)
+        self._records.num_batches += 1
+        if observed.other_requests:
+            self._records.num_disturbed += 1
             return
-        steps = joined_steps(seen)
-        self._notes.steps.append(steps)
-        self._notes.num_requests += len(sent)
-        self._notes.transits += self._transits(sent, seen)
-        self._rough.learn(np.concatenate(self._notes.steps))
+        steps = all_steps(observed)
+        self._records.steps.append(steps)
+        self._records.num_requests += len(sent)
+        self._records.transits += self._transits(sent, observed)
+        self._estimate.learn(np.concatenate(self._records.steps))
 
-    async def _outcomes_of(self, sent: Sequence[Sent]) -> ObservedBatch:
-        """Wait until what was answered is shown to have ended."""
-        seen = self._watch.take()
-        deadline_s = time.monotonic() + SHOWN_S
-        while sum(map(len, seen.outcomes)) < len(sent) and time.monotonic() < deadline_s:
+    async def _outcomes_of(self, sent: Sequence[SentRequest]) -> ObservedBatch:
+        """Return what was observed, once the outcomes of all answered requests are shown."""
+        observed = self._observer.take()
+        deadline_s = time.monotonic() + OUTCOME_TIMEOUT_S
+        while sum(map(len, observed.outcomes)) < len(sent) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S / 4)
-            self._look()
-            more = self._watch.take()
-            seen.steps += more.steps
-            seen.outcomes += more.outcomes
-            seen.strangers |= more.strangers
-        return seen
+            self._poll()
+            more = self._observer.take()
+            observed.steps += more.steps
+            observed.outcomes += more.outcomes
+            observed.other_requests |= more.other_requests
+        return observed
 
-    def _transits(self, sent: Sequence[Sent], seen: ObservedBatch) -> list[tuple[float, float]]:
-        """What requests took to the loop, if it did nothing else then, and their first tokens to us."""
-        rows = {Watch.name_of(row): row for row in joined_outcomes(seen)}
-        found = []
+    def _transits(self, sent: Sequence[SentRequest], observed: ObservedBatch) -> list[tuple[float, float]]:
+        """Return the times of requests to the engine's loop, if it was idle, and of their first tokens back."""
+        rows = {EngineObserver.client_id_of(row): row for row in all_outcomes(observed)}
+        transits = []
         for one in sent:
             if (row := rows.get(one.name)) is None:
                 continue
-            inward_s = self._watch.wall_s(float(row["scheduled_s"])) - one.sent_s
-            outward_s = one.first_s - self._watch.wall_s(float(row["first_token_s"]))
-            found.append((inward_s if self._went_straight_in(one, row, seen) else np.nan, outward_s))
-        return found
+            inward_s = self._observer.wall_s(float(row["scheduled_s"])) - one.sent_s
+            outward_s = one.first_s - self._observer.wall_s(float(row["first_token_s"]))
+            transits.append((inward_s if self._was_scheduled_at_once(one, row, observed) else np.nan, outward_s))
+        return transits
 
-    def _went_straight_in(self, one: Sent, row: np.void, seen: ObservedBatch) -> bool:
-        """Tell whether no step was under way when a request was sent, and the first one then began with it."""
-        steps = joined_steps(seen)
-        sent_s = (one.sent_s - self._watch.wall_s(0.0)) * self._watch.clock_rate
+    def _was_scheduled_at_once(self, one: SentRequest, row: np.void, observed: ObservedBatch) -> bool:
+        """Whether no step was in flight when a request was sent, and the next step started with it."""
+        steps = all_steps(observed)
+        sent_s = (one.sent_s - self._observer.wall_s(0.0)) * self._observer.clock_rate
         later = steps[steps["start_s"] + steps["seconds"] > sent_s]
         return len(later) > 0 and sent_s < later["start_s"].min() and later["start_s"].min() == row["scheduled_s"]
 
-    async def _until_quiet(self) -> None:
-        """Wait for requests of others to end, if there are any; ValueError where they do not."""
-        deadline_s = min(self._end_s, time.monotonic() + PATIENCE * self._wish.budget_s)
-        self._look()
-        while not self._watch.is_idle:
+    async def _until_idle(self) -> None:
+        """Wait until the engine is idle; ValueError if other requests do not end in time."""
+        deadline_s = min(self._end_s, time.monotonic() + IDLE_SHARE * self._options.budget_s)
+        self._poll()
+        while not self._observer.is_idle:
             if time.monotonic() > deadline_s:
-                raise ValueError(_disturbed(self._notes))
+                raise ValueError(_other_traffic(self._records))
             await asyncio.sleep(POLL_S)
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
-        self._watch.look()
-        self._progress(min(1.0, (time.monotonic() - self._start_s) / self._wish.budget_s))
-
-
-def _disturbed(notes: _Notes) -> str:
-    times = f"; they disturbed {notes.num_disturbed} of {notes.num_batches} batches" if notes.num_disturbed else ""
-    return f"engine: others send it requests{times}: measure it while it has nothing else to do"
+    def _poll(self) -> None:
+        self._observer.poll()
+        self._progress(min(1.0, (time.monotonic() - self._start_s) / self._options.budget_s))
 
 
-def _watching(state_file: str, mine: str) -> Watch:
+def _other_traffic(records: _Records) -> str:
+    disturbed = f" ({records.num_disturbed} of {records.num_batches} batches)" if records.num_disturbed else ""
+    return f"engine: has other requests{disturbed}; measure it while it serves no other traffic"
+
+
+def _observer_of(state_file: str, id_prefix: str) -> EngineObserver:
     try:
-        return Watch(state_file, mine)
+        return EngineObserver(state_file, id_prefix)
     except UnreadableError as error:
-        raise ValueError(f"state_file: {error}; does the engine run with the plug-in?") from None
+        raise ValueError(f"state_file: {error}; start the engine with the plug-in") from None
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedBatch:
+    """Steps (`layout.STEP`), outcomes (`layout.OUTCOME`), and the ids of requests that are not ours."""
+
+    steps: list[np.ndarray] = field(default_factory=list)
+    outcomes: list[np.ndarray] = field(default_factory=list)
+    other_requests: set[str] = field(default_factory=set)
+
+
+class EngineObserver:
+    """Polls an engine's state file, and collects new steps and outcomes."""
+
+    def __init__(self, state_file: str, id_prefix: str) -> None:
+        """Observe the engine that writes a state file; requests with `id_prefix` in their ids are ours."""
+        self._reader = Reader(state_file)
+        self._id_prefix = id_prefix
+        view = self._reader.read()
+        self._life = view.life
+        self.config: EngineConfig = config_of(view)
+        self.settings = view.settings
+        self.clock_rate = view.clock_rate
+        self.clock_origin_s = float(view.state["clock_origin_s"])
+        self.num_preemptions = int(view.state["num_preemptions"])
+        self._reader.new_steps()
+        self._reader.new_outcomes()
+        self._observed = ObservedBatch()
+        self.is_idle = False
+        self.poll()
+
+    def poll(self) -> None:
+        """Read what is new; UnreadableError if the engine has exited, ValueError if it was restarted."""
+        try:
+            view = self._reader.read()
+            steps, outcomes = self._reader.new_steps(), self._reader.new_outcomes()
+        except UnreadableError as error:
+            if error.reason == BUSY:
+                return
+            raise
+        if view.life != self._life:
+            raise ValueError("engine: was restarted during the measurement")
+        self.num_preemptions = int(view.state["num_preemptions"])
+        self.clock_origin_s = float(view.state["clock_origin_s"])
+        self.is_idle = len(view.slots) == 0
+        if len(steps):
+            self._observed.steps.append(steps)
+        if len(outcomes):
+            self._observed.outcomes.append(outcomes)
+        names = [self.client_id_of(row) for row in (*outcomes, *view.requests[view.slots])]
+        self._observed.other_requests.update(name for name in names if self._id_prefix not in name)
+
+    def take(self) -> ObservedBatch:
+        """Return what was observed since the last call."""
+        observed, self._observed = self._observed, ObservedBatch()
+        return observed
+
+    def wall_s(self, engine_s: float) -> float:
+        """Convert a time of the engine to this machine's monotonic clock."""
+        return self.clock_origin_s + engine_s / self.clock_rate
+
+    @staticmethod
+    def client_id_of(row: np.void) -> str:
+        """Return the client's id of a request or an outcome."""
+        return client_id(bytes(row["request_id"]).decode(errors="replace"))
+
+    def close(self) -> None:
+        """Close the state file."""
+        self._reader.close()
+
+
+def all_steps(observed: ObservedBatch) -> np.ndarray:
+    """Return all observed steps."""
+    return np.concatenate([np.empty(0, layout.STEP), *observed.steps])
+
+
+def all_outcomes(observed: ObservedBatch) -> np.ndarray:
+    """Return all observed outcomes."""
+    return np.concatenate([np.empty(0, layout.OUTCOME), *observed.outcomes])

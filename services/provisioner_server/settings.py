@@ -1,38 +1,47 @@
-"""What a provisioner can be told."""
+"""Settings of the provisioner."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from scheduler.provisioning import rule_from
+from scheduler.provisioning import RULE_NAMES, rule_from
 from scheduler.provisioning.limits import Aims, ScalingLimits
 from services.rpc.messages import require_name
+from services.settings import PORTS, Nested, Option
+
+HOOKS = ("process", "exec", "webhook", "kubernetes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvisionerSettings:
-    """Which pool it looks after, by which rule, and where it keeps what must survive it.
+    """The pool, the rule that sizes it, and the folder for what must survive a restart.
 
-    Provisioners that share a folder, or a Lease, share its pool: one of them acts.
+    Provisioners that share a folder, or a Kubernetes Lease, share its pool: one of them acts.
     """
 
-    folder: str
-    pool: str = "default"
-    model: str = ""
-    rule: str = "headroom"
-    schedule: str = ""
-    aims: Aims = field(default_factory=Aims)
-    limits: ScalingLimits = field(default_factory=ScalingLimits)
-    provisioner_id: str = ""
-    tick_s: float = 1.0
-    drain_s: float = 300.0  # longest wait for a leaving instance's requests
-    settle_s: float = 3.0  # for schedulers to hear that an instance is leaving
-    attempts: int = 8  # at one action, before it counts as failed
-    dry_run: bool = False
+    folder: Annotated[str, Option("Folder for the journal, the lease and the list of instances.", metavar="DIR")]
+    pool: Annotated[str, "Name of the pool of instances."] = "default"
+    model: Annotated[str, Option("Model that the instances serve.", unset="any")] = ""
+    rule: Annotated[
+        str, f"Rule that sizes the pool: one of {', '.join(RULE_NAMES)}, or several joined by + (the largest counts)."
+    ] = "headroom"
+    schedule: Annotated[str, "Times of the rule `schedule`, in UTC: 'mon-fri 07:30-19:00=8; 00:00-07:30=2'."] = ""
+    aims: Annotated[Aims, Nested()] = field(default_factory=Aims)
+    limits: Annotated[ScalingLimits, Nested()] = field(default_factory=ScalingLimits)
+    provisioner_id: Annotated[str, Option("Name of this provisioner.", unset="HOSTNAME/PID")] = ""
+    tick_s: Annotated[float, "Interval between two evaluations of the rule, in seconds."] = 1.0
+    drain_s: Annotated[
+        float,
+        Option("Maximum time to wait for the requests of an instance that leaves, in seconds.", name="leave_s"),
+    ] = 300.0
+    settle_s: Annotated[float, "Time for schedulers to notice that an instance is leaving, in seconds."] = 3.0
+    attempts: Annotated[int, "Maximum number of attempts at one action before it counts as failed."] = 8
+    dry_run: Annotated[bool, "Log the actions without carrying them out."] = False
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, by name."""
+        """Refuse settings that no provisioner can have."""
         if not self.folder:
             raise ValueError("folder: is missing")
         require_name("pool", self.pool)
@@ -45,3 +54,46 @@ class ProvisionerSettings:
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if self.attempts < 1:
             raise ValueError(f"attempts: must be at least 1, not {self.attempts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookSettings:
+    """The hook that starts and stops instances, with the settings of each kind of hook."""
+
+    hook: Annotated[str, Option("How instances are started and stopped.", choices=HOOKS)] = "process"
+    engine_command: Annotated[
+        str,
+        Option(
+            "process: command line of an engine; {port}, {name} and {state} are replaced.", unset="an emulated engine"
+        ),
+    ] = ""
+    engine_flags: Annotated[str, "process: flags of the emulated engines."] = ""
+    sidecar_flags: Annotated[str, "process: flags of the sidecars."] = ""
+    keep_instances: Annotated[
+        bool,
+        Option("process: whether instances keep running when the provisioner stops.", negative="--end-instances"),
+    ] = True
+    command: Annotated[
+        str, Option("exec: command that receives each action as JSON on standard input.", name="exec")
+    ] = ""
+    webhook: Annotated[str, "webhook: URL that receives each action."] = ""
+    webhook_secret: Annotated[str, "webhook: secret that signs the actions."] = ""
+    hook_timeout_s: Annotated[float, "exec, webhook: maximum time for one action, in seconds."] = 60.0
+    kubernetes: Annotated[
+        str, "kubernetes: NAMESPACE/deployment/NAME or NAMESPACE/statefulset/NAME whose scale is set."
+    ] = ""
+    engine_port: Annotated[int, "kubernetes: port of the engine in each pod."] = PORTS["engine"]
+    sidecar_port: Annotated[int, "kubernetes: port of the sidecar in each pod."] = PORTS["predictor"]
+    lease: Annotated[
+        str,
+        Option(
+            "Kubernetes Lease by which one provisioner of several is elected.",
+            metavar="NAMESPACE/NAME",
+            unset="a lock file in the folder",
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a time that is none."""
+        if not 0 < self.hook_timeout_s < 1e6:
+            raise ValueError(f"hook_timeout_s: must be a time above 0, not {self.hook_timeout_s}")

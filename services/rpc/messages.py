@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
 from predictor.request import BEST_EFFORT, REAL_TIME, Request, Slo
 from protos.block.v1 import common_pb2

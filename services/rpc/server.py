@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import signal
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,45 +13,19 @@ from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from services.logs import log_event
 from services.rpc.channels import bind_server, make_server, refuse_taken
 from services.rpc.interceptor import CallInterceptor, Handler
+from services.rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server with its servicer
 
-MAX_MEBIBYTES = 1024
 MEBIBYTE = 2**20
 SETTLE_S = 0.05  # for clients to notice that the server refuses new calls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Address, limits and drain time of a server; port 0 takes any free port."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    metrics_port: int | None = None
-    max_concurrency: int = 1024
-    max_message_mib: int = 16
-    drain_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        for name in ("port", "metrics_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise ValueError(f"{name}: must lie between 0 and 65535, not {value}")
-        if self.max_concurrency < 1:
-            raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
-        if not 1 <= self.max_message_mib <= MAX_MEBIBYTES:
-            raise ValueError(f"max_message_mib: must lie between 1 and {MAX_MEBIBYTES}, not {self.max_message_mib}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +49,8 @@ async def serving(
     `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
     wait for them.
     """
+    from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
+
     names = service_names(services)
     interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless)
     server = make_server(max_message_bytes=settings.max_message_mib * MEBIBYTE, interceptors=(interceptor,))

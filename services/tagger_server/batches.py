@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -14,9 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from length_tagger.estimate import Estimate, Query
 from length_tagger.linear import SHIPPED
-from length_tagger.onnx_form import AUTO, RUNTIMES
+from length_tagger.onnx_form import AUTO
 
-ENCODER = "roberta"
 SMALL = "small"
 GATHER_S = 0.002
 MOST_QUEUED = 256
@@ -29,34 +27,6 @@ class Batched(Protocol):
 
     def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
         """Say how long the answers will be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
-    """Where an encoder's checkpoint is, and how it may be used."""
-
-    folder: str  # "small" is the package's own
-    threads: int = 1
-    deadline_s: float = 0.04
-    runtime: str = AUTO
-
-    def __post_init__(self) -> None:
-        """Refuse what could not be used."""
-        if self.threads < 1:
-            raise ValueError(f"encoder_threads: must be at least 1, not {self.threads}")
-        if self.runtime not in RUNTIMES:
-            raise ValueError(f"encoder_runtime: {self.runtime!r} is none of {', '.join(RUNTIMES)}")
-        if not 0 < self.deadline_s <= 60:
-            raise ValueError(f"encoder_deadline_s: must lie above 0 and at most 60, not {self.deadline_s}")
-
-    @property
-    def file(self) -> str:
-        """The file of the checkpoint that is written last."""
-        return str(encoder_folder(self.folder) / "block.json")
-
-    def loaded(self) -> Batched:
-        """Load it; tokenizers and what runs a network are needed by nobody else."""
-        return encoder_from(self.folder, threads=self.threads, runtime=self.runtime)
 
 
 def encoder_from(given: str, *, threads: int = 1, runtime: str = AUTO) -> Batched:

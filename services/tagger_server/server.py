@@ -12,17 +12,24 @@ from threadpoolctl import threadpool_limits
 from length_tagger.chain import Chain
 from length_tagger.estimate import Query
 from protos.block.v1 import common_pb2, tagger_pb2_grpc
-from services.rpc.server import ServerSettings, serve_until_signalled
-from services.tagger_server.batches import Batches, Encoder
+from services.rpc.server import serve_until_signalled
+from services.rpc.settings import ServerSettings
+from services.tagger_server.batches import Batches
 from services.tagger_server.outcomes import recording
 from services.tagger_server.reloading import Watched, linear_from, reloading
 from services.tagger_server.service import TaggerService
+from services.tagger_server.settings import EncoderSettings
 
 NAME = "tagger"
 
 
 def serve(
-    chain: Chain, settings: ServerSettings, *, linear_model: str = "", encoder: Encoder | None = None, record: str = ""
+    chain: Chain,
+    settings: ServerSettings,
+    *,
+    linear_model: str = "",
+    encoder: EncoderSettings | None = None,
+    record: str = "",
 ) -> None:
     """Run the service until it is told to stop; estimators have warmed up before anybody can ask."""
     threadpool_limits(1)  # matrices of one prompt are small: more threads would only wait for each other

@@ -14,8 +14,9 @@ from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.logs import log_event
-from services.tagger_server.batches import ENCODER, Batches
+from services.tagger_server.batches import Batches
 from services.tagger_server.drift import Drift
+from services.tagger_server.settings import ENCODER
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         query = query_from(request)
         if self._batches is not None and self._chain.reaches(query, ENCODER):
             said = await self._batches.ask(query)
-            query = query if said is None else replace(query, foretold=(said,))
+            query = query if said is None else replace(query, precomputed=(said,))
         estimate = self._chain.estimate(query)
         self._tags.labels("none" if estimate is None else estimate.estimator).inc()
         if estimate is None:

@@ -1,1 +1,1 @@
-"""What the papers measured, as files that declare it, and what was measured here beside it."""
+"""Experiments that TOML files declare, and their reports beside the papers' results."""

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn without a library: lines with intervals over a number, and rows of dots."""
+"""SVG charts without a library: line charts with intervals, and dot charts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from html import escape
 COLORS = ("#0b6e99", "#d1495b", "#edae49", "#3a7d44", "#7b5ea7", "#8d6a4b", "#4d4d4d", "#00a6a6", "#c77dff", "#9c9c00")
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 62, 150, 34, 44
-NAMES, NUMBERS, ROW = 170, 64, 22  # of a chart of rows: beside them, and their height
+NAMES, NUMBERS, ROW = 170, 64, 22  # of a dot chart: widths of the names and the numbers, height of a row
 
 Curve = Sequence[tuple[float, float, float]]
 
 
 def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bool = False, marks: bool = True) -> str:
-    """Draw curves of (x, y, half an interval), with a mark at every point or without."""
+    """Draw curves of (x, y, half an interval), optionally with a mark at every point."""
     shown = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
     xs = [x for curve in shown.values() for x, _, _ in curve]
     ys = [y for curve in shown.values() for _, y, _ in curve]
@@ -41,7 +41,7 @@ def line_chart(title: str, x_label: str, curves: Mapping[str, Curve], *, log: bo
 
 
 def dot_chart(title: str, values: Mapping[str, tuple[float, float]], marks: Mapping[str, float] | None = None) -> str:
-    """Draw numbers with intervals below each other, and where there is one, a circle for what others found."""
+    """Draw one number with its interval per row; `marks` are reference values, drawn as circles."""
     if not values:
         return ""
     marks = {name: mark for name, mark in (marks or {}).items() if name in values}
@@ -78,19 +78,19 @@ class _Axis:
     """A range of numbers, on a plain or logarithmic scale."""
 
     def __init__(self, low: float, high: float, *, log: bool) -> None:
-        """Widen a range of nothing."""
+        """Set the range; an empty range is widened."""
         if high <= low:
             high = low + 1.0 if low == 0 else low * 1.1 + 1e-12
         self.low, self.high, self.log = low, high, log
 
     def share(self, value: float) -> float:
-        """Tell how far along a value is."""
+        """Return the position of a value on the axis, from 0 to 1."""
         if self.log:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Choose round numbers."""
+        """Return round numbers for the axis."""
         if self.log:
             exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             many = [m * 10.0**e for e in exponents for m in (1, 2, 5)]

@@ -1,4 +1,4 @@
-"""What a paper claims of a figure, beside what was measured: differences, values, who is best, where curves turn."""
+"""A paper's claims about a figure, evaluated on our measurements: values, differences, best variant, turning points."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from simulator.capacity import half_width
 
 KEYS = ("says", "paper", "metric", "of", "over", "at", "settings", "lowest", "highest")
 
-# Of a setting, a variant and a rate: a number for each seed, empty where there is none.
+# Returns the values of all seeds for a setting, a variant and a rate; empty if not measured.
 Read = Callable[[str, str, float], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One sentence of the paper, its number, and what to look at here.
+    """One sentence of the paper, its number, and what to compare it with here.
 
-    With `over` the difference of one variant to another; with `of` alone its values; with `lowest` or `highest` the
-    name of the best of these variants.
+    With `over`, the relative difference of the variant `of` to that one; with `of` alone, its value; with `lowest` or
+    `highest`, the name of the best of these variants.
     """
 
-    says: str
+    text: str
     metric: str
     at: tuple[float, ...]
     paper: str = ""
@@ -39,7 +39,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The rate from which on a metric is above a limit."""
+    """A metric and its limit; the turning point of a curve is the rate from which on it exceeds the limit."""
 
     metric: str
     limit: float
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimResult:
-    """What was measured where a claim looks: a number with half its 95 % interval, or a name."""
+    """The measurement for a claim at one setting and rate: a number with half its 95 % interval, or a name."""
 
     setting: str
     rate: float
@@ -57,13 +57,13 @@ class ClaimResult:
 
 
 def claim_from(table: Mapping[str, Any], metrics: Sequence[str], variants: Sequence[str]) -> Claim:
-    """Read a claim; what is unknown is refused by its name."""
+    """Read a claim from a table; unknown names are rejected."""
     for key in table:
         if key not in KEYS:
             raise ValueError(f"claims: {key!r} is unknown; there are {', '.join(KEYS)}")
     at = table.get("at", ())
     claim = Claim(
-        says=str(table.get("says", "")),
+        text=str(table.get("says", "")),
         metric=str(table.get("metric", "")),
         at=tuple(float(rate) for rate in (at if isinstance(at, list) else [at])),
         paper=str(table.get("paper", "")),
@@ -80,27 +80,27 @@ def claim_from(table: Mapping[str, Any], metrics: Sequence[str], variants: Seque
         if name not in variants:
             raise ValueError(f"claims: {name!r} is none of the variants")
     if not named or not claim.at:
-        raise ValueError(f"claims: {claim.says!r} names no variant, or no rate")
+        raise ValueError(f"claims: {claim.text!r} names no variant, or no rate")
     return claim
 
 
 def turn_from(table: Mapping[str, Any], metrics: Sequence[str]) -> Turn:
-    """Read what counts as a turn."""
+    """Read a turn from a table."""
     if set(table) != {"metric", "limit"} or table["metric"] not in metrics or not table["limit"] > 0:
         raise ValueError(f"turn: must name a metric and a limit above 0, not {dict(table)}")
     return Turn(metric=table["metric"], limit=float(table["limit"]))
 
 
-def seen(claim: Claim, settings: Sequence[str], read: Read) -> list[ClaimResult]:
-    """Look where a claim looks; what was not measured is left out."""
-    found = []
+def evaluate(claim: Claim, settings: Sequence[str], read: Read) -> list[ClaimResult]:
+    """Evaluate a claim at its settings and rates; those that were not measured are left out."""
+    results = []
     for setting in claim.settings or settings:
         for rate in claim.at:
             one = _best(claim, setting, rate, read) if claim.lowest or claim.highest else _number(
                 claim, setting, rate, read)  # fmt: skip
             if one is not None:
-                found.append(one)
-    return found
+                results.append(one)
+    return results
 
 
 def _number(claim: Claim, setting: str, rate: float, read: Read) -> ClaimResult | None:
@@ -124,9 +124,9 @@ def _best(claim: Claim, setting: str, rate: float, read: Read) -> ClaimResult | 
 
 
 def turning_points(turn: Turn, setting: str, variant: str, rates: Sequence[float], read: Read) -> list[float]:
-    """Tell for each seed at which rate a curve crosses the limit, infinity where it does not.
+    """Return for each seed the rate at which a curve crosses the limit, or infinity.
 
-    Between two rates its logarithm is taken for a straight line.
+    Between two rates, the curve's logarithm is interpolated linearly.
     """
     by_seed = zip(*(read(setting, variant, rate) for rate in rates), strict=True)
     return [_crossing(rates, values, turn.limit) for values in by_seed]

@@ -1,4 +1,4 @@
-"""Experiments as files declare them: a scenario, its settings, the policies compared, and what the paper has."""
+"""Experiments as TOML files declare them: a scenario, its settings, the compared policies, and the paper's results."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ KEYS = (
     "turn", "bound",
 )  # fmt: skip
 
+LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
+
+# The metrics that reports and charts can show, as functions of a summary.
 METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "ttft_mean_s": lambda s: s["ttft_s"]["mean"],
     "ttft_p99_s": lambda s: s["ttft_s"]["p99"],
@@ -51,7 +54,7 @@ FORECAST_METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A curve: a policy, and what is different for it."""
+    """A policy with its changes to the scenario; one curve or row of a report."""
 
     name: str
     policy: str
@@ -60,7 +63,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A cluster and traffic in which all variants are compared, at some rates or between those a search begins with."""
+    """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`."""
 
     name: str
     scenario: Scenario
@@ -72,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What to measure."""
+    """What to measure, and the paper's results."""
 
     name: str
     title: str
@@ -87,31 +90,33 @@ class Experiment:
     paper: Mapping[str, Mapping[str, float]]
     differences: tuple[str, ...]
     plots: tuple[str, ...]
-    first_seed: int = 0  # those before it are what settings were chosen on
+    first_seed: int = 0  # earlier seeds were used to choose the settings
     rules: tuple[str, ...] = autoscaling_shapes.RULES
-    paper_gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where it has no capacities
+    paper_gains: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # where the paper has gains but no capacities
     claims: tuple[Claim, ...] = ()
     turn: Turn | None = None
-    bound: bool = False  # tell also what no placement can sustain
+    bound: bool = False  # report also the upper bound for any placement
 
     def baseline_of(self, setting: Setting) -> str:
-        """What gains are over: the same everywhere, or the best of what is there already."""
+        """Return the variant that gains are relative to."""
         return setting.baseline or self.baseline
 
     def cases(self, setting: Setting) -> list[tuple[Variant, Scenario]]:
-        """All variants of a setting, each with its scenario."""
-        wanted = [one for one in self.variants if not setting.variants or one.name in setting.variants]
-        return [(one, setting.scenario.changed(**one.changes)) for one in wanted]
+        """Return the variants of a setting, each with its scenario."""
+        variants = [one for one in self.variants if not setting.variants or one.name in setting.variants]
+        return [(one, setting.scenario.changed(**one.changes)) for one in variants]
 
 
 def experiment_names() -> list[str]:
-    """Name the experiments that come with the product."""
+    """Return the names of the shipped experiments."""
     folder = resources.files("simulator") / "experiments"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def experiment_named(name: str) -> Experiment:
-    """Load an experiment that comes with the product, or one from a TOML file."""
+    """Load a shipped experiment, or one from a TOML file."""
     if name.endswith(".toml"):
         try:
             text = Path(name).read_text(encoding="utf-8")
@@ -126,11 +131,11 @@ def experiment_named(name: str) -> Experiment:
 
 
 def experiment_from(name: str, text: str) -> Experiment:
-    """Read an experiment; what is unknown or makes no sense is refused by its name."""
+    """Read an experiment from TOML; unknown keys and invalid values are rejected by name."""
     try:
         table = tomllib.loads(text)
         return _experiment(name, table)
-    except (ValueError, TypeError) as error:  # TOML's errors are ValueErrors too
+    except (ValueError, TypeError) as error:  # TOML errors are ValueErrors, too
         raise ValueError(f"{name}: {error}") from None
 
 
@@ -144,7 +149,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     base = scenario_from(table.get("scenario", {}))
     variants = tuple(_variant(one) for one in [*table.get("policies", []), *table.get("variants", [])])
     if not variants:
-        raise ValueError("policies: there is none")
+        raise ValueError("policies: name at least one")
     baseline = table.get("baseline", variants[0].name)
     if baseline not in [one.name for one in variants]:
         raise ValueError(f"baseline: {baseline!r} is none of the variants")
@@ -155,8 +160,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
     rules = tuple(table.get("rules", autoscaling_shapes.RULES))
     autoscaling_shapes.require_rules(rules)
-    usual = tuple(FORECAST_METRICS) if kind == FORECASTS else ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
-    plots = tuple(table.get("plots", usual))
+    plots = tuple(table.get("plots", FORECAST_METRICS if kind == FORECASTS else LATENCY_PLOTS))
     for plot in plots:
         if plot not in (known := metrics_of(kind)):
             raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
@@ -186,7 +190,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
 
 
 def metrics_of(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | None]]:
-    """Give what a kind of experiment measures, by name, and how it is read from a summary."""
+    """Return the metrics of a kind of experiment, by name, with the functions that read them from a summary."""
     return FORECAST_METRICS if kind == FORECASTS else METRICS
 
 
@@ -197,7 +201,7 @@ def _variant(given: str | Mapping[str, Any]) -> Variant:
         policy=str(table.get("policy", "")),
         changes={key: value for key, value in table.items() if key not in ("name", "policy")},
     )
-    policy_from(variant.policy)  # a bad one is refused before anything is measured
+    policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
 
 

@@ -1,4 +1,4 @@
-"""What an experiment comes to: everything that it declares is measured, and summed up as numbers and curves."""
+"""The results of an experiment: its simulations are run and summarised as named numbers and curves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import numpy as np
 from simulator.assembly import simulate
 from simulator.capacity import Capacity, Search, capacities, gain, half_width
 from simulator.experiments import autoscaling_comparison, autoscaling_shapes
-from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, seen, turning_points
+from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluate, turning_points
 from simulator.experiments.experiment import CAPACITY, FORECASTS, PROVISIONING, Experiment, Setting, metrics_of
-from simulator.forecast_accuracy import ranked
+from simulator.forecast_accuracy import forecast_accuracy
 from simulator.metrics import cdf, latencies, summary
 from simulator.parallel import Runner
 from simulator.placement_bound import sustained_rate
 from simulator.scenario import Scenario, as_table
 
 BOUND = "any placement, at most"
+
+OnProgress = Callable[[int, int], None]
+Curves = dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,38 +49,38 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What an experiment came to: numbers by name; and curves by plot, setting and variant, as (x, y, ci95)."""
+    """Results of an experiment: named numbers, and curves of (x, y, ci95) by plot, setting and variant."""
 
     rows: list[Row]
     curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
     claims: Sequence[tuple[Claim, Sequence[ClaimResult]]] = ()
 
 
-def measure(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
-    """Measure everything; `told` hears how much is done, and of how much."""
+def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
+    """Run all simulations of an experiment; `on_progress` is called with the number done and the total."""
     runner = _from_seed(experiment.first_seed, runner)
     if experiment.kind == PROVISIONING:
-        return _provisioning(experiment, runner, told)
-    return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, told)
+        return _provisioning(experiment, runner, on_progress)
+    return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, on_progress)
 
 
 def _from_seed(first_seed: int, runner: Runner) -> Runner:
-    """Count seeds from the first one on."""
+    """Add the experiment's first seed to the seeds of all tasks."""
 
-    def later(measure: Callable[[Any], Any], tasks: Sequence[Any], /) -> Iterator[tuple[int, Any]]:
+    def shifted(measure: Callable[[Any], Any], tasks: Sequence[Any], /) -> Iterator[tuple[int, Any]]:
         yield from runner(measure, [replace(task, seed=task.seed + first_seed) for task in tasks])
 
-    return later
+    return shifted
 
 
-def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+def _provisioning(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
     names = [setting.name for setting in experiment.settings]
     scenario = experiment.settings[0].scenario
-    found = autoscaling_shapes.measured(
-        as_table(scenario), names, experiment.rules, experiment.seeds, runner=runner, told=told
+    found = autoscaling_shapes.measure_shapes(
+        as_table(scenario), names, experiment.rules, experiment.seeds, runner=runner, on_progress=on_progress
     )
     rows: list[Row] = []
-    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    curves: Curves = {}
     for (shape, rule), results in found.items():
         for number, unit in zip(autoscaling_shapes.NUMBERS, autoscaling_shapes.UNITS, strict=True):
             rows.append(_mean_row(f"{number}.{rule}.{shape}", [one[number] for one in results], unit))
@@ -85,15 +88,15 @@ def _provisioning(experiment: Experiment, runner: Runner, told: Callable[[int, i
                 rows.append(replace(rows[-1], name=f"{number}.{rule}"))
     until_s = {shape.name: shape.seconds for shape in autoscaling_shapes.ALL_SHAPES}
     for (shape, rule), results in found.items():
-        drawn = autoscaling_comparison.sizes([one["timeline"] for one in results], until_s[shape])
-        curves.setdefault(autoscaling_shapes.OVER_TIME, {}).setdefault(shape, {})[rule] = drawn
-    return Findings(rows=rows + growth_rows(found), curves=curves)
+        sizes = autoscaling_comparison.sizes_over_time([one["timeline"] for one in results], until_s[shape])
+        curves.setdefault(autoscaling_shapes.OVER_TIME, {}).setdefault(shape, {})[rule] = sizes
+    return Findings(rows=rows + comparison_rows(found), curves=curves)
 
 
-def growth_rows(found: autoscaling_comparison.Found) -> list[Row]:
-    """Compare rules: the paper's with each other, and headroom with both."""
+def comparison_rows(found: autoscaling_comparison.Results) -> list[Row]:
+    """Compare rules: the paper's two with each other, and headroom with both."""
     rows = [_mean_row(name, values, "ratio") for name, values in autoscaling_comparison.ratios(found).items()]
-    for suffix, (dominated, run) in autoscaling_comparison.judged(found).items():
+    for suffix, (dominated, run) in autoscaling_comparison.dominated_shapes(found).items():
         num, unit = len(dominated), f"of {len(run)} shapes"
         rows.append(Row(name=f"headroom.dominates_shapes{suffix}", value=num, unit=unit, n=len(run)))
         for shape in run:
@@ -103,41 +106,42 @@ def growth_rows(found: autoscaling_comparison.Found) -> list[Row]:
 
 
 def _mean_row(name: str, values: Sequence[float], unit: str) -> Row:
-    half = half_width(values) if len({*values}) > 1 else None  # runs that do not differ tell nothing of others
+    half = half_width(values) if len({*values}) > 1 else None  # equal values give no interval
     return Row(name=name, value=float(np.mean(values)), unit=unit, n=len(values), ci95=half)
 
 
-def _capacities(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
+def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
     rows: list[Row] = []
     bars: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     num_cases = sum(len(experiment.cases(setting)) for setting in experiment.settings)
-    about = num_cases * experiment.seeds * 10  # trials of a bisection
+    estimate = num_cases * experiment.seeds * 10  # number of trials
     num_trials = 0
 
-    def heard(*_: object) -> None:
+    def on_trial(*_: object) -> None:
         nonlocal num_trials
         num_trials += 1
-        told(min(num_trials, about - 1), about)
+        on_progress(min(num_trials, estimate - 1), estimate)
 
     for setting in experiment.settings:
         cases = experiment.cases(setting)
         search = Search(
             resolution=experiment.resolution,
             seeds=experiment.seeds,
-            most_seeds=experiment.seeds,
+            max_seeds=experiment.seeds,
             first_rate=setting.first_rate,
             paired=True,
         )
         found = capacities(
-            [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, heard
+            [(scenario, variant.policy) for variant, scenario in cases], experiment.objective, search, runner, on_trial
         )
         by_name = {variant.name: one for (variant, _), one in zip(cases, found, strict=True)}
         if experiment.bound:
             by_name[BOUND] = _bound(experiment, setting)
         rows += _capacity_rows(by_name, setting.name, experiment.baseline_of(setting))
-        known = experiment.seeds > 1
-        bars[setting.name] = {name: [(0.0, one.mean, one.ci95 if known else 0.0)] for name, one in by_name.items()}
-    told(about, about)
+        bars[setting.name] = {
+            name: [(0.0, one.mean, one.ci95 if experiment.seeds > 1 else 0.0)] for name, one in by_name.items()
+        }
+    on_progress(estimate, estimate)
     return Findings(rows=rows, curves={"capacity": bars})
 
 
@@ -153,37 +157,34 @@ def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -
     for name, one in found.items():
         key = f"{slug(name)}.{setting}"
         n = len(one.per_seed)
-        known = n > 1  # of one seed, how far others are off is not
-        rows.append(
-            Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=one.ci95 if known else None)
-        )
+        has_interval = n > 1
+        ci95 = one.ci95 if has_interval else None
+        rows.append(Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=ci95))
         if baseline in found and name != baseline:
             share, half = gain(one, found[baseline])
-            rows.append(
-                Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n,
-                    ci95=half if known else None)
-            )  # fmt: skip
+            ci95 = half if has_interval else None
+            rows.append(Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n, ci95=ci95))
     return rows
 
 
 def run_point(point: Point) -> dict[str, Any]:
-    """Run once; give the summary and the distributions."""
+    """Simulate once; return the summary and the distributions."""
     work = point.scenario.workload(point.rate, point.seed)
     result = simulate(point.scenario.units(), work, point.policy, point.scenario.conditions, seed=point.seed)
     took = latencies(result)
-    summed = summary(result, point.scenario.slo)
-    summed["cdf"] = {"ttft_s": cdf(took.ttft_s), "e2e_s": cdf(took.e2e_s)}
-    return summed
+    totals = summary(result, point.scenario.slo)
+    totals["cdf"] = {"ttft_s": cdf(took.ttft_s), "e2e_s": cdf(took.e2e_s)}
+    return totals
 
 
-def rank_point(point: Point) -> dict[str, Any]:
-    """Run once with random placement, and look at the forecasts."""
+def forecast_point(point: Point) -> dict[str, Any]:
+    """Simulate once with random placement; return the accuracy of the forecasts."""
     assert point.rate is not None
-    return ranked(point.scenario, point.rate, point.seed)
+    return forecast_accuracy(point.scenario, point.rate, point.seed)
 
 
-def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], None]) -> Findings:
-    places: list[tuple[str, str, float]] = []
+def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
+    cases: list[tuple[str, str, float]] = []
     points: list[Point] = []
     for setting in experiment.settings:
         for variant, scenario in experiment.cases(setting):
@@ -197,14 +198,14 @@ def _sweep(experiment: Experiment, runner: Runner, told: Callable[[int, int], No
                             seed=seed,
                         )
                     )
-                    places.append((setting.name, variant.name, rate))
+                    cases.append((setting.name, variant.name, rate))
     found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
-    by_place: list[dict[str, Any] | None] = [None] * len(points)
-    run = rank_point if experiment.kind == FORECASTS else run_point
-    for done, (place, summed) in enumerate(runner(run, points), 1):
-        by_place[place] = summed
-        told(done, len(points))
-    for key, one in zip(places, by_place, strict=True):
+    summaries: list[dict[str, Any] | None] = [None] * len(points)
+    run = forecast_point if experiment.kind == FORECASTS else run_point
+    for done, (index, summarised) in enumerate(runner(run, points), 1):
+        summaries[index] = summarised
+        on_progress(done, len(points))
+    for key, one in zip(cases, summaries, strict=True):
         assert one is not None
         found.setdefault(key, []).append(one)
     return _sweep_findings(experiment, found)
@@ -214,7 +215,7 @@ def _sweep_findings(
     experiment: Experiment, found: Mapping[tuple[str, str, float], Sequence[dict[str, Any]]]
 ) -> Findings:
     rows: list[Row] = []
-    curves: dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]] = {}
+    curves: Curves = {}
     for (setting, variant, rate), summaries in found.items():
         at = "" if math.isnan(rate) else f".{rate:g}"
         for metric, read in metrics_of(experiment.kind).items():
@@ -229,7 +230,7 @@ def _sweep_findings(
                 point = (x, row.value, row.ci95 or 0.0)
                 curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append(point)
 
-    def each_seed(metric: str) -> Read:
+    def values_of(metric: str) -> Read:
         number = metrics_of(experiment.kind)[metric]
 
         def by_seed(setting: str, variant: str, rate: float) -> list[float]:
@@ -239,10 +240,10 @@ def _sweep_findings(
         return by_seed
 
     settings = [setting.name for setting in experiment.settings]
-    claims = [(claim, seen(claim, settings, each_seed(claim.metric))) for claim in experiment.claims]
+    claims = [(claim, evaluate(claim, settings, values_of(claim.metric))) for claim in experiment.claims]
     rows += [row for claim, here in claims if claim.over for row in _difference_rows(claim, here, experiment.seeds)]
     if experiment.turn is not None:
-        rows += _turning_rows(experiment, experiment.turn, each_seed(experiment.turn.metric))
+        rows += _turning_rows(experiment, experiment.turn, values_of(experiment.turn.metric))
     return Findings(rows=rows, curves=curves, claims=claims)
 
 
@@ -255,7 +256,7 @@ def _difference_rows(claim: Claim, here: Sequence[ClaimResult], seeds: int) -> l
 
 
 def _turning_rows(experiment: Experiment, turn: Turn, read: Read) -> list[Row]:
-    """Tell from which rate on curves are above the limit; a curve of which some seed never is has no such row."""
+    """Return the turning point of each curve; a curve that stays below the limit for some seed has none."""
     rows = []
     for setting in experiment.settings:
         for variant, _ in experiment.cases(setting):
@@ -266,5 +267,5 @@ def _turning_rows(experiment: Experiment, turn: Turn, read: Read) -> list[Row]:
 
 
 def slug(name: str) -> str:
-    """Make a name that goes between dots."""
+    """Make a name that can be part of a dotted result name."""
     return name.replace("*", "_star").replace(": ", "_").replace(" = ", "").replace(", ", "_").replace(" ", "_")

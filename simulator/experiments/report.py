@@ -1,20 +1,21 @@
-"""What an experiment came to, as JSON, Markdown, and one HTML file that needs no other."""
+"""Reports of experiments: JSON, Markdown tables, and one self-contained HTML page."""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
+from collections.abc import Sequence
 from html import escape
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 from simulator.experiments.autoscaling_shapes import NUMBERS, OVER_TIME
 from simulator.experiments.charts import dot_chart, line_chart
+from simulator.experiments.claims import Claim, ClaimResult
 from simulator.experiments.experiment import CAPACITY, PROVISIONING, Experiment
 from simulator.experiments.findings import BOUND, Findings, Row, slug
-from simulator.experiments.metric_titles import number_of, rounded, title_of
-from simulator.experiments.paper_tables import claims_table, turning_tables
 from simulator.scenario import as_table
 
 STYLE = (
@@ -24,10 +25,30 @@ STYLE = (
     "padding:.6rem;overflow:auto}"
 )
 LOGARITHMIC = ("ttft", "e2e_p99", "preemptions")
+SHARES = ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "hit_ratio")
+TITLES = {
+    "ttft_mean_s": "mean TTFT, s",
+    "ttft_p99_s": "P99 TTFT, s",
+    "tpot_mean_s": "mean TPOT, s",
+    "tpot_p99_s": "P99 TPOT, s",
+    "e2e_mean_s": "mean e2e, s",
+    "e2e_p99_s": "P99 e2e, s",
+    "requests_per_s": "throughput, requests/s",
+    "capacity": "capacity, requests/s",
+    "free_blocks_mean": "free blocks, mean",
+    "free_blocks_variance": "free blocks, variance between instances",
+    "hit_ratio": "share of prompt tokens found cached",
+    "prefill_imbalance": "prefill time of the busiest instance over the mean, minus 1",
+    "e2e_error_mean": "error of predicted e2e, mean",
+    "e2e_error_p50": "error of predicted e2e, median",
+    "best_share": "how often the instance with the best forecast was the best",
+    "first_three_share": "how often it was among the best three",
+    "rank_mean": "its mean rank",
+}
 
 
 def as_json(experiment: Experiment, findings: Findings) -> dict[str, Any]:
-    """Give every number by its name."""
+    """Return all numbers by name."""
     machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
     return {
         "bench": experiment.name,
@@ -40,10 +61,10 @@ def as_json(experiment: Experiment, findings: Findings) -> dict[str, Any]:
 
 
 def as_markdown(experiment: Experiment, findings: Findings) -> str:
-    """Write tables beside the paper's, and what differs."""
+    """Return the tables, beside the paper's results, and the differences in conditions."""
     parts = [f"# {experiment.title}", experiment.about.strip()]
     if findings.claims:
-        parts += ["## Beside the paper", claims_table(findings), "## Measured"]
+        parts += ["## Compared with the paper", claims_table(findings), "## Measured"]
     parts += _tables(experiment, findings)
     if experiment.differences:
         parts.append(f"## {differences_of(experiment)}")
@@ -54,30 +75,30 @@ def as_markdown(experiment: Experiment, findings: Findings) -> str:
 
 
 def seeds_of(experiment: Experiment) -> str:
-    """Say what numbers rest on."""
+    """Describe the number of seeds and the intervals."""
     if experiment.seeds == 1:
-        return "One seed: how much another would differ is not known."
+        return "One seed: the difference between seeds is not known."
     return f"{experiment.seeds} seeds; ± is half a 95 % confidence interval over them (Student's t)."
 
 
 def differences_of(experiment: Experiment) -> str:
-    """Head the conditions: an experiment that no paper has differs from none."""
+    """Return the heading of the list of conditions."""
     has_paper = experiment.paper or experiment.claims or experiment.kind == PROVISIONING
-    return "Where conditions differ from the paper's" if has_paper else "What this rests on"
+    return "Where conditions differ from the paper's" if has_paper else "Conditions"
 
 
 def as_html(experiment: Experiment, findings: Findings) -> str:
-    """Write a page with plots, tables and the settings."""
+    """Return a page with charts, tables and the settings."""
     body = [f"<h1>{escape(experiment.title)}</h1>"]
     body += [f"<p>{_html_text(paragraph)}</p>" for paragraph in experiment.about.strip().split("\n\n")]
     if findings.claims:
-        body += ["<h2>Beside the paper</h2>", _html_table(claims_table(findings)), "<h2>Measured</h2>"]
+        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(findings)), "<h2>Measured</h2>"]
     body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
     body += [_html_table(table) for table in _tables(experiment, findings)]
     if experiment.differences:
         items = "".join(f"<li>{_html_text(line)}</li>" for line in experiment.differences)
         body.append(f"<h2>{differences_of(experiment)}</h2><ul>{items}</ul>")
-    marks = " Open circles are the paper's." if experiment.paper else ""
+    marks = " Open circles are the paper's values." if experiment.paper else ""
     body.append(f"<p>{seeds_of(experiment)}{marks} <code>block experiment {escape(experiment.name)}</code></p>")
     settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
     body.append(f"<details><summary>Settings</summary><pre>{escape(json.dumps(settings, indent=1))}</pre></details>")
@@ -87,12 +108,49 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     )
 
 
-def write(experiment: Experiment, findings: Findings, folder: Path) -> None:
-    """Write all three into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(as_json(experiment, findings), indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(as_markdown(experiment, findings), encoding="utf-8")
-    (folder / "report.html").write_text(as_html(experiment, findings), encoding="utf-8")
+def claims_table(findings: Findings) -> str:
+    """Return the paper's claims beside our measurements, as Markdown."""
+    lines = ["| the paper | its figure | here |", "|---|---|---|"]
+    lines += [f"| {claim.text} | {claim.paper} | {_measured(claim, results)} |" for claim, results in findings.claims]
+    return "\n".join(lines)
+
+
+def _measured(claim: Claim, results: Sequence[ClaimResult]) -> str:
+    """Return the measurements for a claim, with setting and rate if there are several; equal ones are joined."""
+    several_settings = len({one.setting for one in results}) > 1
+    several_rates = len({one.rate for one in results}) > 1
+    texts: list[str] = []
+    for (setting, value), group in groupby(results, lambda one: (one.setting, _claim_value(claim, one))):
+        rates = ", ".join(f"{one.rate:g}" for one in group) + "/s" if several_rates else ""
+        where = f"{setting if several_settings else ''} {rates}".strip()
+        texts.append(f"{where}: {value}" if where else value)
+    return "; ".join(texts) or "not measured"
+
+
+def _claim_value(claim: Claim, one: ClaimResult) -> str:
+    if one.name:
+        return one.name
+    if claim.over or claim.metric in SHARES:
+        sign = "+" if claim.over else ""
+        return f"{100 * one.value:{sign}.0f} %" + ("" if one.half is None else f" ± {100 * one.half:.0f}")
+    return rounded(one.value, one.half)
+
+
+def turning_tables(experiment: Experiment, findings: Findings) -> list[str]:
+    """Return the turning points of the curves of each setting, in ascending order, as Markdown."""
+    if experiment.turn is None:
+        return []
+    by_name = {row.name: row for row in findings.rows}
+    tables = []
+    for setting in experiment.settings:
+        limit = f"{title_of(experiment.turn.metric)}, reaches {experiment.turn.limit:g}"
+        lines = [f"| {limit} · {setting.name} | at requests/s |", "|---|---|"]
+        rows = {one.name: by_name.get(f"turns_at_qps.{slug(one.name)}.{setting.name}")
+                for one, _ in experiment.cases(setting)}  # fmt: skip
+        ordered = sorted(rows.items(), key=lambda item: item[1].value if item[1] else float("inf"))
+        lines += [f"| {name} | {number_of(row) if row else f'beyond {setting.rates[-1]:g}'} |" for name, row in ordered]
+        tables.append("\n".join(lines))
+    return tables
 
 
 def _charts(experiment: Experiment, findings: Findings) -> list[str]:
@@ -130,10 +188,10 @@ def _provisioning_tables(experiment: Experiment, findings: Findings) -> list[str
             rows = [by_name[f"{number}.{rule}.{setting.name}"] for number in NUMBERS]
             lines.append(f"| {rule} | {' | '.join(_rounded(row) for row in rows)} |")
         tables.append("\n".join(lines))
-    named = {row.name for number in NUMBERS for row in findings.rows if row.name.startswith(f"{number}.")
+    in_tables = {row.name for number in NUMBERS for row in findings.rows if row.name.startswith(f"{number}.")
              and row.unit != "ratio"}  # fmt: skip
     lines = ["| compared | | |", "|---|---|---|"]
-    lines += [f"| {row.name} | {_rounded(row)} | {row.unit} |" for row in findings.rows if row.name not in named]
+    lines += [f"| {row.name} | {_rounded(row)} | {row.unit} |" for row in findings.rows if row.name not in in_tables]
     return [*tables, "\n".join(lines)]
 
 
@@ -148,8 +206,8 @@ def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
     for setting in experiment.settings:
         baseline = experiment.baseline_of(setting)
         names = [variant.name for variant, _ in experiment.cases(setting)] + [BOUND] * experiment.bound
-        theirs = _papers(experiment, setting.name, baseline)
-        head = ["requests/s", f"over {baseline}", *(["paper", f"paper, over {baseline}"] if theirs else [])]
+        paper = _paper_cells(experiment, setting.name, baseline)
+        head = ["requests/s", f"over {baseline}", *(["paper", f"paper, over {baseline}"] if paper else [])]
         lines = [f"| {setting.name} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
         for name in names:
             key = f"{slug(name)}.{setting.name}"
@@ -157,15 +215,15 @@ def _capacity_tables(experiment: Experiment, findings: Findings) -> list[str]:
             cells = [
                 number_of(by_name[f"capacity_qps.{key}"]),
                 _share(share),
-                *(theirs.get(name, ("", "")) if theirs else ()),
+                *(paper.get(name, ("", "")) if paper else ()),
             ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         tables.append("\n".join(lines))
     return tables
 
 
-def _papers(experiment: Experiment, setting: str, baseline: str) -> dict[str, tuple[str, str]]:
-    """Write the paper's capacities, and its gains over the baseline, where it has them."""
+def _paper_cells(experiment: Experiment, setting: str, baseline: str) -> dict[str, tuple[str, str]]:
+    """Return the paper's capacities and its gains over the baseline, as far as it has them."""
     capacities = experiment.paper.get(setting, {})
     gains = dict(experiment.paper_gains.get(setting, {}))
     if baseline in capacities:
@@ -181,8 +239,8 @@ def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
             xs = sorted({x for curve in curves.values() for x, _, _ in curve})
-            named = [f"{x:g}" if len(xs) > 1 or x else "" for x in xs]
-            lines = [f"| {title_of(metric)} · {setting} | {' | '.join(named)} |", "|---" * (len(xs) + 1) + "|"]
+            columns = [f"{x:g}" if len(xs) > 1 or x else "" for x in xs]
+            lines = [f"| {title_of(metric)} · {setting} | {' | '.join(columns)} |", "|---" * (len(xs) + 1) + "|"]
             for name, curve in curves.items():
                 at = {x: (y, half) for x, y, half in curve}
                 cells = [rounded(at[x][0], at[x][1] or None) if x in at else "" for x in xs]
@@ -197,8 +255,25 @@ def _share(row: Row | None) -> str:
     return f"{row.value:+.1%}" + ("" if row.ci95 is None else f" ± {row.ci95:.1%}")
 
 
+def title_of(metric: str) -> str:
+    """Return a metric's title for tables and charts."""
+    return TITLES.get(metric, metric.replace("_", " "))
+
+
+def number_of(row: Row) -> str:
+    """Format a number with its interval."""
+    return f"{row.value:.2f}" + ("" if row.ci95 is None else f" ± {row.ci95:.2f}")
+
+
+def rounded(value: float, half: float | None = None) -> str:
+    """Format a number with as many digits as its interval makes significant, or three."""
+    size = abs(half or 0.0) / 10 or abs(value) / 100 or 1.0
+    decimals = max(0, min(6, -math.floor(math.log10(size) + 1e-9)))
+    return f"{value:.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}")
+
+
 def _html_text(text: str) -> str:
-    """Turn what Markdown would emphasize, or show as code, into HTML."""
+    """Convert the emphasis and code marks of Markdown to HTML."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return re.sub(r"\*(\w[^*<>]*)\*", r"<em>\1</em>", text)
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +136,11 @@ def test_vllm_takes_its_flags() -> None:
         [interpreter(), "-c", TAKES], input="\n".join(lines), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_image_has_every_package() -> None:
+    """What the wheel is built from is copied into the image."""
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    image = (DEPLOY / "compose" / "block.Dockerfile").read_text()
+    assert [name for name in packages if f"COPY {name} /src/{name}\n" not in image] == []

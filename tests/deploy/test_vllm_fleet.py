@@ -11,18 +11,18 @@ from typing import Any
 import openai
 import pytest
 
+from predictor.engine_view import EngineView
 from predictor.request import Request
 from protos.block.v1 import common_pb2
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.engine_state.snapshot import config_of
 from services.engine_state.view import ENDED, UnreadableError
-from services.predictor_server.engine_view import EngineView
 from services.predictor_server.exported import ExportedEngine
 from tests.deploy.engines import BLOCK_SIZE, LONGEST, MODEL, NUM_BLOCKS, NUM_SEATS, PROFILE, need_vllm
 from tests.deploy.fleet import POLICIES, READY, Fleet, fleet
 from tests.services.cluster.living import PATIENCE_S, until
-from tests.services.predictor_server.asking import request
-from tests.services.predictor_server.mirrored import forecast_by, mirror_of
+from tests.services.predictor_server.running_mirrors import forecast_by, mirror_of
+from tests.services.predictor_server.running_sidecars import request
 
 pytestmark = pytest.mark.vllm
 
@@ -247,12 +247,12 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
         exported = ExportedEngine(str(engine.state), PROFILE, "conditional_median", 30.0)
         ratios, differences = [], []
         async with mirror_of(engine.url, engine={}, profile=PROFILE) as mirrored:
-            told = await mirrored.asked.until(lambda told: told.state == READY)
+            told = await mirrored.rpc.until(lambda told: told.state == READY)
             assert told.indicators.source == common_pb2.STATE_SOURCE_MIRRORED
             assert told.indicators.num_total_blocks == NUM_BLOCKS
-            (refused,) = (await mirrored.asked.predict(request("long", LONGEST))).predictions
+            (refused,) = (await mirrored.rpc.predict(request("long", LONGEST))).predictions
             assert "max_model_len" in refused.refusal.reason
-            mirror = mirrored.mirroring.source
+            mirror = mirrored.mirror.source
             asking = [
                 asyncio.create_task(
                     mirrored.complete(
@@ -263,17 +263,17 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
             ]
             while not all(task.done() for task in asking):
                 await asyncio.sleep(0.02)
-                if mirror.look() and exported.look().engine.state.engine[0].num_running == NUM_SEATS:
+                if mirror.refresh() and exported.refresh().engine.state.engine[0].num_running == NUM_SEATS:
                     ours, theirs = forecast_by(mirror, candidate), forecast_by(exported, candidate)
                     ratios.append(ours.e2e_s / theirs.e2e_s)
-                    differences.append(abs(num_there(mirror.look()) - num_there(exported.look())))
+                    differences.append(abs(num_there(mirror.refresh()) - num_there(exported.refresh())))
             answers = await asyncio.gather(*asking)
             assert {answer.status_code for answer in answers} == {200}
             assert len(ratios) > 5
             learnt = ratios[len(ratios) // 2 :]  # by then, how fast the engine really is
             assert 0.4 < median(learnt) < 2.5, ratios
             assert median(differences) <= 1, differences
-            await mirrored.until(lambda: num_there(mirror.look()) == 0)
+            await mirrored.until(lambda: num_there(mirror.refresh()) == 0)
         exported.close()
 
     two.run(test())

@@ -240,13 +240,13 @@ def test_a_sidecar_understands_it(path: Path) -> None:
     sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
     scheduler.add("first", 6, (b"abcdefgh-first",))
     scheduler.schedule()
-    assert sidecar.look().engine.tracks_blocks
-    assert list(sidecar.newly_shown()) == ["first"]
+    assert sidecar.refresh().engine.tracks_blocks
+    assert list(sidecar.take_shown()) == ["first"]
     for number in range(200):  # more than there were slots
         scheduler.add(f"more{number}")
     scheduler.block_export("publish")
-    sidecar.look()
-    assert {f"more{number}" for number in range(200)} <= set(sidecar.newly_shown())
+    sidecar.refresh()
+    assert {f"more{number}" for number in range(200)} <= set(sidecar.take_shown())
     sidecar.close()
     scheduler.shutdown()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from predictor.fitting.engine_profile import steps_of
 from predictor.fitting.regression import predict
 from predictor.profile import profile_from_json, profile_to_json
 from services.engine_state.reader import Reader
 from services.profiling.measure_command import MeasureOptions, measured_profile
-from services.profiling.profile_fit import steps_of
 from tests.deploy.engines import BLOCK_SIZE, MODEL, NUM_BLOCKS, NUM_SEATS, START_S, Engine, need_vllm, tiny_model
 
 pytestmark = pytest.mark.vllm

@@ -77,7 +77,7 @@ def test_the_file_shows_what_the_scheduler_holds(
             if caching:
                 assert list(snapshot.kv_cache.free_block_ids) == truth["free"], where
                 assert {str(k): v for k, v in snapshot.kv_cache.contents.items()} == truth["contents"], where
-            picture = sidecar.look()  # understood as a whole, or it would refuse to forecast
+            picture = sidecar.refresh()  # understood as a whole, or it would refuse to forecast
             assert picture.engine.tracks_blocks == caching, where
             seen["async"] += load["engine"]["async_scheduling"]
             seen["two under way"] += len(steps) == 2

@@ -213,6 +213,6 @@ def test_an_engine_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> Non
 
     status, said = asyncio.run(test())
     assert status == 2
-    assert said.startswith("block: engine-0 did not start; it said: ")
+    assert said.startswith("block: engine-0 did not start: ")
     assert said.count("\n") == 1
     assert "nowhere" in said

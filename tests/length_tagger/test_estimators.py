@@ -1,4 +1,4 @@
-"""Estimators give finite, bounded lengths for anything, and learn what they should."""
+"""Estimators give finite, bounded lengths for any query, and learn from outcomes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from length_tagger import DEFAULT_ORDER, TAGGERS, chained
 from length_tagger.client import ClientTagger
-from length_tagger.estimate import MOST_TOKENS, Estimate, LengthOutcome, Query, chance_within_factor_two
+from length_tagger.estimate import MAX_TOKENS, Estimate, LengthOutcome, Query, chance_within_factor_two
 from length_tagger.history import HistoryTagger, Window
 from length_tagger.keys import TEMPLATE_CHARACTERS, prompt_keys
 from length_tagger.settings import TaggerSettings
 from predictor.lengths import Tag
 
-TOKENS = st.integers(1, MOST_TOKENS)
+TOKENS = st.integers(1, MAX_TOKENS)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=400)  # lone surrogates too
 CLIENT = ClientTagger(hint_spread=0.3)
 
 
-def history(window: int = 512, enough: int = 8, most_windows: int = 4096) -> HistoryTagger:
-    """A history that knows nothing yet."""
-    return HistoryTagger(window=window, enough=enough, most_windows=most_windows)
+def history(window: int = 512, enough: int = 8, max_windows: int = 4096) -> HistoryTagger:
+    """An empty history."""
+    return HistoryTagger(window=window, enough=enough, max_windows=max_windows)
 
 
 def known(estimate: Estimate | None) -> Estimate:
-    """An estimate that must be there."""
+    """Return an estimate that must not be None."""
     assert estimate is not None
     return estimate
 
@@ -54,7 +54,7 @@ def test_any_query_gets_a_tag_that_forecasts_can_use(
     expected_tokens: int | None,
     lengths: list[int],
 ) -> None:
-    """Whatever is asked after whatever was learned, the estimate is one that the engine model accepts as a tag."""
+    """For any query after any outcomes, the engine model accepts the estimate as a tag."""
     chain = chained(DEFAULT_ORDER)
     keys = prompt_keys(model, prompt)
     for length in lengths:
@@ -74,11 +74,11 @@ def test_any_query_gets_a_tag_that_forecasts_can_use(
         )
     )
     Tag(median_tokens=estimate.median_tokens, spread=estimate.spread)
-    assert (bounds[0] or 0) <= estimate.median_tokens <= (bounds[1] or MOST_TOKENS)
+    assert (bounds[0] or 0) <= estimate.median_tokens <= (bounds[1] or MAX_TOKENS)
 
 
 def test_the_client_fixes_the_length() -> None:
-    """An answer that cannot end but at max_tokens has that length for certain."""
+    """A response that can only end at max_tokens has that length with certainty."""
     for query in (
         Query(max_tokens=77, ignore_eos=True),
         Query(max_tokens=77, min_tokens=77),
@@ -89,7 +89,7 @@ def test_the_client_fixes_the_length() -> None:
 
 
 def test_the_client_s_hint_is_a_hint() -> None:
-    """An expected length is taken with a spread; a plain max_tokens tells nothing."""
+    """A hint has a spread; max_tokens alone gives no estimate."""
     estimate = known(CLIENT.estimate(Query(expected_tokens=300)))
     assert (estimate.median_tokens, estimate.spread) == (300, 0.3)
     assert estimate.confidence == chance_within_factor_two(0.3) < 1
@@ -97,8 +97,8 @@ def test_the_client_s_hint_is_a_hint() -> None:
     assert CLIENT.estimate(Query(ignore_eos=True)) is None
 
 
-def test_the_first_of_the_chain_that_knows_answers() -> None:
-    """The order is that of the names; what max_tokens cuts is cut."""
+def test_a_chain_returns_the_first_estimate() -> None:
+    """The order is that of the names; min_tokens and max_tokens bound the estimate."""
     chain = chained(["client", "history", "constant"])
     assert known(chain.estimate(Query(model="m"))).estimator == "constant"
     for _ in range(8):
@@ -111,7 +111,7 @@ def test_the_first_of_the_chain_that_knows_answers() -> None:
 
 
 def test_history_recovers_a_log_normal() -> None:
-    """From enough draws the median and the spread are found, a few very short answers notwithstanding."""
+    """With enough samples the median and the spread are found, despite a few very short responses."""
     draw = random.Random(7)
     tagger = history(window=4000)
     for n in range(4000):
@@ -123,8 +123,8 @@ def test_history_recovers_a_log_normal() -> None:
     assert estimate.confidence == pytest.approx(chance_within_factor_two(estimate.spread), abs=0.01)
 
 
-def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
-    """Session before template before client before model before everything."""
+def test_history_uses_the_most_specific_key() -> None:
+    """The order is session, template, client, model, all requests."""
     template = prompt_keys("m", "x" * TEMPLATE_CHARACTERS)
     assert template[0] == prompt_keys("m", "x" * TEMPLATE_CHARACTERS + "and then another question")[0]
     tagger = history(enough=4)
@@ -147,9 +147,9 @@ def test_history_speaks_for_the_nearest_kin_it_knows_enough_of() -> None:
     assert known(tagger.estimate(Query(model="another", session_id="s"))).median_tokens == 10
 
 
-def test_history_forgets() -> None:
-    """Old lengths make room for new ones, and names not heard of for longest for others."""
-    tagger = history(window=16, most_windows=10)
+def test_history_is_bounded() -> None:
+    """New lengths replace old ones, and the least recently used keys are dropped."""
+    tagger = history(window=16, max_windows=10)
     for length in (1000, 50):
         for _ in range(16):
             tagger.observe(LengthOutcome(output_tokens=length, model="m"))
@@ -161,21 +161,21 @@ def test_history_forgets() -> None:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(lengths=st.lists(TOKENS, min_size=1, max_size=40), most=st.integers(1, 20))
-def test_a_window_equals_the_last_of_a_list(lengths: list[int], most: int) -> None:
-    """The ring holds what a list cut to its last entries would."""
-    window, plain = Window(most), Window(40)
+@given(lengths=st.lists(TOKENS, min_size=1, max_size=40), size=st.integers(1, 20))
+def test_a_window_equals_the_last_of_a_list(lengths: list[int], size: int) -> None:
+    """The ring buffer has the last entries of a list."""
+    window, plain = Window(size), Window(40)
     for length in lengths:
         window.add(length)
         assert window.summary()[1] >= 0
-    for length in lengths[-most:]:
+    for length in lengths[-size:]:
         plain.add(length)
-    assert len(window) == min(most, len(lengths))
+    assert len(window) == min(size, len(lengths))
     assert window.summary() == plain.summary()
 
 
-def test_keys_do_not_depend_on_the_process_and_keep_parts_apart() -> None:
-    """Another tagger gives the same names; the model belongs to them; short prompts have no template."""
+def test_keys_are_stable() -> None:
+    """Keys are the same in every process and depend on the model; short prompts have no template."""
     assert prompt_keys("m", "a" * 300) == (6448183594718145978, 1671362278952576943)
     assert prompt_keys("m", "a" * 300) != prompt_keys("n", "a" * 300)
     assert prompt_keys("ma", "a" * 300) != prompt_keys("m", "a" * 300)
@@ -189,11 +189,11 @@ def test_keys_do_not_depend_on_the_process_and_keep_parts_apart() -> None:
     [
         ([], "estimator: name at least one"),
         (["clint"], "did you mean client?"),
-        (["history", "history"], "estimator: 'history' is there twice"),
+        (["history", "history"], "estimator: 'history' is named twice"),
     ],
 )
 def test_bad_orders_are_refused(names: list[str], message: str) -> None:
-    """An order that cannot be meant says why."""
+    """The error says what is wrong with the order."""
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         chained(names)
 
@@ -211,7 +211,7 @@ def test_bad_orders_are_refused(names: list[str], message: str) -> None:
     ],
 )
 def test_bad_settings_name_their_field(field: str, value: float) -> None:
-    """Settings that no estimator could work with are refused by name."""
+    """The error names the field."""
     with pytest.raises(ValueError, match=f"^{field}: "):
         TaggerSettings(**{field: value})  # type: ignore[arg-type]
 
@@ -226,18 +226,18 @@ def test_bad_settings_name_their_field(field: str, value: float) -> None:
     ],
 )
 def test_bad_queries_name_their_field(field: str, values: dict[str, int]) -> None:
-    """Lengths that no answer could have are refused by name."""
+    """The error names the field."""
     with pytest.raises(ValueError, match=f"^{field}: "):
         Query(**values)  # type: ignore[arg-type]
 
 
 def test_the_table_has_the_default_order() -> None:
-    """Every estimator of the default order is in the table, and calls itself by its name there."""
-    assert {name for place in DEFAULT_ORDER for name in place.split("|")} <= set(TAGGERS)
-    said = Estimate(median_tokens=5, spread=0.1, confidence=1, estimator="roberta")
+    """Every estimator of the default order is in the table, and its estimates have its name."""
+    assert {name for entry in DEFAULT_ORDER for name in entry.split("|")} <= set(TAGGERS)
+    precomputed = Estimate(median_tokens=5, spread=0.1, confidence=1, estimator="roberta")
     keys = prompt_keys("", "hello")
     for name, make in TAGGERS.items():
         tagger = make(TaggerSettings(history_enough=1))
         tagger.observe(LengthOutcome(output_tokens=3, keys=keys))
-        query = Query(max_tokens=3, ignore_eos=True, prompt="hello", keys=keys, foretold=(said,))
+        query = Query(max_tokens=3, ignore_eos=True, prompt="hello", keys=keys, precomputed=(precomputed,))
         assert known(tagger.estimate(query)).estimator == name

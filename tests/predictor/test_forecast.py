@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from predictor.batching import BATCHERS
 from predictor.engine import Engine
-from predictor.forecast import Forecast, Forecaster
+from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.request import Request
 from predictor.state import FINISHED
 from tests.inspecting import frozen

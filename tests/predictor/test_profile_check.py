@@ -12,11 +12,11 @@ from predictor.config import EngineConfig
 from predictor.profile import SuggestedEngine, Transit
 from predictor.profile_check import FAR_OFF, JUDGED_STEPS, StepCheck, require_possible
 from protos.block.v1 import common_pb2
-from services.predictor_server.engine_view import DownError
+from services.predictor_server.engine_source import DownError
 from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.sidecar import on_the_wall
+from services.predictor_server.sidecar import to_wall_clock
 from tests.services.engine_state.files import busy, writer_at
-from tests.services.predictor_server.asking import A30, request, run, sidecar_of
+from tests.services.predictor_server.running_sidecars import A30, request, run, sidecar_of
 
 CONFIG = EngineConfig(num_gpu_blocks=1056, block_size=16)
 DOWN = common_pb2.INSTANCE_STATE_DOWN
@@ -80,17 +80,17 @@ def test_a_sidecar_with_such_a_profile_says_that_the_engine_is_down(tmp_path: Pa
     source = ExportedEngine(str(tmp_path / "state"), made_for(block_size=128), "conditional_median", HOUR_S)
     for _ in range(2):
         with pytest.raises(DownError, match="blocks of 128 tokens") as refusal:
-            source.look()
+            source.refresh()
         assert refusal.value.state == DOWN
     source.close()
     source = ExportedEngine(str(tmp_path / "state"), made_for(block_size=16), "conditional_median", HOUR_S)
-    source.look()
+    source.refresh()
     for number in range(JUDGED_STEPS):
         writer.add_step((7 + number, 5.0, 30.0, 2, 2, 2, 0, 60, 40, 0.0, 0.0))
     writer.publish()
     for _ in range(2):
         with pytest.raises(DownError, match="profile: steps take"):
-            source.look()
+            source.refresh()
     source.close()
     writer.close()
 
@@ -99,13 +99,13 @@ def test_steps_far_off_are_forgiven_after_a_while(tmp_path: Path) -> None:
     """An engine that gets nothing to do could not show that it is well again."""
     writer = busy(writer_at(tmp_path / "state"))
     source = ExportedEngine(str(tmp_path / "state"), A30, "conditional_median", 1e-9)
-    source.look()
+    source.refresh()
     for number in range(JUDGED_STEPS):
         writer.add_step((7 + number, 5.0, 30.0, 2, 2, 2, 0, 60, 40, 0.0, 0.0))
     writer.publish()
     with pytest.raises(DownError, match="profile: steps take"):
-        source.look()
-    source.look()
+        source.refresh()
+    source.refresh()
     source.close()
     writer.close()
 
@@ -120,7 +120,7 @@ def test_the_way_to_the_loop_and_back_counts(tmp_path: Path) -> None:
         async with sidecar_of(tmp_path / "state", stall_s=1e9) as asked:
             plain = await asked.forecast(request())
             asked.sidecar.source._profile = replace(A30, transit=Transit(inward_s=0.5, outward_s=0.25))
-            asked.sidecar.source._met = None
+            asked.sidecar.source._followed = None
             slow = await asked.forecast(request())
             assert slow.ttft_s == pytest.approx(plain.ttft_s + 0.75)
             assert slow.e2e_s == pytest.approx(plain.e2e_s + 0.75)
@@ -133,4 +133,4 @@ def test_the_way_to_the_loop_and_back_counts(tmp_path: Path) -> None:
 def test_nothing_is_added_where_nothing_was_measured() -> None:
     """A forecast on a clock like the wall's stays as it is."""
     forecast = object()
-    assert on_the_wall(forecast, 1.0) is forecast
+    assert to_wall_clock(forecast, 1.0) is forecast

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.forecast import Forecast, Forecaster
+from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.request import Request
 from predictor.snapshot import Snapshot

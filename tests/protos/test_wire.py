@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 from google.protobuf.message import Message
 
 from predictor.config import EngineConfig
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
 from predictor.request import Request, Slo
 from protos.block.v1 import common_pb2, predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2

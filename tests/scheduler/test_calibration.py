@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from scheduler.calibration import ENOUGH, Calibration
 
 FORETOLD = Forecast(

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from predictor.forecast import Forecast
 from scheduler.candidate_ranking import (
     Candidate,
     CandidateStatus,
@@ -19,6 +17,8 @@ from scheduler.candidate_ranking import (
     forecast_columns,
     order,
 )
+
+from predictor.forecast_result import Forecast
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from scheduler.candidates import Facts
+from scheduler.candidates import RequestIndicators
 from scheduler.expressions import condition, number
 from scheduler.expressions.checking import DEEPEST, FUNCTIONS, LONGEST, MOST_NODES
 from scheduler.indicators import roots_of
@@ -60,7 +60,7 @@ def test_a_formula_equals_the_policy_that_it_restates(built_in: str) -> None:
 
 
 VALUES = fleet(
-    facts=Facts(prompt_tokens=10, tag_tokens=50.0),
+    request=RequestIndicators(prompt_tokens=10, tag_tokens=50.0),
     num_running=[0, 2, 3, 4],
     num_waiting=[0, 1, 0, 5],
     step_s=[0.5, None, 2.0, 1.0],

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from scheduler.holding import Queue, Refusals
 
 from scheduler.candidates import Facts
-from scheduler.holding import Queue, Refusals
 from scheduler.policy import policy_from
 from tests.fleets import fleet
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.candidates import Facts
+from scheduler.candidates import RequestIndicators
 from scheduler.hotspots import Hotspots
-from scheduler.indicators import ROW_OF
+from scheduler.indicators import INDEX_OF
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 from scheduler.prefix import PrefixIndex
@@ -36,7 +36,7 @@ def seen(
     scores: np.ndarray = HOLDER_LOWER,
 ) -> list[int] | None:
     """Whom the detector wants to be avoided for a request of 100 tokens."""
-    hot = hotspots.seen(Facts(prompt_tokens=100, prefix_class=prefix_class), hits, scores, now_s)
+    hot = hotspots.seen(RequestIndicators(prompt_tokens=100, prefix_class=prefix_class), hits, scores, now_s)
     return None if hot is None else np.flatnonzero(hot).tolist()
 
 
@@ -175,13 +175,15 @@ def batches_under(text: str) -> np.ndarray:
             server.tick(0.05)
         for arrival in range(rng.poisson(75 * 0.05)):
             blocks = [*(hot if rng.random() < 0.5 else [("cold", tick, arrival)]), (tick, arrival)]
-            told = table.known.told
-            told[ROW_OF["num_running"]] = [min(SEATS, len(server.jobs)) for server in servers]
-            told[ROW_OF["num_waiting"]] = [max(0, len(server.jobs) - SEATS) for server in servers]
-            told[ROW_OF["queued_prefill_tokens"]] = [sum(job.prefill for job in server.jobs) for server in servers]
+            reported = table.known.reported
+            reported[INDEX_OF["num_running"]] = [min(SEATS, len(server.jobs)) for server in servers]
+            reported[INDEX_OF["num_waiting"]] = [max(0, len(server.jobs) - SEATS) for server in servers]
+            reported[INDEX_OF["queued_prefill_tokens"]] = [
+                sum(job.prefill for job in server.jobs) for server in servers
+            ]
             hits = index.look_up(blocks, ids)
-            facts = Facts(prompt_tokens=100 * len(blocks), prefix_class=hits.deepest)
-            candidates = table.candidates(facts, tick * 0.05)
+            request = RequestIndicators(prompt_tokens=100 * len(blocks), prefix_class=hits.deepest)
+            candidates = table.candidates(request, tick * 0.05)
             candidates.add({"prefix_hit_tokens": 100 * hits.num_blocks})
             place = policy.choose(candidates)
             servers[place].jobs.append(Job(float(candidates["new_prefill_tokens"][place]), 150.0))
@@ -244,14 +246,14 @@ def fires_over(requests: Iterator[tuple[float, int, int, list[int]]]) -> tuple[i
         for place, ends in enumerate(leaving):
             while ends and ends[0] <= now_s:
                 ends.popleft()
-            table.known.told[ROW_OF["num_running"], place] = len(ends)
-        table.known.told[ROW_OF["num_waiting"]] = table.known.told[ROW_OF["queued_prefill_tokens"]] = 0.0
+            table.known.reported[INDEX_OF["num_running"], place] = len(ends)
+        table.known.reported[INDEX_OF["num_waiting"]] = table.known.reported[INDEX_OF["queued_prefill_tokens"]] = 0.0
         hits = index.look_up(names, ids)
-        facts = Facts(prompt_tokens=prompt_tokens, prefix_class=hits.deepest)
-        candidates = table.candidates(facts, now_s)
+        request = RequestIndicators(prompt_tokens=prompt_tokens, prefix_class=hits.deepest)
+        candidates = table.candidates(request, now_s)
         candidates.add({"prefix_hit_tokens": np.minimum(512 * hits.num_blocks, prompt_tokens)})
         scores = candidates["p_tokens"] * candidates["batch_size"]
-        hot = hotspots.seen(facts, candidates["prefix_hit_tokens"], scores, now_s)
+        hot = hotspots.seen(request, candidates["prefix_hit_tokens"], scores, now_s)
         counts = candidates["prefix_hit_ratio"].max() >= 0.5
         window.append((now_s, hits.deepest if counts else None))
         while window[0][0] <= now_s - 60:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from scheduler.candidates import Facts
+from scheduler.candidates import RequestIndicators
 from scheduler.indicators import INDICATORS, IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
 from services.rpc.messages import INDICATOR_FIELDS
@@ -15,8 +15,8 @@ from services.rpc.messages import INDICATOR_FIELDS
 
 def test_what_instances_tell_is_what_the_wire_carries() -> None:
     """The names are the same on the wire, in policies, and in explanations."""
-    told = {name for name, one in INDICATORS.items() if one.source is IndicatorSource.TOLD} - {"age_s"}
-    assert told == set(INDICATOR_FIELDS)
+    reported = {name for name, one in INDICATORS.items() if one.source is IndicatorSource.REPORTED} - {"age_s"}
+    assert reported == set(INDICATOR_FIELDS)
 
 
 def test_instances_are_in_the_order_of_their_ids() -> None:
@@ -74,37 +74,37 @@ def test_a_request_that_was_sent_is_there_until_the_instance_tells() -> None:
 
 
 def test_a_request_on_its_way_counts_whatever_is_told_meanwhile() -> None:
-    """Two at once: the answer to one says nothing of the other; when both have arrived, what was told holds."""
+    """Two at once: the answer to one says nothing of the other; when both have arrived, what was reported holds."""
     table = InstanceTable("ab")
-    told = {"num_running": 0.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}
-    table.tell("a", {**told, "num_reserved": 0.0}, now_s=0.0)
+    reported = {"num_running": 0.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}
+    table.tell("a", {**reported, "num_reserved": 0.0}, now_s=0.0)
 
     def sizes() -> tuple[float, float]:
         candidates = table.candidates(now_s=0.1)
         return candidates["batch_size"][0], candidates["queued_prefill_tokens"][0]
 
-    with table.on_its_way("a", 0.1, prefill_tokens=100.0, blocks=7.0):
-        with table.on_its_way("a", 0.1, prefill_tokens=10.0, blocks=1.0):
+    with table.in_flight("a", 0.1, prefill_tokens=100.0, blocks=7.0):
+        with table.in_flight("a", 0.1, prefill_tokens=10.0, blocks=1.0):
             assert sizes() == (2.0, 110.0)
-        table.tell("a", {**told, "num_reserved": 1.0, "queued_prefill_tokens": 10.0}, now_s=0.2)
+        table.tell("a", {**reported, "num_reserved": 1.0, "queued_prefill_tokens": 10.0}, now_s=0.2)
         assert sizes() == (2.0, 110.0)
-    table.tell("a", {**told, "num_reserved": 2.0, "queued_prefill_tokens": 110.0}, now_s=0.3)
+    table.tell("a", {**reported, "num_reserved": 2.0, "queued_prefill_tokens": 110.0}, now_s=0.3)
     assert sizes() == (2.0, 110.0)
     assert table.candidates(now_s=0.3)["requests_per_minute"].tolist() == [2.0, 0.0]
-    with table.on_its_way("a", 0.4), table.on_its_way("b", 0.4):
+    with table.in_flight("a", 0.4), table.in_flight("b", 0.4):
         table.follow("b")
         table.follow("ab")
-        table.tell("a", {**told, "num_reserved": 0.0}, now_s=0.5)
+        table.tell("a", {**reported, "num_reserved": 0.0}, now_s=0.5)
         assert sizes() == (0.0, 0.0)
     assert sizes() == (0.0, 0.0)
 
 
 def test_some_of_some_are_still_who_they_are() -> None:
-    """Places and ids stay right through two choices, and so do columns of the request."""
+    """Rows and ids stay right through two choices, and so do columns of the request."""
     table = InstanceTable("abcdef")
     for place, name in enumerate("abcdef"):
         table.tell(name, {"num_running": float(place)}, now_s=0.0)
-    candidates = table.candidates(Facts(prompt_tokens=10))
+    candidates = table.candidates(RequestIndicators(prompt_tokens=10))
     candidates.add({"prefix_hit_tokens": np.arange(6.0)})
     few = candidates.only(np.array([1, 3, 5])).only(np.array([0, 2]))
     assert few.instance_ids == ("b", "f") == tuple(few.instance_id(which) for which in range(2))
@@ -117,7 +117,7 @@ def test_some_of_some_are_still_who_they_are() -> None:
 
 def test_new_prefill_is_at_least_one_token() -> None:
     """An engine computes the last token of a prompt even where all of it is cached."""
-    candidates = InstanceTable("a").candidates(Facts(prompt_tokens=32, tag_tokens=7.0))
+    candidates = InstanceTable("a").candidates(RequestIndicators(prompt_tokens=32, tag_tokens=7.0))
     candidates.add({"prefix_hit_tokens": np.array([32.0])})
     assert candidates["new_prefill_tokens"].tolist() == [1.0]
     assert candidates["prefix_hit_ratio"].tolist() == [1.0]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scheduler.candidate_ranking import Candidate, CandidateStatus, by_forecasts, order
 
 import scheduler.policies
-from scheduler.candidate_ranking import Candidate, CandidateStatus, by_forecasts, order
-from scheduler.candidates import Facts
+from scheduler.candidates import RequestIndicators
 from scheduler.indicators import IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
 from scheduler.policies import POLICIES
@@ -20,21 +20,21 @@ from scheduler.policy import policy_from
 from tests.fleets import LETTERS, fleet, random_fleet
 
 Columns = Mapping[str, Sequence[float | None]]
-HUNDRED = Facts(prompt_tokens=100)
+HUNDRED = RequestIndicators(prompt_tokens=100)
 STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
 
 
-def chosen(text: str, columns: Columns, facts: Facts = HUNDRED) -> str:
+def chosen(text: str, columns: Columns, request: RequestIndicators = HUNDRED) -> str:
     """Whom a fresh policy chooses."""
     policy = policy_from(text, seed=1)
-    candidates = policy.among(fleet(facts=facts, **columns))
+    candidates = policy.among(fleet(request=request, **columns))
     return candidates.instance_id(policy.choose(candidates))
 
 
 def ranked(text: str, columns: Columns) -> str:
     """Whom a fresh policy ranks how, as one word."""
     policy = policy_from(text, seed=1)
-    candidates = policy.among(fleet(facts=HUNDRED, **columns))
+    candidates = policy.among(fleet(request=HUNDRED, **columns))
     order = policy.order(candidates, policy.scores(candidates))
     return "".join(candidates.instance_id(place) for place in order)
 
@@ -257,11 +257,11 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
     needs = [root.name for root in _roots(name)]
-    told = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
-    at_risk = [need for need in told if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
+    reported = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
+    at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
     assert at_risk
     for missing in at_risk:
-        columns = {need: [5.0, 5.0, 5.0] for need in told} | {missing: told[missing]}
+        columns = {need: [5.0, 5.0, 5.0] for need in reported} | {missing: reported[missing]}
         assert chosen(name, columns) == "b", missing
         assert ranked(name, columns) == "bca", missing
 
@@ -282,17 +282,21 @@ BEST: dict[str, Columns] = {  # what makes an instance better than one of which 
 
 def test_stale_cases_cover_all_that_read_what_instances_tell() -> None:
     """A policy that joins them needs one."""
-    assert set(BEST) == {name for name in POLICIES if any(root.source is IndicatorSource.TOLD for root in _roots(name))}
+    assert set(BEST) == {
+        name for name in POLICIES if any(root.source is IndicatorSource.REPORTED for root in _roots(name))
+    }
 
 
 @pytest.mark.parametrize("name", BEST)
 def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
-    """The best one told of itself long ago; a filter by age leaves it out, unless all are as old."""
-    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is IndicatorSource.TOLD} | dict(BEST[name])
+    """The best one reported of itself long ago; a filter by age leaves it out, unless all are as old."""
+    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is IndicatorSource.REPORTED} | dict(
+        BEST[name]
+    )
 
     def first(text: str, ages_s: list[float]) -> str:
-        policy, candidates = policy_from(text, seed=1), fleet(facts=HUNDRED, **columns)
-        candidates.known.told_s[:] = [-age_s for age_s in ages_s]
+        policy, candidates = policy_from(text, seed=1), fleet(request=HUNDRED, **columns)
+        candidates.known.reported_s[:] = [-age_s for age_s in ages_s]
         looked = policy.among(candidates)
         return looked.instance_id(policy.choose(looked))
 
@@ -335,8 +339,8 @@ def test_who_is_short_of_blocks_never_comes_before_who_is_not(name: str) -> None
         running = rng.integers(0, 50, num)
         candidates = fleet(num_free_blocks=free, num_waiting_blocks=waiting, num_running=running)
         short = free - waiting < 0 if name == "llumnix" else free < 0
-        places = policy.order(candidates, policy.scores(candidates))
-        assert short[places].tolist() == sorted(short.tolist())
+        rows = policy.order(candidates, policy.scores(candidates))
+        assert short[rows].tolist() == sorted(short.tolist())
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in STATEFUL])
@@ -399,8 +403,8 @@ def test_round_robin_takes_turns_among_some() -> None:
     """Whoever may not be chosen misses no turn."""
     table, policy = InstanceTable("abc"), policy_from("round_robin")
     turns = []
-    for places in ([0, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]):
-        candidates = table.candidates(places=np.array(places))
+    for rows in ([0, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]):
+        candidates = table.candidates(rows=np.array(rows))
         turns.append(candidates.instance_id(policy.choose(candidates)))
     assert turns == ["a", "b", "c", "a"]
 

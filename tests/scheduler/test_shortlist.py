@@ -39,7 +39,7 @@ def test_every_set_is_drawn_as_often() -> None:
     assert draws.some(3, of=3).tolist() == [0, 1, 2]
 
 
-FORETOLD = {
+FORECAST_FIELDS = {
     "num_running": [9, 1, 5, 3],
     "num_waiting": [0, 0, 0, 0],
     "queued_prefill_tokens": [0, 0, 0, 0],
@@ -50,7 +50,7 @@ FORETOLD = {
 def decided(text: str) -> tuple[str, str]:
     """Who is forecast, and who is chosen."""
     policy = policy_from(text, seed=1)
-    among = policy.among(fleet(**FORETOLD))
+    among = policy.among(fleet(**FORECAST_FIELDS))
     return "".join(among.instance_ids), among.instance_id(policy.choose(among))
 
 

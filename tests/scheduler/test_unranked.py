@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from scheduler.candidate_ranking import CandidateStatus, as_ranked
+from scheduler.unranked import unranked_of
+
 from scheduler.candidates import Candidates
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
-from scheduler.unranked import unranked_of
 
 NAMES = tuple("abcdef")
 

@@ -1,4 +1,4 @@
-"""Small clusters for tests, and a plain simulator that does the same with one engine object after the other."""
+"""Small clusters for tests, and a plain simulator that runs one engine object after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from predictor.step_time import StepTime
 from simulator.fleet import Unit
 from simulator.workload import RequestLengths, Workload, at_rate, poisson_gaps, workload
 
-SECOND = StepTime(constant_s=1.0, empty_s=1.0)  # every step takes one
+SECOND = StepTime(constant_s=1.0, empty_s=1.0)  # every step takes a second
 A30 = load_profile("llama-2-7b-a30").step_time
 
 
@@ -28,21 +28,21 @@ def config(**changes: Any) -> EngineConfig:
     })  # fmt: skip
 
 
-def lengths(num: int, seed: int = 0, most: int = 400) -> RequestLengths:
+def lengths(num: int, seed: int = 0, max_tokens: int = 400) -> RequestLengths:
     """Draw lengths with heavy tails that fit `config`."""
     generator = np.random.default_rng(seed)
-    prompts = np.clip(generator.lognormal(3.5, 1.2, num).astype(np.int64), 1, most - 100)
+    prompts = np.clip(generator.lognormal(3.5, 1.2, num).astype(np.int64), 1, max_tokens - 100)
     outputs = np.clip(generator.lognormal(3.5, 0.9, num).astype(np.int64), 1, 100)
     return RequestLengths(prompt_tokens=prompts, output_tokens=outputs)
 
 
 def poisson(num: int, rate: float, seed: int = 0, **more: Any) -> Workload:
-    """Requests that come at random."""
+    """Requests of a Poisson process."""
     return workload(lengths(num, seed, **more), at_rate(poisson_gaps(num, np.random.default_rng(seed + 1)), rate))
 
 
 def families(num: int, rate: float) -> tuple[Workload, list[list[str]]]:
-    """Requests of five kinds, whose prompts begin alike; also what their prompts' blocks are called."""
+    """Requests of five families that share the beginnings of their prompts, and the names of their prompts' blocks."""
     generator = np.random.default_rng(2)
     size = 16
     names, contents, first = [], [], [0]
@@ -72,7 +72,7 @@ def units(num: int = 3, step_time: StepTime = A30, **changes: Any) -> list[Unit]
 
 
 def request(work: Workload, number: int, names: Sequence[str] = ()) -> Request:
-    """One request of a workload as the engine model takes it."""
+    """One request of a workload, as a request of the engine model."""
     return Request(
         request_id=str(number),
         prompt_tokens=int(work.lengths.prompt_tokens[number]),
@@ -83,7 +83,7 @@ def request(work: Workload, number: int, names: Sequence[str] = ()) -> Request:
 
 
 def plain_score(engine: Engine, policy: str, candidate: Request, now_s: float) -> float:
-    """Score one engine by the book."""
+    """Score one engine directly by the policy's formula."""
     head = engine.state.engine[0]
     rows = engine.state.requests
     pending = [slot for slot in engine.slots.values() if rows[slot].status == 0]
@@ -96,25 +96,25 @@ def plain_score(engine: Engine, policy: str, candidate: Request, now_s: float) -
     if policy == "jsq":
         return 4 * len(waiting) + running
     delays = policy != "block"
-    (forecast,) = Forecaster(engine).forecast(  # one that has seen nothing before
+    (forecast,) = Forecaster(engine).forecast(  # a new one, without kept state
         [candidate], now_s, delays=delays
     )
     return forecast.e2e_s + (0.05 * forecast.delay_sum_s if delays else 0.0)
 
 
 def plain_run(made: Sequence[Unit], work: Workload, policy: str, names: Any = None) -> tuple[list[int], list[Outcome]]:
-    """Serve a workload; return each request's instance, first token and end."""
+    """Serve a workload; return the instance and the outcome of each request."""
     engines = [Engine(unit.config, unit.step_time) for unit in made]
     chosen = []
     for number in range(len(work)):
         now_s = float(work.arrival_s[number])
-        asked = request(work, number, names=names[number] if names else ())
+        candidate = request(work, number, names=names[number] if names else ())
         scores = []
         for engine in engines:
             engine.advance(now_s)
-            scores.append(plain_score(engine, policy, asked, now_s))
+            scores.append(plain_score(engine, policy, candidate, now_s))
         index = scores.index(min(scores))
-        engines[index].add(asked)
+        engines[index].add(candidate)
         chosen.append(index)
     outcomes = {}
     for engine in engines:

@@ -1,35 +1,35 @@
-"""Forecasts that nobody heeds are compared with what would have become of a request elsewhere."""
+"""Forecasts under random placement, compared with what would have happened on other instances."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from simulator.forecast_accuracy import ranked
+from simulator.forecast_accuracy import forecast_accuracy
 from simulator.scenario import scenario_from
 from simulator.workload import RequestLengths, with_hotspot
 from tests.simulator.test_capacity import SMALL
 
 
-def test_exact_forecasts_know_the_best_instance() -> None:
-    """With little traffic to come a forecast often knows the best instance; half as fast a profile shows as error."""
+def test_exact_forecasts_often_find_the_best_instance() -> None:
+    """With little later traffic, the best forecast is often right; a wrong predicted pace shows as an error."""
     scenario = scenario_from(SMALL).changed(instances={"count": 4})
-    exact = ranked(scenario, 1.0, 0, share=0.3)
-    assert exact["best_share"] > 0.45  # by chance it would be a quarter
+    exact = forecast_accuracy(scenario, 1.0, 0, share=0.3)
+    assert exact["best_share"] > 0.45  # a random choice is right in a quarter of the cases
     assert exact["e2e_error_p50"] < 0.1
-    slow = ranked(scenario.changed(instances={"foreseen_pace": 2.0}), 1.0, 0, share=0.3)
+    slow = forecast_accuracy(scenario.changed(instances={"foreseen_pace": 2.0}), 1.0, 0, share=0.3)
     assert slow["e2e_error_p50"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_more_traffic_makes_forecasts_worse() -> None:
-    """What comes later is what a forecast cannot know."""
+    """Errors grow with the rate, because forecasts do not know later requests."""
     scenario = scenario_from(SMALL).changed(instances={"count": 4})
-    errors = [ranked(scenario, rate, 0, share=0.05)["e2e_error_mean"] for rate in (1.0, 20.0)]
+    errors = [forecast_accuracy(scenario, rate, 0, share=0.05)["e2e_error_mean"] for rate in (1.0, 20.0)]
     assert errors[0] < errors[1]
 
 
 def test_hotspots_share_their_prompts() -> None:
-    """Hot requests have the same contents, new ones, and the others keep theirs."""
+    """Hot requests share new contents, and the others keep theirs."""
     lengths = RequestLengths(
         prompt_tokens=np.array([40, 40, 40]),
         output_tokens=np.array([5, 5, 5]),

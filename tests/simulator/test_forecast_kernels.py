@@ -1,4 +1,4 @@
-"""What is kept from one forecast to the next changes none of them."""
+"""Lookaheads, which are kept from one forecast to the next, do not change any forecast."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from tests.simulator.small_clusters import families, poisson, units
 ROUNDING_S = 1e-8
 
 
-class BothWays:
-    """Makes every forecast with what is kept, and again without; counts those that were made from it."""
+class Comparison:
+    """Makes every forecast with lookaheads and again without, and compares; counts the lookaheads that were used."""
 
-    def __init__(self, foretell: Callable[..., None]) -> None:
-        """Begin without any."""
-        self.num_kept = self.num_made = 0
-        self._foretell = foretell
+    def __init__(self, forecast: Callable[..., None]) -> None:
+        """Compare the results of this function."""
+        self.num_lookaheads = self.num_forecasts = 0
+        self._forecast = forecast
 
     def __call__(self, fleet: Any, *rest: Any) -> None:
-        """Compare; leave those made with what is kept."""
+        """Compare both results, and return the one with lookaheads."""
         results = rest[-1]
-        self._foretell(fleet, *rest)
-        kept = results.copy()
+        self._forecast(fleet, *rest)
+        with_lookahead = results.copy()
         heads = fleet.stack.engine[:, 0]
-        deep = heads.num_waiting > heads.max_num_seqs - heads.num_running
-        self.num_kept += int((fleet.units.is_ahead * deep).sum())
-        self.num_made += len(fleet.units)
-        certain = fleet.units.certain.copy()
-        fleet.units.certain = 0
-        self._foretell(fleet, *rest)
-        fleet.units.certain = certain
+        has_queue = heads.num_waiting > heads.max_num_seqs - heads.num_running
+        self.num_lookaheads += int((fleet.units.has_lookahead * has_queue).sum())
+        self.num_forecasts += len(fleet.units)
+        deterministic = fleet.units.deterministic.copy()
+        fleet.units.deterministic = 0
+        self._forecast(fleet, *rest)
+        fleet.units.deterministic = deterministic
         for name in results.dtype.names or (...,):
-            np.testing.assert_allclose(kept[name], results[name], rtol=0, atol=ROUNDING_S, err_msg=str(name))
-        results[:] = kept
+            np.testing.assert_allclose(with_lookahead[name], results[name], rtol=0, atol=ROUNDING_S, err_msg=str(name))
+        results[:] = with_lookahead
 
 
 @pytest.fixture
-def both_ways(monkeypatch: pytest.MonkeyPatch) -> BothWays:
-    """Have every simulation of the test foretell both ways."""
-    made = BothWays(forecast_kernels.foretell_directly)
+def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    """Make every forecast of the test's simulations both ways."""
+    made = Comparison(forecast_kernels.foretell_directly)
     monkeypatch.setattr(forecast_kernels, "foretell_directly", made)
     return made
 
@@ -57,12 +57,12 @@ COMPILED = sorted(name for name, batcher in BATCHERS.items() if is_compiled(batc
 
 @pytest.mark.parametrize("policy", ["block", "marginal"])
 @pytest.mark.parametrize("batcher", COMPILED)
-def test_by_every_local_scheduler(both_ways: BothWays, batcher: str, policy: str) -> None:
-    """Queues grow, requests are preempted, and forecasts stay what they were."""
+def test_by_every_local_scheduler(comparison: Comparison, batcher: str, policy: str) -> None:
+    """Forecasts are equal while queues grow and requests are preempted."""
     tokens = 128 if batcher in ("vllm_v1", "sarathi") else 512
     made = units(batcher=batcher, max_num_batched_tokens=tokens, num_gpu_blocks=61)
     result = simulate(made, poisson(400, 60.0), policy)
-    assert both_ways.num_kept > 300
+    assert comparison.num_lookaheads > 300
     assert result.outcomes.num_preemptions.any() or batcher != "vllm_v1"
 
 
@@ -76,39 +76,39 @@ def test_by_every_local_scheduler(both_ways: BothWays, batcher: str, policy: str
     ids=["reservations", "no reservations", "outages"],
 )
 @pytest.mark.parametrize("policy", ["block", "marginal"])
-def test_by_what_is_on_its_way(both_ways: BothWays, policy: str, conditions: Conditions) -> None:
-    """Requests that have not arrived, or are not known of, and instances that lose everything are kept apart."""
+def test_with_requests_on_their_way(comparison: Comparison, policy: str, conditions: Conditions) -> None:
+    """Forecasts are equal with requests that have not arrived or are not visible, and with outages."""
     simulate(units(async_scheduling=True, num_gpu_blocks=61), poisson(500, 80.0), policy, conditions, seed=1)
-    assert both_ways.num_kept > 300
+    assert comparison.num_lookaheads > 300
 
 
 @pytest.mark.parametrize("policy", ["block", "marginal"])
-def test_who_comes_back_is_met_anew(both_ways: BothWays, policy: str) -> None:
-    """Two that lose everything in turn hand the same requests to each other, and into the same places."""
+def test_requests_that_return_to_an_instance(comparison: Comparison, policy: str) -> None:
+    """Forecasts are equal if two instances fail in turn, so that the same requests return to the same slots."""
     outages = tuple(Outage(instance=at % 2, from_s=2.0 + at, until_s=2.5 + at) for at in range(6))
     simulate(units(2, num_gpu_blocks=61), poisson(500, 60.0), policy, Conditions(outages=outages), seed=1)
-    assert both_ways.num_kept > 300
+    assert comparison.num_lookaheads > 300
 
 
 @pytest.mark.parametrize("policy", ["block", "marginal"])
-def test_by_cached_prompts(both_ways: BothWays, policy: str) -> None:
-    """Blocks are followed, too."""
+def test_with_prefix_caching(comparison: Comparison, policy: str) -> None:
+    """Forecasts are equal with cached prompts."""
     work, _ = families(400, 60.0)
     simulate(units(enable_prefix_caching=True), work, policy)
-    assert both_ways.num_kept > 300
+    assert comparison.num_lookaheads > 300
 
 
-def test_when_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is what is told of an engine as a whole."""
-    both_ways = BothWays(forecast_kernels.drain_directly)
-    monkeypatch.setattr(forecast_kernels, "drain_directly", both_ways)
+def test_forecasts_of_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts of when an engine is drained are equal."""
+    comparison = Comparison(forecast_kernels.drain_directly)
+    monkeypatch.setattr(forecast_kernels, "drain_directly", comparison)
     simulate(units(num_gpu_blocks=61), poisson(500, 80.0), "expr: drained_s")
-    assert both_ways.num_kept > 300
+    assert comparison.num_lookaheads > 300
 
 
-def test_nothing_is_kept_that_may_come_otherwise(both_ways: BothWays) -> None:
-    """Where lengths are guessed, or steps take now longer, now less, each forecast begins with what is seen."""
+def test_no_lookahead_if_lengths_or_step_times_are_uncertain(comparison: Comparison) -> None:
+    """With predicted lengths or noisy step times, every forecast starts from the current state."""
     simulate(units(), tagged(poisson(200, 60.0), noisy(0.4), np.random.default_rng(1)), "block")
     simulate(units(), poisson(200, 60.0), "block", Conditions(step_noise=0.1))
-    assert both_ways.num_made > 1000
-    assert both_ways.num_kept == 0
+    assert comparison.num_forecasts > 1000
+    assert comparison.num_lookaheads == 0

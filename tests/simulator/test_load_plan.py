@@ -1,4 +1,4 @@
-"""What is sent, and when."""
+"""Load plans, and the bodies and headers of planned requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gaps_of(timing: Timing, num: int = 4000, seed: int = 0) -> np.ndarray[Any, n
     ],
 )
 def test_arrivals_have_their_rate_and_their_bursts(timing: Timing, cv: float) -> None:
-    """Gaps have the mean and the coefficient of variation that were asked for, and repeat with the seed."""
+    """Gaps have the requested mean and coefficient of variation, and the same seed gives the same gaps."""
     gaps = gaps_of(timing)
     assert gaps.mean() == pytest.approx(0.2, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, abs=0.1 * max(cv, 0.01))
@@ -42,7 +42,7 @@ def test_arrivals_have_their_rate_and_their_bursts(timing: Timing, cv: float) ->
 
 
 def test_a_trace_keeps_its_times() -> None:
-    """Requests come in the order of their arrival, from 0 on, as many times as fast as was asked for."""
+    """Requests are planned in the order of arrival, from 0 on, `speed` times as fast."""
     trace = [
         Request(request_id="b", prompt_tokens=5, output_tokens=3, arrival_s=12.0, priority=2, slo=Slo(ttft_s=1.0)),
         Request(request_id="a", prompt_tokens=4, output_tokens=2, arrival_s=10.0),
@@ -58,7 +58,7 @@ def test_a_trace_keeps_its_times() -> None:
     st.sampled_from(["1", "37", "uniform:3:9", "uniform:5:5", "lognormal:20:1.5", "exponential:8"]), st.integers(0, 99)
 )
 def test_lengths_are_token_counts(text: str, seed: int) -> None:
-    """Lengths are whole, at least one, and repeat with the seed."""
+    """Lengths are whole and at least one, and the same seed gives the same lengths."""
     requests = synthetic(50, text, text, np.random.default_rng(seed))
     assert requests == synthetic(50, text, text, np.random.default_rng(seed))
     lengths = {request.prompt_tokens for request in requests}
@@ -74,7 +74,7 @@ BAD_LENGTHS = ("", "0", "x", "-5", "nan", "1e9", "uniform:9:3", "uniform:3", "no
 
 @pytest.mark.parametrize("text", BAD_LENGTHS)
 def test_bad_lengths(text: str) -> None:
-    """What is no length and no distribution is refused by its field."""
+    """What is neither a length nor a distribution is refused, naming the field."""
     with pytest.raises(ValueError, match=r"^prompt_tokens: "):
         synthetic(5, text, "10", np.random.default_rng(0))
 
@@ -89,13 +89,13 @@ BAD_TIMINGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("fields", "name"), BAD_TIMINGS)
 def test_bad_timings(fields: dict[str, Any], name: str) -> None:
-    """Times that cannot be followed are refused by their field."""
+    """Invalid timings are refused, naming the field."""
     with pytest.raises(ValueError, match=f"^{name}: "):
         Timing(**fields)
 
 
 def test_prompts_have_their_length() -> None:
-    """As token ids exactly, as words about; the same plan gives the same body, another request another prompt."""
+    """Prompts of token ids are exact; the same plan gives the same body, another request another prompt."""
     body = json.loads(body_of(ONE, Manner(model="m")))
     assert len(body["prompt"]) == 40
     assert all(type(token) is int for token in body["prompt"])
@@ -110,8 +110,8 @@ def test_prompts_have_their_length() -> None:
     assert len(chat["messages"][0]["content"].split()) == 40
 
 
-def test_answers_get_their_length() -> None:
-    """By ignoring the end, by a header that emulated engines know, or not at all."""
+def test_responses_get_their_length() -> None:
+    """By ignore_eos, by a header for emulated engines, or only by max_tokens."""
     body = json.loads(body_of(ONE, Manner(model="m", output="header")))
     assert not {"ignore_eos", "max_tokens"} & set(body)
     headers = dict(headers_of(ONE, Manner(model="m", output="header", headers=((b"a", b"b"),)), "r-1"))
@@ -121,7 +121,7 @@ def test_answers_get_their_length() -> None:
 
 
 def test_shared_prefixes_are_the_same_tokens() -> None:
-    """Blocks of one name have the same tokens in every prompt, and what follows is the prompt's own."""
+    """Blocks of one name have the same tokens in every prompt; the rest is the prompt's own."""
     prompts = {}
     for name, prefix, num_tokens in (("a", (1, 2, 3), 11), ("b", (1, 2, 9), 12), ("c", (8, 2), 7)):
         one = Planned(
@@ -135,8 +135,8 @@ def test_shared_prefixes_are_the_same_tokens() -> None:
     assert prompts["c"][4:] == prompts["a"][4:7]
 
 
-def test_a_requests_own_wishes_are_sent() -> None:
-    """Priority goes into the body, targets into headers: its own before the run's, in seconds on the wall."""
+def test_priority_and_slo_are_sent() -> None:
+    """Priority is in the body, SLO targets are in headers: the request's own before the run's, in wall-clock time."""
     one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, priority=3, slo=Slo(ttft_s=0.5))
     assert json.loads(body_of(one, Manner(model="m")))["priority"] == 3
     manner = Manner(model="m", slo=Slo(ttft_s=9.0, tpot_s=0.02), time_scale=0.5)
@@ -146,14 +146,14 @@ def test_a_requests_own_wishes_are_sent() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_bad_time_scale(scale: float) -> None:
-    """Time has to pass."""
+    """The time scale must be finite and positive."""
     with pytest.raises(ValueError, match=r"^time_scale: "):
         Manner(model="m", time_scale=scale)
 
 
 @pytest.mark.parametrize("text", ["", "name", ": x", "a b: c", "a: b\r\nc: d", "a: caf\u00e9"])
 def test_bad_headers(text: str) -> None:
-    """What is no header is refused, without showing what may be a secret."""
+    """An invalid header is refused, without its value in the error, which may be a secret."""
     with pytest.raises(ValueError, match="must be NAME: VALUE") as refused:
         header_of(text)
     assert "caf" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""No placement does better than the bound, and the bound is right where it can be worked out by hand."""
+"""No policy exceeds the placement bound, which equals values worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ import numpy as np
 import pytest
 
 from simulator.assembly import simulate
-from simulator.placement_bound import least_seconds, sustained_rate
+from simulator.placement_bound import min_busy_s, sustained_rate
 from simulator.workload import RequestLengths, Workload, workload
 from tests.simulator.small_clusters import SECOND, lengths, poisson, units
 
 
 def at_once(num: int, prompt_tokens: int, output_tokens: int) -> Workload:
-    """Equal requests, all of which come at the beginning."""
-    whole = (np.full(num, prompt_tokens), np.full(num, output_tokens))
-    return workload(RequestLengths(prompt_tokens=whole[0], output_tokens=whole[1]), np.zeros(num))
+    """Equal requests that all arrive at the beginning."""
+    lengths = RequestLengths(prompt_tokens=np.full(num, prompt_tokens), output_tokens=np.full(num, output_tokens))
+    return workload(lengths, np.zeros(num))
 
 
-def test_seats_bind() -> None:
-    """Eight seats decode eight tokens a step, which takes a second; short prompts come along for nothing."""
+def test_the_number_of_sequences_limits() -> None:
+    """Eight sequences decode eight tokens a step, which takes a second; short prompts take no extra time."""
     (unit,) = units(1, SECOND)
-    assert least_seconds(unit, at_once(8, 1, 11)) == pytest.approx(10.0)
+    assert min_busy_s(unit, at_once(8, 1, 11)) == pytest.approx(10.0)
 
 
-def test_memory_binds() -> None:
-    """A hundred decodes over 300 tokens and more read 35,050 tokens of context, of which 1,920 fit at a time."""
+def test_memory_limits() -> None:
+    """A hundred decodes after 300 tokens read 35,050 tokens of context, of which 1,920 fit into memory."""
     (unit,) = units(1, SECOND)
-    assert least_seconds(unit, at_once(1, 300, 101)) == pytest.approx(35_050 / 1_920)
+    assert min_busy_s(unit, at_once(1, 300, 101)) == pytest.approx(35_050 / 1_920)
 
 
-def test_prompts_bind() -> None:
-    """Answers of one token are nothing but prompts, 128 tokens of which fit a step."""
+def test_prompts_limit() -> None:
+    """Responses of one token need only their prompts, of which 128 tokens fit into a step."""
     (unit,) = units(1, SECOND)
-    assert least_seconds(unit, at_once(4, 320, 1)) == pytest.approx(10.0)
+    assert min_busy_s(unit, at_once(4, 320, 1)) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("policy", ["llumnix", "jsq", "block", "hold"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_policy_is_faster(policy: str, seed: int) -> None:
-    """Instances that get all at once are busy at least as long as the bound says, and not much longer."""
+    """Instances that get all requests at once are busy at least as long as the bound, and not much longer."""
     made = units(3)
     work = workload(lengths(150, seed), np.zeros(150))
     result = simulate(made, work, policy)
-    least_s = least_seconds(made[0], work) / len(made)
+    least_s = min_busy_s(made[0], work) / len(made)
     assert least_s <= result.end_s <= 2.5 * least_s
 
 
-def test_rates_are_as_the_workload_was_drawn() -> None:
-    """The same requests in the same pattern have the same bound, at whatever rate they were drawn."""
+def test_the_bound_does_not_depend_on_the_drawn_rate() -> None:
+    """The same requests in the same pattern have the same bound at any rate."""
     made = units(2)
     assert sustained_rate(made, poisson(200, 5.0), 5.0) == pytest.approx(sustained_rate(made, poisson(200, 8.0), 8.0))
     assert sustained_rate(made * 2, poisson(200, 5.0), 5.0) == pytest.approx(
@@ -55,10 +55,10 @@ def test_rates_are_as_the_workload_was_drawn() -> None:
     )
 
 
-def test_unknown_bounds_are_refused() -> None:
-    """Neither mixed instances nor cached prompts have one."""
+def test_undefined_bounds_are_refused() -> None:
+    """The bound is not defined for mixed instances or with prefix caching."""
     work = poisson(10, 5.0)
     with pytest.raises(ValueError, match="equal instances"):
         sustained_rate([*units(1), *units(1, SECOND)], work, 5.0)
-    with pytest.raises(ValueError, match="cached"):
+    with pytest.raises(ValueError, match="prefix caching"):
         sustained_rate(units(1, enable_prefix_caching=True), work, 5.0)

@@ -1,4 +1,4 @@
-"""An engine that is pooled does in a step what so many do in one, in the same time."""
+"""A pooled engine does in one step, in the same time, what several engines do in one step each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from simulator.scenario import Instances
 from tests.simulator.small_clusters import A30, config, poisson, units
 
 
-def test_steps_take_as_long_for_so_many_times_as_much() -> None:
-    """Decodes alone, and beside prompts, of whose launch each engine has its share."""
+def test_a_pooled_step_takes_as_long_as_one_engines_share() -> None:
+    """Steps with decodes only, and with prompts, whose constant cost is shared."""
     one, three = tabulate(A30, 512, 64), tabulate(pooled_step_time(A30, 3), 3 * 512, 3 * 64)
     for decodes in (1, 7, 24, 48):
         context = 350.0 * decodes
@@ -28,14 +28,14 @@ def test_steps_take_as_long_for_so_many_times_as_much() -> None:
         assert pooled == pytest.approx(beside - A30.prefill_s * 2 / 3)
 
 
-def test_one_is_itself() -> None:
-    """Nothing changes where nothing is pooled."""
+def test_a_pool_of_one_is_the_engine_itself() -> None:
+    """Nothing changes."""
     assert pooled_config(config(), 1) == config()
     assert pooled_step_time(A30, 1) == A30
 
 
 def test_instances_can_be_pooled() -> None:
-    """One instance has the seats, the blocks and the step of all."""
+    """One instance has the sequences, the blocks and the step time of all."""
     unit = Instances(profile="llama-2-7b-a30", pooled=12, engine=(("num_gpu_blocks", 1057),)).unit()
     assert unit.config.num_gpu_blocks == 12 * 1056 + 1
     assert unit.config.max_num_seqs == 12 * 48
@@ -44,8 +44,8 @@ def test_instances_can_be_pooled() -> None:
         Instances(pooled=0)
 
 
-def test_nothing_is_lost_by_placing() -> None:
-    """Where many come at once, one engine as large as three is no slower than three."""
+def test_a_pool_is_no_slower_than_its_engines() -> None:
+    """Under load, one engine as large as three is no slower than three."""
     work = poisson(200, 50.0)
     pooled = [*units(1)]
     (unit,) = pooled

@@ -7,8 +7,8 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-
 from scheduler.holding import RETRY_S
+
 from simulator.assembly import simulate
 from simulator.conditions import TURNS, Conditions
 from simulator.metrics import latencies

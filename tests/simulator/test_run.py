@@ -1,4 +1,4 @@
-"""A simulated cluster loses nothing, repeats itself, and does what plainer models do."""
+"""A simulated cluster loses no request, is deterministic, and agrees with simpler models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POLICIES = ("block", "marginal", "llumnix", "jsq", "lmetric", "round_robin", "mi
 @pytest.mark.parametrize("name", CONDITIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_conserves_requests(policy: str, name: str) -> None:
-    """Every arrival finishes, with all of its tokens, or is accounted for."""
+    """Every request finishes with all of its tokens, or is counted as lost."""
     work = poisson(250, 16.0)
     if policy == "block":
         work = tagged(work, noisy(0.5), np.random.default_rng(3))
@@ -64,7 +64,7 @@ def test_conserves_requests(policy: str, name: str) -> None:
 
 
 def test_conserves_requests_when_overloaded() -> None:
-    """A queue far longer than there was room for at first loses nobody."""
+    """A queue much longer than the initial number of slots loses no request."""
     work = poisson(2000, 1000.0)
     result = simulate(units(2, num_gpu_blocks=40), work, "jsq")
     assert (result.decisions.fate == FINISHED).all()
@@ -101,8 +101,8 @@ def test_is_an_m_d_1_queue() -> None:
 
 
 @pytest.mark.parametrize("policy", ["block", "power_of_two", "random"])
-def test_repeats_itself(policy: str) -> None:
-    """The same seed gives the same bytes, another one others."""
+def test_same_seed_gives_the_same_result(policy: str) -> None:
+    """The same seed gives the same bytes, another seed gives others."""
     work = tagged(poisson(150, 12.0), noisy(0.4), np.random.default_rng(1))
     conditions = Conditions(num_schedulers=3, step_noise=0.1, decision_s=0.05)
     runs = [simulate(units(), work, policy, conditions, seed=seed) for seed in (7, 7, 8)]
@@ -113,7 +113,7 @@ def test_repeats_itself(policy: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"batcher": "vllm_v0"}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("policy", ["llumnix", "jsq", "block", "marginal"])
 def test_agrees_with_a_plain_simulator(policy: str, changes: dict[str, Any]) -> None:
-    """Decisions and outcomes are those of engine objects driven one by one."""
+    """Decisions and outcomes equal those of engine objects that are driven one by one."""
     if changes.get("batcher"):
         changes = {**changes, "max_num_batched_tokens": 512}
     made = [Unit(config=config(**changes), step_time=A30, pace=1.0) for _ in range(3)]
@@ -127,7 +127,7 @@ def test_agrees_with_a_plain_simulator(policy: str, changes: dict[str, Any]) -> 
 
 
 def test_prefix_caches_are_the_engines_own() -> None:
-    """Prompts that share blocks hit the same caches as on engine objects, and more of them by a policy that looks."""
+    """Prompts that share blocks hit as on engine objects, and more often with a policy that uses prefix hits."""
     work, names = families(200, 12.0)
     made = units(3, enable_prefix_caching=True)
     for policy in ("jsq", "block", "marginal"):
@@ -140,7 +140,7 @@ def test_prefix_caches_are_the_engines_own() -> None:
 
 
 def test_mixed_instances_serve_what_they_can() -> None:
-    """Requests go only where they fit; what fits nowhere is refused, and said to be."""
+    """Requests go only to instances where they fit; a request that fits no instance is refused."""
     made = [
         Unit(config=config(), step_time=A30),
         Unit(config=config(max_model_len=64, max_num_seqs=4, num_gpu_blocks=41), step_time=A30),
@@ -154,30 +154,30 @@ def test_mixed_instances_serve_what_they_can() -> None:
     assert [FATES[fate] for fate in result.decisions.fate] == ["finished"] * 3 + ["refused"]
 
 
-def test_slow_instances_get_less_where_that_is_foreseen() -> None:
-    """Block sends a third as fast an instance fewer requests, unless its predictor takes it for a fast one."""
+def test_slow_instances_get_less_where_that_is_predicted() -> None:
+    """Block sends fewer requests to an instance that is three times slower, unless its predictor assumes a fast one."""
     work = poisson(300, 4.0)
-    slow = Unit(config=config(), step_time=A30, pace=3.0, foreseen_pace=3.0)
+    slow = Unit(config=config(), step_time=A30, pace=3.0, predicted_pace=3.0)
     fast = Unit(config=config(), step_time=A30)
     known = simulate([fast, slow], work, "block")
-    unknown = simulate([fast, replace(slow, foreseen_pace=1.0)], work, "block")
+    unknown = simulate([fast, replace(slow, predicted_pace=1.0)], work, "block")
     shares = [np.mean(result.decisions.instance == 1) for result in (known, unknown)]
     assert shares[0] < 0.5 * shares[1]
 
 
-def test_forecasts_are_right_when_nothing_else_comes() -> None:
-    """With true lengths the last request's forecast is what happens; with another profile it is off by as much."""
+def test_the_last_forecast_is_exact() -> None:
+    """With true lengths, the last request's forecast is exact; with a wrong profile, it is wrong."""
     work = poisson(60, 20.0)
     result = simulate(units(2), work, "block")
     assert result.decisions.predicted_e2e_s[-1] == pytest.approx(result.outcomes.finished_s[-1] - work.arrival_s[-1])
     wrong = StepTime(constant_s=1.0, by_tokens=Curve(x=(0.0,), y=(0.0,)))
-    made = [replace(unit, foreseen=wrong) for unit in units(2)]
+    made = [replace(unit, predicted_step_time=wrong) for unit in units(2)]
     off = simulate(made, work, "block").decisions.predicted_e2e_s[-1]
     assert off > 2 * (result.outcomes.finished_s[-1] - work.arrival_s[-1])
 
 
 def test_stale_views_herd() -> None:
-    """Without promises several schedulers that look at the same moment choose the same instance."""
+    """Without reservations, several schedulers that decide at the same moment choose the same instance."""
     num = 80
     work = workload(
         RequestLengths(prompt_tokens=np.full(num, 50), output_tokens=np.full(num, 20)),
@@ -185,13 +185,13 @@ def test_stale_views_herd() -> None:
     )
     made = units(4)
     blind = Conditions(num_schedulers=8, decision_s=0.5, network_s=0.5, reservations=False)
-    promised = replace(blind, reservations=True, decision_s=0.0)
+    reserved = replace(blind, reservations=True, decision_s=0.0)
 
     def largest_group(conditions: Conditions) -> float:
         chosen = simulate(made, work, "least_loaded", conditions).decisions.instance.reshape(10, 8)
         return np.mean([np.bincount(row).max() for row in chosen])
 
-    assert largest_group(promised) == 2
+    assert largest_group(reserved) == 2
     assert largest_group(blind) == 8
 
 
@@ -209,11 +209,11 @@ def test_indicators_grow_old() -> None:
     assert waits[0] < waits[1] < waits[2]
 
 
-def test_expected_lengths_are_the_predictors() -> None:
-    """What compiled code expects of a tag is what `predictor.lengths` does."""
+def test_predicted_lengths_equal_the_predictors() -> None:
+    """The compiled code predicts the same lengths from a tag as `predictor.lengths`."""
     from predictor.lengths import RESIDUALS, Tag, expected_tokens
     from simulator.fleet import residual_table
-    from simulator.kernels import expected_tokens as compiled
+    from simulator.kernels import predicted_tokens
 
     generator = np.random.default_rng(0)
     for rule in RESIDUALS:
@@ -222,17 +222,17 @@ def test_expected_lengths_are_the_predictors() -> None:
             tag = Tag(
                 median_tokens=float(generator.lognormal(5, 1)), spread=float(generator.choice([0, 0.1, 0.4, 1.0]))
             )
-            so_far = int(generator.lognormal(5, 1.5)) * int(generator.integers(0, 3) > 0)
-            if tag.spread and so_far and np.log(so_far / tag.median_tokens) / tag.spread > 8:
-                continue  # beyond the table it is the tail's formula
-            expected = expected_tokens(tag, so_far, rule)
-            assert compiled(np.log(tag.median_tokens), tag.spread, so_far, table) == pytest.approx(
+            produced = int(generator.lognormal(5, 1.5)) * int(generator.integers(0, 3) > 0)
+            if tag.spread and produced and np.log(produced / tag.median_tokens) / tag.spread > 8:
+                continue  # beyond the table, the kernel uses the tail's formula
+            expected = expected_tokens(tag, produced, rule)
+            assert predicted_tokens(np.log(tag.median_tokens), tag.spread, produced, table) == pytest.approx(
                 expected, abs=1.01, rel=1e-4
             )
 
 
 def test_typical_tags_are_the_same_for_all() -> None:
-    """Where lengths are not known, the distribution of all of them is what is left to know."""
+    """A typical tag is the distribution of all lengths."""
     median, spread = typical(lengths(500).output_tokens, np.random.default_rng(0))
     assert len(set(median)) == len(set(spread)) == 1
     assert 20 < median[0] < 60

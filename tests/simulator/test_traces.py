@@ -1,4 +1,4 @@
-"""Traces as they were published, and what is wrong with others."""
+"""Published trace formats, and errors in traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOOD = (
 
 
 def written(folder: Path, text: str) -> str:
-    """Write a trace, under the name that its format has."""
+    """Write a trace to a file with the ending of its format."""
     path = folder / ("trace.jsonl" if text[:1] in "[{" and text else "trace.csv")
     path.write_text(text)
     return str(path)
@@ -36,7 +36,7 @@ def written(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize(("text", "prompt_tokens", "output_tokens", "gap_s"), GOOD)
 def test_formats(text: str, prompt_tokens: int, output_tokens: int, gap_s: float, tmp_path: Path) -> None:
-    """Each format is known by its columns."""
+    """Each format is recognised by its columns."""
     trace = trace_from(written(tmp_path, text))
     first, second = trace.requests
     assert (first.prompt_tokens, first.output_tokens) == (prompt_tokens, output_tokens)
@@ -44,15 +44,15 @@ def test_formats(text: str, prompt_tokens: int, output_tokens: int, gap_s: float
     assert trace.has_arrivals == ("num_prefill" not in text)
 
 
-def test_mooncakes_blocks_are_large(tmp_path: Path) -> None:
-    """What Mooncake names are blocks of 512 tokens, the last of which need not be full."""
+def test_mooncake_blocks_have_512_tokens(tmp_path: Path) -> None:
+    """Mooncake's hashes stand for blocks of 512 tokens; the last block may be partial."""
     trace = trace_from(written(tmp_path, MOONCAKE))
     assert (trace.requests[0].prefix_hashes, trace.block_tokens) == ((3, 4), 512)
 
 
 BAD = (
     ("", "holds no requests"),
-    ("a,b\n1,2\n", "row 2: neither prompt_tokens nor the columns of a known trace, but a, b"),
+    ("a,b\n1,2\n", "row 2: has neither prompt_tokens nor the columns of a known trace, but a, b"),
     (AZURE, "holds no requests"),
     (AZURE + "yesterday,1,2\n", "row 2: TIMESTAMP: must be a time from 0 on, not 'yesterday'"),
     (AZURE + "2023-11-16 18:17:04,1,2\n2023-11-16 18:17:05,0,2\n", "row 3: ContextTokens: must be a whole number of"),
@@ -66,7 +66,7 @@ BAD = (
     (MOONCAKE + MOONCAKE.replace("700", "7.5"), "row 2: input_length: must be a whole number"),
     (MOONCAKE + MOONCAKE.replace("700", "true"), "row 2: input_length: must be a whole number"),
     (MOONCAKE + "{", "row 2: is not JSON"),
-    (MOONCAKE + "7\n", "row 2: is no object"),
+    (MOONCAKE + "7\n", "row 2: is not an object"),
     ("Timestamp,Request tokens,Response tokens\n5,472,0\n", "row 2: Response tokens: must be a whole number"),
     ("prompt_tokens,output_tokens\n3,x\n", "requests[0].output_tokens: "),
     ("prompt_tokens\n3\n", "requests[0].output_tokens: is missing"),
@@ -75,7 +75,7 @@ BAD = (
 
 @pytest.mark.parametrize(("text", "message"), BAD)
 def test_bad_traces(text: str, message: str, tmp_path: Path) -> None:
-    """A bad cell is named by its row and its column, in one line."""
+    """The error names the row and the column of a bad cell, in one line."""
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match="trace") as refused:
         trace_from(path)
@@ -84,8 +84,8 @@ def test_bad_traces(text: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
-    """A folder, and bytes that are no text, cannot be read."""
+def test_unreadable_files(tmp_path: Path) -> None:
+    """A folder and a binary file are refused."""
     for path in (tmp_path, tmp_path / "bytes.csv"):
         if path != tmp_path:
             path.write_bytes(b"\xff\xfe\x00")
@@ -93,9 +93,9 @@ def test_what_is_no_text(tmp_path: Path) -> None:
             trace_from(str(path))
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="public data are not there; BLOCK_DATA names their folder")
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public data are not installed; BLOCK_DATA names their folder")
 def test_real_traces() -> None:
-    """The published files are read whole."""
+    """The published files are read in full."""
     sizes = {
         "traces/azure2023_code_first_half.csv": 4409,
         "traces/mooncake_conversation_0-30min.jsonl": 5719,

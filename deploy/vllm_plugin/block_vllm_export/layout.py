@@ -1,4 +1,4 @@
-"""The layout of a state file, byte by byte; `FORMAT.md` tells what it means."""
+"""The layout of a state file, byte by byte; `FORMAT.md` has the meaning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ID_BYTES = 120
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
 MOST_STEPS_UNDER_WAY = 2
-HELD = 0  # a block's `reuse` while somebody holds it
+HELD = 0  # a block's `reuse` while a request holds it
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
 REASONS = ("stop", "length", "abort", "error")
@@ -124,7 +124,7 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. The first five are written at every publication, as one.
+# In this order in the file and in the header's table. The first five are written together at every publication.
 SECTIONS = (
     "state", "running", "waiting", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
@@ -152,7 +152,7 @@ MOST_BLOCKS = 1 << 26
 
 
 class Place(NamedTuple):
-    """Where a section lies."""
+    """The offset and size of a section."""
 
     offset: int
     row_size: int
@@ -160,12 +160,12 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes from its first row to its last."""
+        """Return the number of bytes of all rows."""
         return self.row_size * self.rows
 
 
 def row_sizes(blocks_per_request: int) -> dict[str, int]:
-    """Bytes per row of each section."""
+    """Return the bytes per row of each section."""
     return {
         "state": STATE.itemsize,
         "running": SLOT.itemsize,
@@ -183,7 +183,7 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
 
 
 def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int) -> dict[str, Place]:
-    """Lay a file out."""
+    """Return the layout of a file."""
     rows = {
         "state": 1,
         "running": num_slots,
@@ -207,12 +207,12 @@ def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings
 
 
 def end_of(sections: Mapping[str, Place]) -> int:
-    """Size of a file that is laid out so."""
+    """Return the size of a file with this layout."""
     return max(place.offset + place.size for place in sections.values())
 
 
 def checksum(header: bytes, settings: bytes) -> int:
-    """Guard what never changes in a file: who writes it, where its sections lie, the engine's settings."""
+    """Return the checksum of the constant part of a file: its writer, its layout, the engine's settings."""
     return zlib.crc32(settings, zlib.crc32(header[:CHECKSUM_AT]))
 
 

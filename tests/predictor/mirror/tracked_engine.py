@@ -1,4 +1,4 @@
-"""An engine to be tracked, on a virtual clock: what it does from moment to moment."""
+"""An engine for a tracker to follow, on a virtual clock: its state after every step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from predictor.config import EngineConfig
+from predictor.editable_engine import ShownRecords
 from predictor.engine import Engine
 from predictor.profile import load_profile
 from predictor.request import Request
 from predictor.state import FINISHED, NOBODY
+from services.engine_state.layout import LIVE, REQUEST
 
 A30 = load_profile("llama-2-7b-a30")
 CONFIG = EngineConfig(
@@ -19,11 +21,12 @@ CONFIG = EngineConfig(
 ROOMY = EngineConfig(
     max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=513, max_model_len=512, enable_prefix_caching=False
 )
+RECORDS = ShownRecords(live=LIVE, facts=REQUEST)
 DELAY_S = 0.001  # from a step's end to the proxy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class EngineMoment:
     """An engine just after a step's end and the planning of the next."""
 
     at_s: float
@@ -34,8 +37,8 @@ class Moment:
     num_ended: int
 
 
-def requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Request]:
-    """Draw requests, with answers that end before anybody but the engine knows."""
+def random_requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Request]:
+    """Draw requests; their answers end before their limits, so only the engine knows when."""
     draw = random.Random(seed)
     return [
         Request(
@@ -49,11 +52,11 @@ def requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Request]:
     ]
 
 
-def lived(config: EngineConfig, asked: list[Request], pace: float) -> Iterator[Moment]:
-    """Run the engine that is to be tracked, moment by moment."""
+def moments_of(config: EngineConfig, requests: list[Request], pace: float) -> Iterator[EngineMoment]:
+    """Run an engine until all requests have ended."""
     engine = Engine(config, A30.step_time, track_blocks=False)
     engine.set_pace(pace)
-    for request in asked:
+    for request in requests:
         engine.add(request)
     state = engine.state
     head = state.engine[0]
@@ -61,8 +64,8 @@ def lived(config: EngineConfig, asked: list[Request], pace: float) -> Iterator[M
         before = int(head.num_steps)
         head.steady = 0
         engine.drive(state, float("inf"), before + 1, NOBODY)
-        rows = {one.request_id: state.requests[engine.slots[one.request_id]] for one in asked}
-        yield Moment(
+        rows = {one.request_id: state.requests[engine.slots[one.request_id]] for one in requests}
+        yield EngineMoment(
             at_s=float(head.now_s),
             running=tuple(engine.running()),
             waiting=tuple(engine.waiting()),
@@ -74,8 +77,8 @@ def lived(config: EngineConfig, asked: list[Request], pace: float) -> Iterator[M
             return
 
 
-def unknown_length(request: Request) -> Request:
-    """Make of a request what a proxy knows of it."""
+def as_seen_by_proxy(request: Request) -> Request:
+    """Return a request without the length of its answer."""
     return Request(
         request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens,
         arrival_s=request.arrival_s,

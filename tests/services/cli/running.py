@@ -1,4 +1,4 @@
-"""Running the block command inside a test."""
+"""Runs the `block` command inside a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.cli import main
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """How a command ended and what it printed."""
+    """The exit status and the output of a command."""
 
     returncode: int | str | None
     stdout: str
@@ -26,7 +26,7 @@ class Done:
 
 
 def block(*arguments: str, stdin: str = "", **environment: str) -> Done:
-    """Run the command here, with its own streams and environment."""
+    """Run the command in this process, with its own streams and environment."""
     out, err = StringIO(), StringIO()
     with (
         patch.object(sys, "argv", ["block", *arguments]),
@@ -41,14 +41,14 @@ def block(*arguments: str, stdin: str = "", **environment: str) -> Done:
 
 
 def answer(*arguments: str, stdin: str = "", **environment: str) -> Any:
-    """Run the command with --json and parse what it prints."""
+    """Run the command with --json, and parse its output."""
     done = block(*arguments, "--json", stdin=stdin, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def refusal(*arguments: str, stdin: str = "", **environment: str) -> str:
-    """Run the command on bad input and return its one line."""
+    """Run the command on bad input, and return its line of error."""
     done = block(*arguments, stdin=stdin, **environment)
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""The block command, run as a user runs it."""
+"""The `block` command."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SNAPSHOT, REQUEST, REQUESTS = (str(EXAMPLES / name) for name in ("snapshot.json"
 
 
 def test_the_installed_command_reads_standard_input() -> None:
-    """The entry point works as a process of its own."""
+    """The entry point works as a process."""
     command = [str(Path(sys.executable).with_name("block")), "replay", "-", "-p", "constant", "--json"]
     line = '{"prompt_tokens": 4, "output_tokens": 3}'
     done = subprocess.run(command, input=line, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["summary"]["makespan_s"] == 3.0
 
 
-def test_forecast_tells_times_and_delays() -> None:
-    """A forecast has the times of the request and what it does to the others."""
+def test_forecast_has_times_and_delays() -> None:
+    """A forecast has the latencies of the request and the delays of the others."""
     (forecast,) = answer("forecast", SNAPSHOT, REQUEST)["forecasts"]
     assert 0 <= forecast["queue_s"] < forecast["ttft_s"] < forecast["e2e_s"]
     assert forecast["output_tokens"] == 210
@@ -33,7 +33,7 @@ def test_forecast_tells_times_and_delays() -> None:
 
 
 def test_forecast_of_several_requests_equals_each_alone() -> None:
-    """Candidates in one call do not see each other."""
+    """Candidates of one call do not affect each other."""
     request = json.loads(Path(REQUEST).read_text())
     many = [{**request, "request_id": f"c{n}", "prompt_tokens": 100 * (n + 1)} for n in range(3)]
     together = answer("forecast", SNAPSHOT, "-", stdin=json.dumps(many))["forecasts"]
@@ -42,7 +42,7 @@ def test_forecast_of_several_requests_equals_each_alone() -> None:
 
 
 def test_residual_rules_are_selectable_by_name() -> None:
-    """What is left of answers that go on is reckoned by the rule that was named."""
+    """The rest of a response is predicted by the rule of the flag."""
     snapshot = json.loads(Path(SNAPSHOT).read_text())
     for item in snapshot["running"]:
         item["request"]["tag"] = {"median_tokens": 5, "spread": 1.0}
@@ -55,7 +55,7 @@ def test_residual_rules_are_selectable_by_name() -> None:
 
 
 def test_replay_gives_times_and_steps(tmp_path: Path) -> None:
-    """A replay tells each request's times; with --steps, each step's batch and queues."""
+    """A replay reports each request's latencies; with --steps, each step's batch and queues."""
     steps_file = tmp_path / "steps.jsonl"
     result = answer("replay", REQUESTS, "--profile", "constant", "--steps", str(steps_file))
     steps = [json.loads(line) for line in steps_file.read_text().splitlines()]
@@ -76,7 +76,7 @@ def test_steps_alone_go_to_standard_output() -> None:
 
 
 def test_settings_come_from_flag_environment_and_file_in_that_order(tmp_path: Path) -> None:
-    """A flag beats the environment, which beats the file."""
+    """A flag takes precedence over the environment, and that over the file."""
     settings = tmp_path / "engine.toml"
     settings.write_text("[engine]\nmax_num_seqs = 1\n")
 
@@ -92,7 +92,7 @@ def test_settings_come_from_flag_environment_and_file_in_that_order(tmp_path: Pa
 
 
 def test_token_ids_are_counted_and_share_prefixes() -> None:
-    """Prompts given as token ids hit each other's prefix."""
+    """Prompts of token ids share cached prefixes."""
     lines = [{"prompt_tokens": list(range(40)), "output_tokens": 2, "arrival_s": n * 10.0} for n in range(2)]
     text = "\n".join(json.dumps(line) for line in lines)
     first, second = answer("replay", "-", "-p", "constant", "--block-size", "16", stdin=text)["requests"]
@@ -100,7 +100,7 @@ def test_token_ids_are_counted_and_share_prefixes() -> None:
 
 
 def test_csv_is_read_as_well(tmp_path: Path) -> None:
-    """A CSV with a header does for a trace."""
+    """A CSV file with a header is a trace."""
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,10,3\n1.5,20,4\n")
     assert len(answer("replay", str(trace), "-p", "constant")["requests"]) == 2
@@ -131,7 +131,7 @@ def test_csv_is_read_as_well(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_request_is_named(line: str, named: str) -> None:
-    """Bad requests get one line naming place and field, and exit status 2."""
+    """The error is one line with the index and the field, and the exit status is 2."""
     assert named in refusal("replay", "-", "-p", "constant", stdin=line)
 
 
@@ -155,7 +155,7 @@ def test_a_bad_request_is_named(line: str, named: str) -> None:
     ],
 )
 def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
-    """Bad engine settings get one line naming the setting, and exit status 2."""
+    """The error is one line that names the setting, and the exit status is 2."""
     profile = () if "--profile" in arguments else ("-p", "constant")
     assert named in refusal("replay", REQUESTS, *profile, *arguments)
 
@@ -184,14 +184,14 @@ def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
     ],
 )
 def test_a_bad_snapshot_is_named(change: dict[str, Any], named: str) -> None:
-    """Snapshots that are newer, incomplete or contradict themselves are refused by field."""
+    """A snapshot that is newer, incomplete or inconsistent is refused by field."""
     snapshot = {**json.loads(Path(SNAPSHOT).read_text()), **change}
     assert named in refusal("forecast", "-", REQUEST, "-p", "constant", stdin=json.dumps(snapshot))
 
 
 @pytest.mark.parametrize("field", ["version", "taken_s", "config", "num_free_blocks"])
 def test_a_missing_field_of_a_snapshot_is_named(field: str) -> None:
-    """A snapshot with a field missing is refused by that field."""
+    """The error names the missing field."""
     snapshot = json.loads(Path(SNAPSHOT).read_text())
     del snapshot[field]
     assert f"{field}: is missing" in refusal("forecast", "-", REQUEST, "-p", "constant", stdin=json.dumps(snapshot))
@@ -206,11 +206,34 @@ def test_profiles_are_listed_and_shown() -> None:
         assert block("profile", "show", name, "--json").returncode == 0
 
 
-def test_a_command_starts_without_what_it_does_not_need() -> None:
-    """Every process of a cluster is this command: what is slow to import is imported by the commands that need it."""
-    slow = ("scipy.stats", "sklearn", "torch", "transformers", "kubernetes", "ray", "pyarrow")
-    asking = f"import sys, services.cli; print([name for name in {slow} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", asking], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
-    )
+SLOW = (
+    "numba", "scipy", "sklearn", "torch", "transformers", "kubernetes", "ray", "pyarrow", "pydantic", "grpc_reflection.v1alpha",
+)  # fmt: skip
+STARTS = (  # a module of a command, and what it must start without
+    ("services.cli", (*SLOW, "grpc", "numpy", "google.protobuf", "uvicorn")),
+    *((f"services.cli.serve_{part}", SLOW) for part in ("engine", "gateway", "predictor", "scheduler", "tagger")),
+    ("services.cli.serve_provisioner", SLOW),
+    ("services.cli.up", SLOW[:-1]),
+    ("services.cli.bench", (*SLOW, "grpc")),
+    ("services.cli.policies", SLOW),
+    ("services.gateway.server", SLOW),
+    ("services.scheduler_server", SLOW[:-1]),
+    ("services.provisioner_server.server", SLOW[:-1]),
+    ("services.tagger_server.server", ("numba", *SLOW[2:-1])),
+    ("services.predictor_server.server", ("sklearn", "torch", "pydantic", "kubernetes")),
+)
+
+
+@pytest.mark.parametrize(("module", "slow"), STARTS, ids=[module for module, _ in STARTS])
+def test_a_command_starts_without_what_it_does_not_need(module: str, slow: tuple[str, ...]) -> None:
+    """Every process of a cluster is this command: what is slow to import is imported only where it is used."""
+    code = f"import sys, {module}; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    """`scripts/generate_reference.py` would write the same pages."""
+    command = [sys.executable, str(EXAMPLES.parent / "scripts" / "generate_reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Making profiles on the command line."""
+"""`block profile fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.services.cli.running import block, refusal
 
 CONFIG = {
-    "_name_or_path": "somebody/Small-1B",
+    "_name_or_path": "example/Small-1B",
     "num_hidden_layers": 16,
     "hidden_size": 2048,
     "num_attention_heads": 32,
@@ -21,8 +21,8 @@ CONFIG = {
 }
 
 
-def test_a_model_that_nobody_measured_gets_an_estimate_that_says_so(tmp_path: Path) -> None:
-    """From config.json and a GPU's name comes a profile that replays, and calls itself a roofline."""
+def test_a_model_without_measurements_gets_a_roofline_estimate(tmp_path: Path) -> None:
+    """A profile from config.json and the name of a GPU can be replayed, and is marked as an estimate."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     made = tmp_path / "made.json"
     done = block("profile", "fit", "roofline", str(tmp_path / "config.json"), "--gpu", "H100", "-o", str(made))
@@ -34,7 +34,7 @@ def test_a_model_that_nobody_measured_gets_an_estimate_that_says_so(tmp_path: Pa
 
 
 def test_measured_steps_make_a_profile(tmp_path: Path) -> None:
-    """Steps that follow a simple law are fitted closely."""
+    """Steps of a linear law are fitted with a small error."""
     rows = [
         f"{n},{n * context},0,0,0,0,{0.005 + 1e-4 * n + 1e-7 * n * context}"
         for n in range(1, 65)

@@ -1,4 +1,4 @@
-"""`block simulate`, `capacity` and `recommend` as users call them."""
+"""`block simulate`, `capacity` and `recommend`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SMALL = (
 
 
 def run(*arguments: str) -> str:
-    """Run a command that must end well, and return its standard output."""
+    """Run a command that must succeed; return its standard output."""
     result = CliRunner().invoke(block, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
 
 def test_policies_are_compared(tmp_path: Path) -> None:
-    """A table for people, JSON for programs, and a file of rows for each policy."""
+    """The results are a table, JSON, and a file of rows for each policy."""
     table = run("simulate", *SMALL, "--rate", "5", "--policy", "jsq,block")
     assert [line.split()[0] for line in table.splitlines()[1:3]] == ["jsq", "block"]
     found = json.loads(
@@ -44,7 +44,7 @@ def test_policies_are_compared(tmp_path: Path) -> None:
 
 
 def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
-    """The same rows, with types."""
+    """The rows are the same, with types."""
     parquet = pytest.importorskip("pyarrow.parquet")
     for ending in ("csv", "parquet"):
         run("simulate", *SMALL, "--rate", "5", "--policy", "block", "--csv", str(tmp_path / f"rows.{ending}"))
@@ -56,13 +56,13 @@ def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
-    """Output repeats itself, and another seed changes it."""
+    """The output is reproducible, and depends on the seed."""
     arguments = ("simulate", *SMALL, "--rate", "8", "--policy", "power_of_two", "--step-noise", "0.2", "--json")
     assert run(*arguments, "--seed", "3") == run(*arguments, "--seed", "3") != run(*arguments, "--seed", "4")
 
 
 def test_scenarios_come_from_files(tmp_path: Path) -> None:
-    """A TOML file says everything, flags win over it, and kinds of instances can be mixed."""
+    """A TOML file has all settings, flags take precedence, and kinds of instances can be mixed."""
     file = tmp_path / "scenario.toml"
     file.write_text(
         """
@@ -88,7 +88,7 @@ def test_scenarios_come_from_files(tmp_path: Path) -> None:
 
 
 def test_recorded_requests_are_replayed(tmp_path: Path) -> None:
-    """Requests with their tags are served again, as they came or faster."""
+    """Requests with their tags are replayed at their own rate, or at another."""
     file = tmp_path / "requests.jsonl"
     file.write_text(
         "\n".join(
@@ -106,7 +106,7 @@ def test_recorded_requests_are_replayed(tmp_path: Path) -> None:
 
 
 def test_capacity_is_found() -> None:
-    """With an interval for each policy."""
+    """Each policy has a capacity with a confidence interval."""
     found = json.loads(
         run("capacity", *SMALL, "--policy", "jsq,round_robin", "--seeds", "2", "--limit-s", "1", "--resolution", "0.05",
             "--workers", "1", "--json")
@@ -118,7 +118,7 @@ def test_capacity_is_found() -> None:
 
 
 def test_a_cluster_is_recommended() -> None:
-    """Policies are ranked by the cluster that they need."""
+    """Policies are ranked by the cluster size that they need."""
     found = json.loads(
         run("recommend", *SMALL, "--rate", "10", "--policy", "jsq,random", "--seeds", "1", "--workers", "1", "--json")
     )
@@ -143,6 +143,6 @@ def test_a_cluster_is_recommended() -> None:
     ],
 )
 def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str) -> None:
-    """One line that names what is bad."""
+    """The error is one line that names the field."""
     with pytest.raises(ValueError, match=complaint):
         CliRunner().invoke(block, list(arguments), standalone_mode=False, catch_exceptions=False)

@@ -11,6 +11,6 @@ from tests.services.cluster.living import Living, living
 
 @pytest.fixture(scope="package")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
-    """A cluster that all tests of faults share; each leaves it whole and at rest."""
+    """A cluster that all tests of faults share; each test leaves it healthy and idle."""
     with living(tmp_path_factory.mktemp("cluster")) as here:
         yield here

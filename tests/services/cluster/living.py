@@ -1,4 +1,4 @@
-"""A running cluster that several tests share, and how they look at it and harm it."""
+"""A running cluster that several tests share, and how they observe it and inject faults."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
 SIDECARS = [f"predictor-{number}" for number in range(NUM_ENGINES)]
 SCHEDULERS = ["scheduler-block-0", "scheduler-block-1"]
 
-# Deadlines that a slow machine keeps, but for those that the tests wait for: of engines that stand still. An engine's
-# cache holds 768 tokens.
+# Deadlines are long, for slow machines, except those that tests wait for: of engines that hang. An engine's cache holds
+# 768 tokens.
 TABLES = """
 [cluster]
 instances = 3
@@ -61,14 +61,14 @@ idle-s = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Living:
-    """The cluster, the loop that watches over it, and a client of whatever speaks HTTP."""
+    """The cluster, the event loop that supervises it, and an HTTP client."""
 
     cluster: Cluster
     runner: asyncio.Runner
     client: httpx.AsyncClient
 
     def run(self, test: Coroutine[Any, Any, None], *, may_expire: bool = False) -> None:
-        """Run a test on the cluster's own loop; one that hangs fails, and one that leaves anything behind.
+        """Run a test on the cluster's event loop; a test that hangs, or leaves anything behind, fails.
 
         Promises are to be kept or taken back, unless they `may_expire`.
         """
@@ -84,11 +84,11 @@ class Living:
 
     @property
     def gateway(self) -> str:
-        """Where clients send their requests."""
+        """The URL of the gateway."""
         return self.cluster.gateway_urls["block"]
 
     async def kill(self, name: str) -> Callable[[], bool]:
-        """Kill a part with no chance to say goodbye; what is given tells whether it has come back since."""
+        """Kill a part by SIGKILL; the returned function reports whether it has been restarted since."""
         child = self.cluster.children[name]
         num_restarts = child.num_restarts
         os.kill(child.pid, signal.SIGKILL)
@@ -96,12 +96,12 @@ class Living:
         return lambda: child.num_restarts > num_restarts and child.serves
 
     async def order(self, engine: str, **faults: Any) -> None:
-        """Order an engine's faults; none of them is the engine well again."""
+        """Set the faults of an engine; without any it is healthy again."""
         answer = await self.client.post(f"{self.cluster.url_of(engine)}/admin/fault", json=faults)
         assert answer.status_code == 200, answer.text
 
     async def metric(self, part: str, name: str, **labels: str) -> float:
-        """Sum up what a part says of itself, by these labels."""
+        """Sum a metric of a part over the series with these labels."""
         child = self.cluster.children[part]
         text = (await self.client.get(f"http://127.0.0.1:{child.metrics_port or child.port}/metrics")).text
         return sum(
@@ -112,7 +112,7 @@ class Living:
         )
 
     async def until_metric(self, part: str, name: str, holds: Callable[[float], bool], **labels: str) -> None:
-        """Wait until a part says so of itself."""
+        """Wait until a metric of a part satisfies a condition."""
 
         async def is_so() -> bool:
             return holds(await self.metric(part, name, **labels))
@@ -120,11 +120,11 @@ class Living:
         await until(is_so)
 
     async def num_expired(self) -> float:
-        """How many promises have been neither kept nor taken back."""
+        """The number of reservations that have neither been used nor released."""
         return sum([await self.metric(name, "block_reservations_ended_total", how="expired") for name in SIDECARS])
 
     async def is_at_rest(self) -> bool:
-        """Tell whether nothing is under way or promised anywhere."""
+        """Return whether no request is in progress and nothing is reserved."""
         parts = [(name, "block_reservations") for name in SIDECARS]
         parts += [(name, f"vllm:num_requests_{state}") for name in ENGINES for state in ("running", "waiting")]
         parts += [("gateway-block", f"block_gateway_{what}") for what in ("requests_under_way", "releases_waiting")]
@@ -132,7 +132,7 @@ class Living:
 
     @contextmanager
     def stopped(self, name: str) -> Iterator[None]:
-        """Let a part stand still while the block runs: it is there, and takes connections, and does nothing."""
+        """Stop a process by SIGSTOP while the block runs: it accepts connections, and does nothing."""
         pid = self.cluster.children[name].pid
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -142,7 +142,7 @@ class Living:
 
     @asynccontextmanager
     async def another_gateway(self, *flags: str) -> AsyncIterator[Child]:
-        """Run one more gateway before the same schedulers while the block runs."""
+        """Run one more gateway in front of the same schedulers while the block runs."""
         schedulers = [f"--scheduler={self.cluster.address_of(name)}" for name in SCHEDULERS]
         gateway = Child("gateway-more", "gateway", *schedulers, *flags)
         await gateway.start()
@@ -153,9 +153,9 @@ class Living:
 
     @contextmanager
     def also_listed(self, sidecars: Mapping[str, int], *, without: Collection[str] = ()) -> Iterator[None]:
-        """Tell schedulers of more instances, with these sidecars and the first real engine; and then no more.
+        """Add instances with these sidecars and the first engine to the list while the block runs.
 
-        Meanwhile they are not told of instances that the list is to be `without`.
+        Meanwhile the list has none of the instances in `without`.
         """
         file = self.cluster.instances_file
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ class Living:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file that others read, whole."""
+    """Replace a file as a whole."""
     new = file.with_suffix(".test")
     new.write_text(text, encoding="utf-8")
     new.rename(file)
@@ -205,10 +205,10 @@ def living(folder: Path) -> Iterator[Living]:
 
 
 def is_some(number: float) -> bool:
-    """Above 0."""
+    """Return whether a value is above 0."""
     return number > 0
 
 
 def is_none(number: float) -> bool:
-    """0."""
+    """Return whether a value is 0."""
     return number == 0

@@ -1,4 +1,4 @@
-"""Bounded load on a gateway: a few clients, each with one request after the other, and what became of them."""
+"""Closed-loop load on a gateway: a few clients, each with one request after the other, and their results."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from dataclasses import dataclass, field
 
 from services.http.client import origin_of
 from services.load.asking import Manner, body_of
-from services.load.running import LoadLimits, LoadSender, RequestResult
+from services.load.running import LoadLimits, LoadSender
 from simulator.load_plan import Planned
+from simulator.load_report import RequestResult
 from tests.services.cluster.living import MODEL
 from tests.services.waiting import PATIENCE_S
 
-MOST = 5000  # requests, should nobody stop the clients
-MANNER = Manner(model=MODEL, output="header")  # how long answers become only engines know, so the tagger is asked
+MOST = 5000  # requests, if the clients are not stopped
+MANNER = Manner(model=MODEL, output="header")  # only engines know the response lengths, so that the tagger is used
 
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """What has ended so far, in that order."""
+    """The results so far, in the order in which requests ended."""
 
     results: list[RequestResult] = field(default_factory=list)
     num_sent: int = 0
     stopping: bool = False
 
     def served_since(self, start: int, instance: str | None = None) -> int:
-        """How many have been served since there were so many results, by any instance or by one."""
+        """Count the requests served since there were this many results, by any instance or by one."""
         return sum(result.failure is None and instance in (None, result.instance) for result in self.results[start:])
 
     def failures(self) -> list[RequestResult]:
-        """Those that did not complete."""
+        """The results of requests that failed."""
         return [result for result in self.results if result.failure is not None]
 
 
@@ -41,7 +42,7 @@ class Load:
 async def loaded(
     url: str, *, clients: int = 6, prompt_tokens: int = 24, output_tokens: int = 24, most: int = MOST
 ) -> AsyncIterator[Load]:
-    """Keep a gateway busy while the block runs; at its end all that was sent has ended."""
+    """Keep a gateway busy while the block runs; at its end all requests have ended."""
     load = Load()
     sender = LoadSender(origin_of(url), MANNER, LoadLimits(timeout_s=2 * PATIENCE_S))
 
@@ -68,13 +69,13 @@ async def loaded(
 
 
 def was_flowing_and_ended_clean(result: RequestResult) -> bool:
-    """Tell whether a client had the beginning of its answer, and then an error of OpenAI's shape."""
+    """Return whether a stream began, and then ended in an error of the OpenAI API."""
     if result.failure != "error event" or result.ttft_s is None:
         return False
     return is_error_event(result.note)
 
 
 def is_error_event(text: str) -> bool:
-    """Tell whether a text is one event that tells of an engine's failure."""
+    """Return whether a text is one error event about a failed engine."""
     error = json.loads(text.removeprefix("data: "))["error"]
     return error.keys() == {"message", "type", "param", "code"} and error["type"] == "server_error"

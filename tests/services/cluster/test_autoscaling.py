@@ -1,4 +1,4 @@
-"""`block up --provision`: a burst makes a cluster grow, it shrinks again, no request fails, and nothing stays behind."""
+"""`block up --provision`: a cluster grows under load and shrinks again, no request fails, no process is left."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
-from services.cluster.instance_range import InstanceRange, instance_range_from, room_of
+from services.cluster.instance_range import InstanceRange, engine_capacity_of, instance_range_from
 from services.cluster.settings import ClusterSettings, VllmSettings, settings_from_file
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 LONG_S = 240.0  # for several processes to start, one after the other
 TABLES = """
@@ -63,13 +63,13 @@ idle-s = 60.0
 
 @contextmanager
 def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run the command while the block runs, and write what it says to a file."""
-    file, said = folder / "cluster.toml", folder / "said"
+    """Run the command while the block runs; its output goes to a file."""
+    file, output = folder / "cluster.toml", folder / "output"
     file.write_text(TABLES)
     block = str(Path(sys.executable).with_name("block"))
-    with said.open("wb") as out, subprocess.Popen([block, "up", "-c", str(file)], stderr=out) as process:
+    with output.open("wb") as out, subprocess.Popen([block, "up", "-c", str(file)], stderr=out) as process:
         try:
-            yield process, said
+            yield process, output
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -78,24 +78,24 @@ def up(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
             process.kill()
 
 
-def told(process: subprocess.Popen[bytes], said: Path, pattern: str) -> str:
-    """Find in what it has said so far; nothing while it has not said it."""
-    text = said.read_text(errors="replace")
+def found_in(process: subprocess.Popen[bytes], output: Path, pattern: str) -> str:
+    """Find a pattern in the output so far."""
+    text = output.read_text(errors="replace")
     assert process.poll() is None, text
     found = re.search(pattern, text)
     return found.group(1) if found else ""
 
 
 def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path) -> None:
-    """From two instances to five and back to two, all of it by one command; Ctrl-C ends those that were started, too."""
+    """It grows from two instances to five and shrinks to two; Ctrl-C stops the started engines as well."""
 
     async def test() -> None:
-        with up(tmp_path) as (process, said):
-            await until(lambda: bool(told(process, said, r"block: (http://\S+)/v1")), LONG_S, "a gateway")
-            url = told(process, said, r"block: (http://\S+)/v1")
+        with up(tmp_path) as (process, output):
+            await until(lambda: bool(found_in(process, output, r"block: (http://\S+)/v1")), LONG_S, "a gateway")
+            url = found_in(process, output, r"block: (http://\S+)/v1")
             address = r"provisioner: block provision status --address (\S+)"
-            await until(lambda: bool(told(process, said, address)), LONG_S, "the provisioner's address")
-            async with grpc.aio.insecure_channel(told(process, said, address)) as channel:
+            await until(lambda: bool(found_in(process, output, address)), LONG_S, "the provisioner's address")
+            async with grpc.aio.insecure_channel(found_in(process, output, address)) as channel:
                 stub = provisioner_pb2_grpc.ProvisionerStub(channel)
 
                 async def pool() -> pb.PoolStatus:
@@ -117,7 +117,7 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
                 engines = [one.engine_url for one in (await pool()).instances]
             process.send_signal(signal.SIGINT)
             await until(lambda: process.poll() is not None, LONG_S, "the end")
-            assert process.returncode == 0, said.read_text()
+            assert process.returncode == 0, output.read_text()
         assert len(engines) == 2
         for engine in engines:
             with pytest.raises(ConnectionRefusedError):
@@ -127,35 +127,35 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["5", "5-2", "0-2", "2-257", "two-five", "2-", "2-5-7"])
-def test_spans_that_make_no_sense_are_refused(text: str) -> None:
-    """By name."""
+def test_bad_ranges_are_refused(text: str) -> None:
+    """The error names the field."""
     with pytest.raises(ValueError, match="^provision: "):
         instance_range_from(text)
 
 
 def test_a_provisioner_goes_with_engines_that_it_can_start() -> None:
-    """Neither vLLM's, which need devices of their own, nor mirrored ones."""
+    """It cannot start vLLM, which needs devices, nor mirrored engines."""
     for settings in ({"vllm": VllmSettings(model="m")}, {"mirror": True}):
         with pytest.raises(ValueError, match="^provision: "):
             ClusterSettings(provision="1-2", **settings)
 
 
-def test_a_table_that_says_how_many_at_most_starts_a_provisioner(tmp_path: Path) -> None:
-    """It knows of engines what their own table says, unless it is told otherwise; [cluster] goes before."""
+def test_a_table_with_a_maximum_starts_a_provisioner(tmp_path: Path) -> None:
+    """It has the capacity of engines from their table, unless [provisioner] sets it; [cluster] takes precedence."""
     file = tmp_path / "cluster.toml"
     file.write_text(TABLES)
     given = settings_from_file(str(file))
-    assert ClusterSettings(**given).span == InstanceRange(least=2, most=5)
-    assert given["room"] == {"seats": 8, "kv_tokens": 257 * 16}
+    assert ClusterSettings(**given).instance_range == InstanceRange(minimum=2, maximum=5)
+    assert given["capacity"] == {"seats": 8, "kv_tokens": 257 * 16}
     file.write_text(TABLES.replace("[cluster]", "[cluster]\nprovision = '1-3'").replace("tick-s", "seats = 4\ntick-s"))
     given = settings_from_file(str(file))
-    assert ClusterSettings(**given).span == InstanceRange(least=1, most=3)
-    assert "seats" not in given["room"]
+    assert ClusterSettings(**given).instance_range == InstanceRange(minimum=1, maximum=3)
+    assert "seats" not in given["capacity"]
     file.write_text("[provisioner]\n")
-    assert ClusterSettings(**settings_from_file(str(file))).span is None
+    assert ClusterSettings(**settings_from_file(str(file))).instance_range is None
 
 
-def test_room_is_what_an_engine_has() -> None:
-    """Nothing where nothing is said."""
-    assert room_of({}) == {}
-    assert room_of({"num_gpu_blocks": 10, "block-size": 32}) == {"kv_tokens": 320}
+def test_capacity_is_read_from_the_table_of_engines() -> None:
+    """What the table leaves out is unknown."""
+    assert engine_capacity_of({}) == {}
+    assert engine_capacity_of({"num_gpu_blocks": 10, "block-size": 32}) == {"kv_tokens": 320}

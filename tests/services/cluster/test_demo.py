@@ -1,4 +1,4 @@
-"""`block demo`: the same traffic by several policies, in small."""
+"""`block demo`: a small comparison of policies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from services.cluster.demo import LONGEST_TOKENS, DemoSettings, plan_of
+from services.cluster.demo import MAX_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
 from tests.services.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 TINY = ("-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block", "--policy", "round_robin")
 
 
 def test_a_tiny_demo() -> None:
-    """Every request is answered by either policy, on both instances, as long as was planned, with a prediction."""
+    """Every request completes by each policy, on both instances, with the planned length and a forecast."""
     done = subprocess.run(
         [BLOCK, "demo", "--json", *TINY], capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S
     )
@@ -38,9 +38,9 @@ def test_a_tiny_demo() -> None:
 
 
 def test_the_traffic_is_the_same_for_the_same_seed() -> None:
-    """Policies are compared by the same requests, none of them longer than anybody wants to wait for."""
+    """Policies are compared by the same requests, whose lengths are limited."""
     assert plan_of(DemoSettings(seed=3)) == plan_of(DemoSettings(seed=3)) != plan_of(DemoSettings(seed=4))
-    assert max(one.output_tokens for one in plan_of(DemoSettings())) <= LONGEST_TOKENS
+    assert max(one.output_tokens for one in plan_of(DemoSettings())) <= MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_the_traffic_is_the_same_for_the_same_seed() -> None:
     ],
 )
 def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
-    """What makes no sense is one line that names it, and nothing is started."""
+    """The error is one line that names the flag, and nothing is started."""
     assert message in refusal("demo", *flags)

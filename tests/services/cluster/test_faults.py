@@ -1,4 +1,4 @@
-"""What becomes of requests when parts of a running cluster die, hang or talk nonsense."""
+"""Requests while parts of a running cluster are killed, hang or misbehave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.services.cluster.loading import is_error_event, loaded, was_flowing_a
 from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 SOME = 20  # requests
 LEAVERS = 10
@@ -30,7 +30,7 @@ LONG = {"model": MODEL, "prompt": "tell me a story", "max_tokens": 400, "ignore_
 
 @asynccontextmanager
 async def flowing(live: Living) -> AsyncIterator[tuple[str, AsyncIterator[str]]]:
-    """A stream that has begun, and will take long as its engine is slow now; who serves it, and the rest of it."""
+    """A stream that has begun on an engine that is slow now; its instance, and the rest of the stream."""
     async with live.client.stream("POST", f"{live.gateway}/v1/completions", json=LONG) as response:
         assert response.status_code == 200
         events = aiter(response.aiter_lines())
@@ -41,12 +41,12 @@ async def flowing(live: Living) -> AsyncIterator[tuple[str, AsyncIterator[str]]]
 
 
 async def rest_of(events: AsyncIterator[str]) -> list[str]:
-    """All events that are still to come."""
+    """Read the remaining events."""
     return [line async for line in events if line]
 
 
 def test_an_engine_is_killed(live: Living) -> None:
-    """Streams that it was sending end in an error event, all others complete, and it serves again when it is back."""
+    """Its streams end in an error event, all other requests complete, and it serves again after its restart."""
 
     async def test() -> None:
         async with flowing(live) as (victim, events), loaded(live.gateway) as load:
@@ -65,7 +65,7 @@ def test_an_engine_is_killed(live: Living) -> None:
 
 
 def test_a_sidecar_is_killed(live: Living) -> None:
-    """No request notices; the engine beside it gets new ones once forecasts are there again."""
+    """No request fails; the engine gets new requests once it has forecasts again."""
 
     async def test() -> None:
         sidecar, engine = SIDECARS[1], ENGINES[1]
@@ -84,7 +84,7 @@ def test_a_sidecar_is_killed(live: Living) -> None:
 
 
 def test_one_of_two_schedulers_is_killed_and_then_the_other(live: Living) -> None:
-    """No request notices: the other decides, and the first again when it is the other's turn to die."""
+    """No request fails: the other scheduler decides, and the first one again when the other is killed."""
 
     async def test() -> None:
         decisions = "block_decisions_total"
@@ -98,11 +98,11 @@ def test_one_of_two_schedulers_is_killed_and_then_the_other(live: Living) -> Non
                 await live.until_metric(victim, decisions, is_some)
         assert not load.failures()
 
-    live.run(test(), may_expire=True)  # what a scheduler was promised when it died, before it could say so
+    live.run(test(), may_expire=True)  # a scheduler may be killed between a reservation and its decision
 
 
 def test_the_tagger_is_killed(live: Living) -> None:
-    """Requests are placed by rougher lengths; when it is back it is asked again, and hears what became of them."""
+    """Requests are placed by default lengths; after its restart it is used again, and receives outcomes."""
 
     async def test() -> None:
         async with loaded(live.gateway) as load:
@@ -119,9 +119,9 @@ def test_the_tagger_is_killed(live: Living) -> None:
 
 
 def test_an_engine_hangs(live: Living) -> None:
-    """Its streams end in an error event after a while, its sidecar says that it is down, and it serves when it is well.
+    """Its streams end in an error event after a while, its sidecar reports it down, and it serves when it recovers.
 
-    It neither refuses connections nor says on /health that anything is wrong with it.
+    It accepts connections, and its /health does not respond.
     """
 
     async def test() -> None:
@@ -139,19 +139,19 @@ def test_an_engine_hangs(live: Living) -> None:
         assert all(was_flowing_and_ended_clean(one) for one in load.failures()), load.failures()
         assert {one.instance for one in load.failures()} <= {victim}
 
-    live.run(test(), may_expire=True)  # what it was promised while nobody knew
+    live.run(test(), may_expire=True)  # reservations from before the hang was noticed
 
 
 async def answered(live: Living, gateway: Child, **fields: Any) -> httpx.Response:
-    """What a gateway has to say to a short request."""
+    """Send a short request to a gateway."""
     body = {"model": MODEL, "prompt": "tell me", "max_tokens": 9, "ignore_eos": True, "stream": True, **fields}
     return await live.client.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body)
 
 
 def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
-    """What it was sent is sent elsewhere when nothing has come in time, as long as there are retries left.
+    """Its requests are sent to other engines when nothing has come in time, as long as the retry budget allows.
 
-    All are placed there on the word of a sidecar that says that it is free at once.
+    All are placed there by the forecasts of its sidecar, that it is free at once.
     """
     hasty = ("--first-byte-s", "4", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "10")
 
@@ -167,7 +167,7 @@ def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
                 assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
                 assert {answer.headers["x-block-instance"] for answer in answers} <= set(ENGINES[2:])
                 late = await answered(live, gateway)
-                while late.status_code == 200:  # meanwhile the one that hangs is left alone, and tried now and then
+                while late.status_code == 200:  # meanwhile the engine that hangs is ejected, and tried now and then
                     late = await answered(live, gateway)
                 assert late.status_code == 504
                 assert late.json()["error"]["message"] == "the engine did not answer in time"
@@ -182,7 +182,7 @@ def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
 
 
 def test_clients_leave(live: Living) -> None:
-    """Whoever leaves in the middle of an answer leaves nothing behind, and harms nobody else."""
+    """A client that disconnects during a response leaves nothing behind, and affects no other request."""
 
     async def test() -> None:
         async with loaded(live.gateway) as load:
@@ -196,7 +196,7 @@ def test_clients_leave(live: Living) -> None:
 
 
 def test_all_caches_are_full(live: Living) -> None:
-    """Requests wait, or lose their places and start anew, but all complete: long ones, and short ones among them."""
+    """Requests wait, or are preempted, but all complete, long and short."""
 
     async def test() -> None:
         before = sum([await live.metric(engine, PREEMPTIONS) for engine in ENGINES])
@@ -204,7 +204,7 @@ def test_all_caches_are_full(live: Living) -> None:
         async def are_full() -> bool:
             waiting = [await live.metric(engine, "vllm:num_requests_waiting") for engine in ENGINES]
             running = [await live.metric(engine, "vllm:num_requests_running") for engine in ENGINES]
-            return all(waiting) and max(running) < NUM_SEATS  # so that it is not for seats that they wait
+            return all(waiting) and max(running) < NUM_SEATS  # so that they do not wait for max_num_seqs
 
         async def made_room() -> bool:
             return sum([await live.metric(engine, PREEMPTIONS) for engine in ENGINES]) > before

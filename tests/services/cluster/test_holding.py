@@ -1,4 +1,4 @@
-"""A running cluster whose schedulers hold requests until an engine has room for them."""
+"""A running cluster whose schedulers hold requests in the admission queue until an engine has capacity."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.services.cluster.living import ENGINES, NUM_ENGINES, NUM_SEATS, SCHED
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 CLIENTS = 2 * NUM_ENGINES * NUM_SEATS
 SOME = 3 * CLIENTS
-SLOW = 5.0  # so that what is scarce is seats, and not this machine's time
+SLOW = 5.0  # so that max_num_seqs is the bottleneck, and not the CPU of this machine
 
 
 @asynccontextmanager
 async def deciding_by(live: Living, policy: str) -> AsyncIterator[None]:
-    """Have all schedulers decide by a policy while the block runs."""
+    """Switch all schedulers to a policy while the block runs."""
     before = [await switched(live, name, policy) for name in SCHEDULERS]
     try:
         yield
@@ -32,7 +32,7 @@ async def deciding_by(live: Living, policy: str) -> AsyncIterator[None]:
 
 
 async def switched(live: Living, scheduler: str, policy: str) -> str:
-    """Have a scheduler decide by a policy; tell by which it did before."""
+    """Switch a scheduler to a policy; return the policy before."""
     async with grpc.aio.insecure_channel(live.cluster.address_of(scheduler)) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
         answer: scheduler_pb2.UsePolicyResponse = await stub.UsePolicy(scheduler_pb2.UsePolicyRequest(policy=policy))
@@ -40,7 +40,7 @@ async def switched(live: Living, scheduler: str, policy: str) -> str:
 
 
 def test_requests_wait_at_both_schedulers_and_not_in_engines(live: Living) -> None:
-    """With more clients than seats all are served, some after being held at either scheduler; then nobody is held."""
+    """With more clients than max_num_seqs all are served, some after being held; then no request is held."""
 
     async def test() -> None:
         for engine in ENGINES:

@@ -1,4 +1,4 @@
-"""A cluster whose engines export nothing: everything goes through the sidecars' proxies."""
+"""A cluster whose engines export nothing: all requests pass the sidecars' proxies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from services.cluster import Cluster, ClusterSettings, running
 from services.cluster.settings import settings_from_file
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 PATIENCE_S = 60.0
 TABLES = """
@@ -39,7 +39,7 @@ ASK = {"model": "tiny", "prompt": "Tell me a story", "max_tokens": 20, "ignore_e
 
 
 async def completed(client: httpx.AsyncClient, url: str) -> httpx.Headers:
-    """Have a stream completed by the gateway, by whichever instance."""
+    """Complete a stream through the gateway, on any instance."""
     answer = await client.post(f"{url}/v1/completions", json=ASK)
     assert answer.status_code == 200, answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
@@ -48,7 +48,7 @@ async def completed(client: httpx.AsyncClient, url: str) -> httpx.Headers:
 
 
 def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) -> None:
-    """Schedulers are told the proxies' addresses; a killed sidecar comes back with its proxy where it was."""
+    """The list of instances has the proxies' addresses; a restarted sidecar keeps the address of its proxy."""
     path = tmp_path / "cluster.toml"
     path.write_text(TABLES)
 
@@ -56,9 +56,9 @@ def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) ->
         settings = ClusterSettings(**settings_from_file(str(path)), tables_file=str(path))
         async with running(settings) as cluster, httpx.AsyncClient(timeout=PATIENCE_S) as client:
             (url,) = cluster.gateway_urls.values()
-            told = json.loads(cluster.instances_file.read_text())["instances"]
+            listed = json.loads(cluster.instances_file.read_text())["instances"]
             proxies = [f"http://127.0.0.1:{cluster.children[f'predictor-{number}'].proxy_port}" for number in range(2)]
-            assert [one["engine_url"] for one in told] == proxies
+            assert [one["engine_url"] for one in listed] == proxies
             headers = [await completed(client, url) for _ in range(6)]
             assert all(float(one["x-block-predicted-e2e-ms"]) > 0 for one in headers)
             await killed_and_back(cluster, client)
@@ -79,6 +79,6 @@ def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) ->
 
 
 def test_what_is_no_choice_is_refused() -> None:
-    """Engines are mirrored or not."""
+    """The field is a switch."""
     with pytest.raises(ValueError, match="^mirror: "):
         ClusterSettings(mirror="yes")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From live traffic to what other policies would have made of it: switched, explained, recorded, replayed."""
+"""Live traffic: policies are switched, decisions explained, recorded and replayed by other policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.services.cluster.living import MODEL
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 ENGINES = ("engine-0", "engine-1")
 TABLES = """
@@ -41,7 +41,7 @@ WHY = {"model": MODEL, "prompt": "Why here?", "max_tokens": 3, "ignore_eos": Tru
 
 
 async def switched_under_load(cluster: Cluster) -> int:
-    """Have one policy after the other decide about requests that keep coming; tell how many came, none lost."""
+    """Switch from policy to policy under load; return the number of requests, none of which failed."""
     scheduler = cluster.address_of("scheduler-block-0")
     async with loaded(cluster.gateway_urls["block"], clients=4, output_tokens=OUTPUT_TOKENS) as load:
         for policy in POLICIES:
@@ -55,23 +55,23 @@ async def switched_under_load(cluster: Cluster) -> int:
 
 
 async def explained(cluster: Cluster) -> None:
-    """Ask why in the request's header, and afterwards; either tells of both engines."""
+    """An explanation, by the request's header and by the command, lists both engines."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         headers = {"x-request-id": "why", "x-block-explain": "true"}
         url = f"{cluster.gateway_urls['block']}/v1/completions"
         response = await client.post(url, json=WHY, headers=headers)
-    told = json.loads(response.headers["x-block-explanation"])
-    assert told["policy"] == "block"
-    assert sorted(one["instance"] for one in told["candidates"]) == list(ENGINES)
-    assert told["candidates"][0]["instance"] == response.headers["x-block-instance"]
+    explanation = json.loads(response.headers["x-block-explanation"])
+    assert explanation["policy"] == "block"
+    assert sorted(one["instance"] for one in explanation["candidates"]) == list(ENGINES)
+    assert explanation["candidates"][0]["instance"] == response.headers["x-block-instance"]
     scheduler = cluster.address_of("scheduler-block-0")
     afterwards = await asyncio.to_thread(answer, "explain", "why", "--scheduler", scheduler)
     assert sorted(one["instance_id"] for one in afterwards["candidates"]) == list(ENGINES)
-    assert told["why"] == afterwards["why"]
+    assert explanation["why"] == afterwards["why"]
 
 
 def test_what_was_recorded_live_is_replayed_by_other_policies(tmp_path: Path) -> None:
-    """All requests are there, as long as they became, each with its decision; and every policy serves them all."""
+    """The recording has all requests with their lengths and decisions, and every policy serves them all."""
     tables, record = tmp_path / "cluster.toml", str(tmp_path / "decisions.jsonl")
     tables.write_text(TABLES)
     settings = ClusterSettings(
@@ -106,7 +106,7 @@ def test_what_was_recorded_live_is_replayed_by_other_policies(tmp_path: Path) ->
     for one in replayed["policies"]:
         assert (one["num_requests"], one["num_finished"]) == (num_requests + 1, num_requests + 1)
         assert one["output_tokens_per_s"] * one["span_s"] == pytest.approx(num_tokens)
-        assert 0.1 < one["e2e_s"]["mean"] < 3.0  # twelve steps of some 30 ms, of engines that have seats to spare
+        assert 0.1 < one["e2e_s"]["mean"] < 3.0  # twelve steps of some 30 ms, without queueing
 
 
 NOT_SHORTLISTED = common_pb2.CANDIDATE_FATE_NOT_SHORTLISTED

@@ -1,4 +1,4 @@
-"""What becomes of requests when the sidecars of a running cluster stand still, talk nonsense, or lie."""
+"""Requests while sidecars of a running cluster hang, send invalid replies, or send wrong forecasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.services.cluster.loading import Load, loaded
 from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 SOME = 20  # requests
 AT_ONCE_S = 0.001
@@ -27,12 +27,12 @@ LEFT_ALONE = "block_sidecar_circuits_open"
 
 
 def instances_since(load: Load, num_sent: int) -> set[str]:
-    """Where requests went that were sent after so many others."""
+    """The instances of the requests after the first ones."""
     return {one.instance for one in load.results if int(one.plan.request_id) > num_sent}
 
 
 async def explained(live: Living) -> dict[str, float]:
-    """Have a request served, and told what each instance foresaw for it."""
+    """Send a request, and return the forecast of each instance."""
     answer = await live.client.post(
         f"{live.gateway}/v1/completions",
         json={"model": MODEL, "prompt": "tell me why", "max_tokens": 9, "ignore_eos": True},
@@ -44,7 +44,7 @@ async def explained(live: Living) -> dict[str, float]:
 
 
 async def error_of(live: Living, instance: str) -> float:
-    """How far off an instance's forecasts were on average, as schedulers count it."""
+    """The mean forecast error of an instance, as schedulers report it."""
     total, count = [
         sum([await live.metric(one, f"{ERROR}_{what}", instance=instance) for one in SCHEDULERS])
         for what in ("sum", "count")
@@ -53,7 +53,7 @@ async def error_of(live: Living, instance: str) -> float:
 
 
 def test_a_sidecar_is_stopped(live: Living) -> None:
-    """Its answers are late, so others are chosen; it is left alone, and counted on again once it goes on."""
+    """Its replies are late, so other instances are chosen; its circuit opens, and closes again when it continues."""
     sidecar, engine = SIDECARS[2], ENGINES[2]
 
     async def test() -> None:
@@ -72,43 +72,45 @@ def test_a_sidecar_is_stopped(live: Living) -> None:
             await until(lambda: load.served_since(start, engine) > 0)
         assert not load.failures()
 
-    live.run(test(), may_expire=True)  # what it had promised when it stopped, and nobody could take back
+    live.run(test(), may_expire=True)  # reservations from before it stopped cannot be released
 
 
 def nonsense(_: predictor_pb2.PredictResponse) -> bytes:
-    """No message at all."""
+    """Reply with an empty message."""
     return b"\xff\xfe<html>garbage</html>"
 
 
 def impossible(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
-    """Times that cannot be."""
+    """Reply with impossible times."""
     for prediction in response.predictions:
         prediction.forecast.e2e_s = prediction.forecast.ttft_s = float("nan")
     return response
 
 
 def of_another(response: predictor_pb2.PredictResponse) -> predictor_pb2.PredictResponse:
-    """A name that is not its own."""
-    response.instance_id = "somebody-else"
+    """Reply under another instance's name."""
+    response.instance_id = "another-instance"
     return response
 
 
 async def chatter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Say what no gRPC server says."""
+    """Reply with bytes that are no gRPC."""
     writer.write(b"220 mail ESMTP\r\n" * 100)
     await reader.read(1)
     writer.close()
 
 
 def test_sidecars_answer_garbage(live: Living) -> None:
-    """Nothing is sent where only nonsense is heard, and nothing fails for it; then they are taken off the list."""
+    """Instances with invalid replies get no requests, and no request fails; then they are removed from the list."""
 
     async def test() -> None:
         chatting = await asyncio.start_server(chatter, "127.0.0.1", 0)
-        async with sidecars("nonsense", "impossible", "another", e2e_s=0.001) as liars, chatting:
-            for liar, twist in zip(liars, (nonsense, impossible, of_another), strict=True):
-                liar.twist = twist
-            ports = {liar.name: liar.port for liar in liars} | {"no-grpc": chatting.sockets[0].getsockname()[1]}
+        async with sidecars("nonsense", "impossible", "another", e2e_s=0.001) as optimists, chatting:
+            for optimist, twist in zip(optimists, (nonsense, impossible, of_another), strict=True):
+                optimist.twist = twist
+            ports = {optimist.name: optimist.port for optimist in optimists} | {
+                "no-grpc": chatting.sockets[0].getsockname()[1]
+            }
             with live.also_listed(ports):
                 async with loaded(live.gateway) as load:
                     for scheduler, name in itertools.product(SCHEDULERS, ports):
@@ -124,27 +126,27 @@ def test_sidecars_answer_garbage(live: Living) -> None:
 
 
 def test_a_sidecar_lies_plausibly(live: Living) -> None:
-    """It says that its engine is free at once, always: it draws every request, and the engine still serves them all.
+    """It always forecasts that its engine is free: it gets every request, and the engine still serves them all.
 
     Nobody distrusts it, as what it says could be; but an explained reply tells on whose word it came, and schedulers count
     how far off that was.
     """
 
     async def test() -> None:
-        async with sidecars("liar", e2e_s=2 * AT_ONCE_S, ttft_s=AT_ONCE_S, per_promise_s=0.0) as (liar,):
-            with live.also_listed({liar.name: liar.port}):
+        async with sidecars("optimist", e2e_s=2 * AT_ONCE_S, ttft_s=AT_ONCE_S, per_promise_s=0.0) as (optimist,):
+            with live.also_listed({optimist.name: optimist.port}):
                 for scheduler in SCHEDULERS:
                     await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES) + 1))
-                async with loaded(live.gateway, clients=12) as load:  # more than the engine has seats
-                    await until(lambda: load.served_since(0, "liar") >= 2 * SOME)
+                async with loaded(live.gateway, clients=12) as load:  # more than max_num_seqs of the engine
+                    await until(lambda: load.served_since(0, "optimist") >= 2 * SOME)
                     foretold = await explained(live)
-                await until(lambda: not liar.held)  # all that it promised has been taken back
-                assert await error_of(live, "liar") > 0.9
+                await until(lambda: not optimist.held)  # all its reservations have been released
+                assert await error_of(live, "optimist") > 0.9
             assert not load.failures()
-            assert {one.instance for one in load.results} == {"liar"}
+            assert {one.instance for one in load.results} == {"optimist"}
             actual_s = statistics.median(one.e2e_s for one in load.results)
-            assert foretold["liar"] < min(foretold[engine] for engine in ENGINES)
-            assert foretold["liar"] < actual_s / 10
+            assert foretold["optimist"] < min(foretold[engine] for engine in ENGINES)
+            assert foretold["optimist"] < actual_s / 10
             for scheduler in SCHEDULERS:
                 await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES)))
             async with loaded(live.gateway) as load:

@@ -1,4 +1,4 @@
-"""`block up` as a process: from a settings file to Ctrl-C, and what it says when it cannot start."""
+"""`block up` as a process: from a settings file to Ctrl-C, and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.services.cli.running import refusal
 from tests.services.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 SMALL = """
@@ -45,7 +45,7 @@ ASKING = {"model": "from-the-file", "prompt": "tell me a story", "max_tokens": 2
 
 @contextmanager
 def up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the command while the block runs; what it says is on its standard error."""
+    """Run the command while the block runs; its output is on standard error."""
     with subprocess.Popen([BLOCK, "up", *arguments], stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -55,30 +55,30 @@ def up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
-    """Read what a command says up to a line that has this in it."""
+    """Read the output of a command up to a line that contains a text."""
     assert process.stderr is not None
-    said = []
+    output = []
     for line in process.stderr:
-        said.append(line)
+        output.append(line)
         if text in line:
             return line
-    raise AssertionError("".join(said))
+    raise AssertionError("".join(output))
 
 
 def children_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that a command has started."""
+    """List the child processes of a command."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def is_there(pid: int) -> bool:
-    """Tell whether a process runs."""
+    """Return whether a process runs."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def expect_gone(pids: list[int]) -> None:
-    """Wait until none of these processes runs any more."""
+    """Wait until none of these processes runs."""
     assert pids
     deadline_s = time.monotonic() + PATIENCE_S
     while any(is_there(pid) for pid in pids):
@@ -87,7 +87,7 @@ def expect_gone(pids: list[int]) -> None:
 
 
 def test_a_cluster_from_a_file_serves_until_ctrl_c(tmp_path: Path) -> None:
-    """Each process takes its own table; Ctrl-C lets what is under way finish, and leaves nothing behind."""
+    """Each process reads its own table; Ctrl-C lets requests in progress finish, and leaves no process."""
     file = tmp_path / "cluster.toml"
     file.write_text(SMALL)
     with up("-c", str(file)) as process:
@@ -109,7 +109,7 @@ def test_a_cluster_from_a_file_serves_until_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_parts_end_with_the_command_however_it_ends() -> None:
-    """Where it is killed and can tell nobody, its processes end nevertheless."""
+    """Its processes exit even when it is killed."""
     with up("-n", "2", "--port", "0") as process:
         line_with(process, "serving part=engine")
         children = children_of(process)
@@ -119,7 +119,7 @@ def test_parts_end_with_the_command_however_it_ends() -> None:
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    """A taken port is noticed before anything has been started."""
+    """A port in use is reported before anything is started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert refusal("up", "--port", port) == f"block: port: {port} on 127.0.0.1 is in use\n"
@@ -141,17 +141,17 @@ BAD_FILES = (
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> None:
-    """What is wrong is named in one line, and nothing is started."""
+def test_a_bad_file(text: str, message: str, tmp_path: Path) -> None:
+    """The error is one line that names the key, and nothing is started."""
     file = tmp_path / "bad.toml"
     file.write_text(text)
-    said = refusal("up", "--config", str(file))
-    assert message in said
-    assert str(file) in said
+    output = refusal("up", "--config", str(file))
+    assert message in output
+    assert str(file) in output
 
 
-def test_a_table_of_a_part_that_makes_no_sense(tmp_path: Path) -> None:
-    """The part that reads it says what is wrong; that is the one line, and the others end."""
+def test_a_bad_table_of_a_part(tmp_path: Path) -> None:
+    """The error of the process that reads the table is reported as one line, and the others are stopped."""
     file = tmp_path / "bad.toml"
     file.write_text("[engine]\nspeeed = 2\n")
     done = subprocess.run(
@@ -160,5 +160,5 @@ def test_a_table_of_a_part_that_makes_no_sense(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"block: engine-0 did not start; it said: {file}: engine.speeed: is no known setting; did you mean speed?\n"
+        f"block: engine-0 did not start: {file}: engine.speeed: is no known setting; did you mean speed?\n"
     )

@@ -1,4 +1,4 @@
-"""Engines of the second kind without a vLLM: how they are told apart, placed, understood and refused."""
+"""Engines that run vLLM, without a vLLM: their settings, their devices, and how their output is read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.cluster.device_assignment import bound_to_cores, bound_to_devices, devices_each, devices_here, places_for
+from services.cluster.device_assignment import (
+    bound_to_cores,
+    bound_to_devices,
+    devices_each,
+    devices_here,
+    environments_of,
+)
 from services.cluster.engines import engines_of
-from services.cluster.programs import OurServer, VllmServer
+from services.cluster.programs import BlockServer, VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings, vllm_from_file
 from tests.services.cli.running import refusal
 from tests.services.cluster.living import PATIENCE_S
@@ -51,35 +57,35 @@ TOO_LONG = (
         ),
         ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --blok-size", "vllm serve: error: unrecognized arguments: --blok-size"),
         ("Loading weights took 3 s\n\n", "Loading weights took 3 s"),
-        ("", "nothing"),
+        ("", "no output"),
     ],
 )  # fmt: skip
 def test_what_was_wrong_is_found_in_the_last_lines(text: str, complaint: str) -> None:
-    """The first cause goes before what came of it; without any, the last words must do."""
-    assert VLLM.complaint(text.splitlines()) == complaint
+    """The first exception is reported, not those that follow from it; without an exception, the last line."""
+    assert VLLM.error_in(text.splitlines()) == complaint
 
 
 def test_only_its_warnings_are_passed_on() -> None:
-    """All else of vLLM's is for those who look closely; ours tell events."""
-    levels = [VLLM.understood(line).level for line in ROOT_CAUSE.splitlines()]
+    """Other lines of vLLM are for debugging; lines of Block's servers are events."""
+    levels = [VLLM.parsed(line).level for line in ROOT_CAUSE.splitlines()]
     assert levels[:3] == [logging.DEBUG, logging.ERROR, logging.ERROR]
     assert {*levels[3:]} == {logging.DEBUG}
-    ours = OurServer(arguments=("tagger",))
-    assert ours.understood('{"event": "serving", "level": "info", "port": 7}') == (logging.INFO, "serving", {"port": 7})
-    assert ours.understood("Traceback").level == logging.WARNING
-    assert ours.complaint(['{"event": "loaded"}', "block: port: 7 is in use"]) == "port: 7 is in use"
+    ours = BlockServer(arguments=("tagger",))
+    assert ours.parsed('{"event": "serving", "level": "info", "port": 7}') == (logging.INFO, "serving", {"port": 7})
+    assert ours.parsed("Traceback").level == logging.WARNING
+    assert ours.error_in(['{"event": "loaded"}', "block: port: 7 is in use"]) == "port: 7 is in use"
 
 
 def test_its_command_line() -> None:
-    """The model, where to serve it, and whatever the user said; it is asked where it can be reached."""
-    assert VLLM.words(81, None) == (
+    """It has the model, the address and the user's arguments; health is polled at an address that can be reached."""
+    assert VLLM.command_line(81, None) == (
         "vllm", "serve", "m", "--host", "::", "--port", "81", "--dtype", "half",
     )  # fmt: skip
-    assert VLLM.asked_at(81) == "http://[::1]:81"
+    assert VLLM.health_url(81) == "http://[::1]:81"
 
 
 def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets as many as it spreads over, none gets another's; what this process may not use is nobody's."""
+    """Each engine gets as many devices as it spreads over, all different, and only those that this process may use."""
     assert devices_each(("--tensor-parallel-size", "2", "-pp=3")) == 6
     assert bound_to_devices(2, 2, ("0", "1", "5", "7")) == [
         {"CUDA_VISIBLE_DEVICES": "0,1"},
@@ -96,7 +102,7 @@ def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no device each engine has cores of its own, a part for each worker; too few are shared."""
+    """Without devices each engine has its own cores, a part for each worker; too few cores are shared."""
     assert bound_to_cores(2, 1, range(5)) == [
         {"VLLM_CPU_OMP_THREADS_BIND": "0,1"},
         {"VLLM_CPU_OMP_THREADS_BIND": "2,3"},
@@ -105,19 +111,19 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bound_to_cores(3, 1, range(2))[0]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    assert "VLLM_CPU_OMP_THREADS_BIND" in places_for(1, (), ())[0]
+    assert "VLLM_CPU_OMP_THREADS_BIND" in environments_of(1, (), ())[0]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "7")
-    assert places_for(2, (), ()) == [{}, {}]
+    assert environments_of(2, (), ()) == [{}, {}]
 
 
 def test_engines_are_told_where_to_show_their_state(tmp_path: Path) -> None:
-    """Each in a file of its own, on a port of its own; mirrored ones are told to show nothing."""
+    """Each engine has its own state file and port; mirrored engines export nothing."""
     files = [tmp_path / "engine-0.state", tmp_path / "engine-1.state"]
     vllm = VllmSettings(model="m", devices=("4", "5"), arguments=("--dtype", "half"))
     engines = engines_of(ClusterSettings(instances=2, vllm=vllm), (), files)
-    told = [engine._program.environment for engine in engines]
-    assert [one["BLOCK_STATE_FILE"] for one in told] == [*map(str, files)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["4", "5"]
+    environments = [engine._program.environment for engine in engines]
+    assert [one["BLOCK_STATE_FILE"] for one in environments] == [*map(str, files)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["4", "5"]
     assert len({engine.port for engine in engines} - {0}) == 2
     (mirrored, _) = engines_of(ClusterSettings(instances=2, vllm=vllm, mirror=True), (), files)
     assert mirrored._program.environment["BLOCK_EXPORT"] == "0"
@@ -125,7 +131,7 @@ def test_engines_are_told_where_to_show_their_state(tmp_path: Path) -> None:
 
 
 def test_a_table_for_vllm(tmp_path: Path) -> None:
-    """What flags say may stand in the file; what makes no sense is refused by name."""
+    """The file may have what flags set; a bad value is refused by name."""
     file = tmp_path / "cluster.toml"
     file.write_text('[vllm]\nmodel = "m"\ncommand = "/opt/vllm"\narguments = ["--dtype", "half"]\n')
     assert vllm_from_file(str(file)) == {"model": "m", "command": "/opt/vllm", "arguments": ("--dtype", "half")}
@@ -143,7 +149,7 @@ def test_a_table_for_vllm(tmp_path: Path) -> None:
 BAD_FLAGS = (
     (["--vllm-command", "vllm"], "vllm: is missing"),
     (["--", "--dtype", "half"], "vllm: is missing"),
-    (["--vllm", "m"], "profile: none is known for m; say --profile"),
+    (["--vllm", "m"], "profile: none is known for m; give --profile"),
     (["--vllm", "m", "-p", "nowhere"], "profile: there is none named 'nowhere'"),
     (["--vllm", "m", "-p", "constant", "--speed", "2"], "speed: is of emulated engines only"),
     (["--vllm", "m", "-p", "constant", "--", "--host", "x"], "arguments: --host is not for"),
@@ -152,19 +158,19 @@ BAD_FLAGS = (
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
 def test_bad_flags(flags: list[str], message: str) -> None:
-    """One line, and nothing is started."""
+    """The error is one line, and nothing is started."""
     assert message in refusal("up", *flags)
 
 
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("raise ValueError('no such model')", "it said: ValueError: no such model"),
+        ("raise ValueError('no such model')", "did not start: ValueError: no such model"),
         (None, "No such file or directory"),
     ],
 )
 def test_an_engine_that_dies_at_start(tmp_path: Path, script: str | None, message: str) -> None:
-    """One line says what it said last, or that it is not there."""
+    """The error is one line: the exception of the engine, or that its program is missing."""
     command = tmp_path / "vllm"
     if script is not None:
         command.write_text(f"#!{sys.executable}\n{script}\n")
@@ -176,6 +182,6 @@ def test_an_engine_that_dies_at_start(tmp_path: Path, script: str | None, messag
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("block: engine-0 did not start; ")
+    assert done.stderr.startswith("block: engine-0 did not start: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

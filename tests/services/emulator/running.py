@@ -26,7 +26,8 @@ from predictor.config import EngineConfig
 from predictor.profile import Profile, load_profile
 from services.emulator.app import Emulator
 from services.emulator.driver import Driver
-from services.emulator.server import EmulatorSettings, RunningEmulator, serving
+from services.emulator.server import RunningEmulator, serving
+from services.emulator.settings import EmulatorSettings
 from services.http.server import listening
 
 ROOT = Path(__file__).parents[3]

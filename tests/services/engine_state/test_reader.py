@@ -1,4 +1,4 @@
-"""What a reader makes of state files: good ones, those of engines that ended, and what only looks like one."""
+"""Reading of state files: valid ones, those of engines that have ended, and damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where an engine's file is to be."""
+    """Return the path for an engine's file."""
     return tmp_path / "shared" / "engine.state"
 
 
 @pytest.fixture
 def writer(path: Path) -> Iterator[Writer]:
-    """A busy engine's file."""
+    """Write the file of a busy engine."""
     writer = busy(writer_at(path))
     yield writer
     writer.close()
 
 
 def refused(path: Path, patience_s: float = 0.0) -> UnreadableError:
-    """Why a file cannot be read; a message of one line that names it."""
+    """Return the error of a file that cannot be read; its message is one line with the path."""
     reader = Reader(str(path), patience_s=patience_s)
     with pytest.raises(UnreadableError) as caught:
         reader.read(contents=True)
@@ -59,12 +59,12 @@ def refused(path: Path, patience_s: float = 0.0) -> UnreadableError:
 
 
 def snapshot(path: Path) -> Snapshot:
-    """What the file shows, with contents."""
+    """Return the snapshot of a file, with the contents of blocks."""
     return snapshot_from_view(Reader(str(path)).read(contents=True))
 
 
-def test_what_was_written_is_read(writer: Writer) -> None:
-    """Order, counts, times, blocks and contents arrive; the true length, unknown to an engine, does not."""
+def test_a_written_state_is_read(writer: Writer) -> None:
+    """Order, counts, times, blocks and contents are read; an engine does not know the length of an answer."""
     seen = snapshot(writer.path)
     assert [item.request.request_id for item in seen.running] == ["cmpl-r1-0-00000001", "cmpl-r0-0-00000000"]
     assert [item.request.request_id for item in seen.waiting] == ["cmpl-r5-0-00000005"]
@@ -82,15 +82,15 @@ def test_what_was_written_is_read(writer: Writer) -> None:
     assert seen.config == CONFIG
 
 
-def test_the_engine_model_goes_on_from_what_was_read(writer: Writer) -> None:
-    """A snapshot read from a file makes an engine that finishes its requests."""
+def test_the_engine_model_continues_from_a_file(writer: Writer) -> None:
+    """A snapshot read from a file makes an engine model that finishes its requests."""
     engine = engine_from(snapshot(writer.path), constant_profile().step_time)
     engine.advance()
     assert engine.outcome("cmpl-r5-0-00000005").finished_s is not None
 
 
-def test_tags_of_the_router_go_before_those_that_requests_carry(writer: Writer) -> None:
-    """A tag given by the client's id is used, for an engine's ids are not known outside."""
+def test_reported_tags_replace_those_that_requests_carry(writer: Writer) -> None:
+    """They are by the client's id, as an engine's own ids are not known outside."""
     view = Reader(str(writer.path)).read()
     seen = snapshot_from_view(view, {"r1": Tag(median_tokens=99), "r5": Tag(median_tokens=5)})
     assert [item.request.tag for item in (*seen.running, *seen.waiting)] == [
@@ -99,8 +99,8 @@ def test_tags_of_the_router_go_before_those_that_requests_carry(writer: Writer) 
 
 
 @pytest.mark.parametrize(("tokens", "spread"), [(-3.0, 0.0), (np.inf, 0.0), (5.0, np.nan), (5.0, 99.0)])
-def test_a_senseless_tag_is_none(path: Path, tokens: float, spread: float) -> None:
-    """What a client may have sent as a tag never hides the engine."""
+def test_an_invalid_tag_is_ignored(path: Path, tokens: float, spread: float) -> None:
+    """Whatever a client sent as a tag, the engine can be read."""
     writer = writer_at(path)
     writer.put_request(
         0, serial=1, request_id="r", arrival_s=-5.0, prompt_tokens=4, max_tokens=4, priority=2**40,
@@ -112,7 +112,7 @@ def test_a_senseless_tag_is_none(path: Path, tokens: float, spread: float) -> No
 
 
 def test_times_are_on_the_engines_clock(path: Path) -> None:
-    """An engine at ten times the speed is ten times as far from its origin."""
+    """The clock of an engine at ten times the speed has advanced ten times as far."""
     writer = writer_at(path)
     writer.state["clock_origin_s"], writer.state["clock_rate"] = time.monotonic() - 5, 10.0
     writer.publish()
@@ -122,8 +122,8 @@ def test_times_are_on_the_engines_clock(path: Path) -> None:
     assert view.clock_rate == 10.0
 
 
-def test_each_record_is_given_once(writer: Writer) -> None:
-    """Steps and outcomes come as they happen, the oldest lost when nobody asked for too long."""
+def test_each_record_is_returned_once(writer: Writer) -> None:
+    """Steps and outcomes are in order; the oldest are lost if they are not read in time."""
     reader = Reader(str(writer.path))
     assert reader.new_steps()["number"].tolist() == [6]
     assert reader.new_steps().tolist() == []
@@ -137,8 +137,8 @@ def test_each_record_is_given_once(writer: Writer) -> None:
     assert float(reader.read().state["last_step_s"]) == 0.125
 
 
-def test_a_request_that_runs_again_has_the_blocks_that_it_was_given_anew(path: Path, writer: Writer) -> None:
-    """As many as it left behind when it was preempted, but others."""
+def test_a_request_that_runs_again_has_its_new_blocks(path: Path, writer: Writer) -> None:
+    """It has the same number as before its preemption, but others."""
     reader = Reader(str(path))
     writer.state["num_running"], writer.state["num_waiting"] = 1, 2
     writer.waiting[:2] = (0, 5)
@@ -160,7 +160,7 @@ def test_a_request_that_runs_again_has_the_blocks_that_it_was_given_anew(path: P
 
 
 def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
-    """Growth loses nothing: requests, tables, hashes and records go along, and records are not given twice."""
+    """Requests, tables, hashes and records are kept, and records are not returned twice."""
     reader = Reader(str(writer.path))
     before = snapshot_from_view(reader.read(contents=True))
     reader.new_steps()
@@ -179,7 +179,7 @@ def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
 
 
 def test_a_reader_follows_over_a_restart(path: Path) -> None:
-    """A new engine at the same path is read in the place of the old one, its records from the first one on."""
+    """A new engine at the same path replaces the old one; its records are read from the first one on."""
     writer = busy(writer_at(path))
     reader = Reader(str(path))
     life = reader.read().life
@@ -197,21 +197,21 @@ def test_a_reader_follows_over_a_restart(path: Path) -> None:
     assert reader.new_steps()["number"].tolist() == [0, 1, 2]
 
 
-def test_a_writer_leaves_others_alone(path: Path, writer: Writer) -> None:
-    """Two engines cannot write one file, and what is no state file is not replaced."""
+def test_a_writer_does_not_replace_other_files(path: Path, writer: Writer) -> None:
+    """Two engines cannot write one file, and a file that is not a state file is kept."""
     with pytest.raises(ValueError, match="another engine"):
         writer_at(path)
     assert [item.name for item in path.parent.iterdir()] == [path.name]
     precious = path.with_name("precious")
     precious.write_text("data")
-    with pytest.raises(ValueError, match="is there"):
+    with pytest.raises(ValueError, match="is not a state file"):
         writer_at(precious)
     assert precious.read_text() == "data"
     assert writer.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_full_disk_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be written whole is not put in place."""
+    """A file that cannot be written completely is deleted."""
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -224,7 +224,7 @@ def test_a_full_disk_leaves_nothing_behind(path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(not IS_ORDERED, reason="the file is written by system calls, which fail by themselves")
 def test_memory_that_runs_out_later_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the file that nothing was written to yet is written only once there is memory for it."""
+    """A part of the file is written only after memory has been allocated for it."""
     writer = writer_at(path, num_slots=4096)
 
     def full(*_: int) -> None:
@@ -257,7 +257,7 @@ while True:
     writer.state["num_preemptions"] = writer.state["num_planned"] = number
     writer.blocks["content"][:] = number
     writer.publish()
-    next_s = time.perf_counter() + 0.001  # a far faster engine than any; still faster, and no reader would ever get through
+    next_s = time.perf_counter() + 0.001  # faster than any engine; without a pause, a reader would never find a stable state
     while time.perf_counter() < next_s:
         pass
 """
@@ -275,7 +275,7 @@ time.sleep(60)
 
 @pytest.fixture
 def other_process(path: Path) -> Iterator[Start]:
-    """Start another process that writes a file, and wait until it says so."""
+    """Start another process that writes a file, and wait until it is ready."""
     started: list[subprocess.Popen[str]] = []
 
     def start(program: str) -> subprocess.Popen[str]:
@@ -293,8 +293,8 @@ def other_process(path: Path) -> Iterator[Start]:
         child.communicate()
 
 
-def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Start) -> None:
-    """While another process writes all the time, every view is of one publication."""
+def test_a_view_is_of_one_publication(path: Path, other_process: Start) -> None:
+    """While another process writes all the time, no view mixes two publications."""
     other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=30.0)
     last = 0
@@ -314,7 +314,7 @@ def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Star
 
 
 def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: Start) -> None:
-    """The kernel lets go of a dead writer's lock, so that its last state is not taken for true."""
+    """The kernel releases a dead writer's lock, so its last state is not used."""
     child = other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=30.0)
     reader.read()
@@ -323,12 +323,12 @@ def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_proc
     with pytest.raises(UnreadableError) as caught:
         reader.read()
     assert caught.value.reason == ENDED
-    busy(writer_at(path))  # what a dead engine left behind is replaced
+    busy(writer_at(path))  # the file of a dead engine is replaced
     assert len(reader.read().running) == 2
 
 
-def test_a_writer_that_stops_half_way_is_waited_for_so_long(path: Path, other_process: Start) -> None:
-    """An odd sequence is busy while its writer lives, and the end of it once it has died."""
+def test_a_reader_waits_for_a_half_written_file_with_a_limit(path: Path, other_process: Start) -> None:
+    """An odd sequence means busy while its writer lives, and ended after that."""
     child = other_process(WRITE_HALF)
     start_s = time.monotonic()
     assert refused(path, patience_s=0.05).reason == BUSY
@@ -339,7 +339,7 @@ def test_a_writer_that_stops_half_way_is_waited_for_so_long(path: Path, other_pr
 
 
 def test_a_process_is_recognised_by_when_it_started() -> None:
-    """A number that another process got since is not the process that wrote."""
+    """A new process with the same pid is not the writer."""
     ticks = process.start_ticks(os.getpid())
     assert ticks is not None
     parent = os.getppid()
@@ -347,12 +347,12 @@ def test_a_process_is_recognised_by_when_it_started() -> None:
     assert started is not None
     assert not process.has_ended(parent, started, process.pid_namespace())
     assert process.has_ended(parent, started + 1, process.pid_namespace())
-    assert not process.has_ended(parent, started + 1, 1)  # another container's numbers say nothing
+    assert not process.has_ended(parent, started + 1, 1)  # pids of another container are not comparable
     assert process.start_ticks(2**22 + 1) is None
 
 
 def held(path: Path, data: bytes) -> int:
-    """Put bytes where a state file should be, held as by a writer that lives."""
+    """Write bytes to the path of a state file, and lock it as a living writer does."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
@@ -361,7 +361,7 @@ def held(path: Path, data: bytes) -> int:
 
 
 def sample(path: Path) -> bytes:
-    """Bytes of a good file."""
+    """Return the bytes of a valid file."""
     writer = busy(writer_at(path))
     data = path.read_bytes()
     writer.close()
@@ -372,14 +372,14 @@ def sample(path: Path) -> bytes:
     ("data", "reason"),
     [(b"", CORRUPT), (b"BLKSTATE", CORRUPT), (b"x" * 5000, FOREIGN), (b"BLKSTATE" + b"\xff" * 5000, FOREIGN)],
 )
-def test_what_is_no_state_file_is_refused(path: Path, data: bytes, reason: str) -> None:
-    """Rubbish is named as such."""
+def test_a_file_that_is_not_a_state_file_is_refused(path: Path, data: bytes, reason: str) -> None:
+    """The error has the reason."""
     path.parent.mkdir()
     path.write_bytes(data)
     assert refused(path).reason == reason
 
 
-def test_places_without_a_file_are_refused(path: Path) -> None:
+def test_paths_without_a_regular_file_are_refused(path: Path) -> None:
     """A missing file, a directory, a pipe and a device neither block nor crash a reader."""
     assert refused(path).reason == MISSING
     assert refused(path.parent.parent).reason == FOREIGN
@@ -411,7 +411,7 @@ def test_places_without_a_file_are_refused(path: Path) -> None:
     ],
 )
 def test_damage_is_named(path: Path, offset: int, patch: bytes, reason: str, message: str) -> None:
-    """Each kind of damage has its own complaint."""
+    """Each kind of damage has its own message."""
     data = bytearray(sample(path))
     data[offset : offset + len(patch)] = patch
     descriptor = held(path, bytes(data))
@@ -429,7 +429,7 @@ def test_damage_is_named(path: Path, offset: int, patch: bytes, reason: str, mes
     cut=st.none() | st.integers(0, 400_000),
 )
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path, patches: list[tuple[int, bytes]], cut: int | None) -> None:
-    """No damage crashes a reader, keeps it for long, or gets past the snapshot's own checks other than as a value."""
+    """No damage crashes a reader or blocks it for long, and a snapshot of it is valid or refused."""
     path = tmp_path / "damaged.state"
     data = bytearray(SAMPLE or _keep_sample(tmp_path))
     for offset, patch in patches:
@@ -455,7 +455,7 @@ def _keep_sample(folder: Path) -> bytes:
 
 
 def test_a_file_cut_off_while_it_is_open_is_refused(writer: Writer) -> None:
-    """Truncation under a reader's hands is an error, not a dead process."""
+    """A truncation while the file is open is an error, and does not kill the reader."""
     reader = Reader(str(writer.path), patience_s=0.0)
     reader.read()
     os.truncate(writer.path, 1500)
@@ -475,13 +475,13 @@ def test_a_file_cut_off_while_it_is_open_is_refused(writer: Writer) -> None:
         ("cmpl-abc", "cmpl-abc"),
     ],
 )
-def test_the_clients_id_is_recovered(engine_id: str, expected: str) -> None:
-    """Engines wrap the X-Request-Id; reservations are known by what is inside."""
+def test_the_clients_id_is_extracted(engine_id: str, expected: str) -> None:
+    """Engines wrap the X-Request-Id; reservations are by the id inside."""
     assert client_id(engine_id) == expected
 
 
-def test_long_ids_stay_apart() -> None:
-    """Ids too long for their field keep their beginning and differ where the whole differs."""
+def test_long_ids_stay_distinct() -> None:
+    """Ids too long for their field keep their beginning and a digest."""
     assert short_id("x" * 120) == b"x" * 120
     one, other = short_id("x" * 121), short_id("x" * 122)
     assert one != other
@@ -489,7 +489,7 @@ def test_long_ids_stay_apart() -> None:
     assert short_id("a\0b") == b"a?b"
 
 
-def test_no_content_is_hashed_to_nothing() -> None:
-    """0 says that a block holds nothing, so that no hash may be 0."""
+def test_no_content_has_the_name_zero() -> None:
+    """0 means an empty block."""
     assert short_hash(bytes(16)) == 1
     assert short_hash(bytes([1, 1]) + bytes(14)) == 257

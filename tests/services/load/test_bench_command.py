@@ -1,4 +1,4 @@
-"""`block bench`, run as a user runs it."""
+"""`block bench`, run as a command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = "http://127.0.0.1:1"
 
 @contextmanager
 def engine_running(reply: Answer) -> Iterator[Engine]:
-    """Run an engine beside the test."""
+    """Run an engine in another thread."""
     engine = Engine(answer=reply)
     started, ended = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
@@ -44,7 +44,7 @@ def engine_running(reply: Answer) -> Iterator[Engine]:
 
 
 async def lists_and_answers(call: Call) -> None:
-    """Serve one model."""
+    """List one model, and serve it."""
     if call.target == "/v1/models":
         call.whole({"object": "list", "data": [{"id": "only"}]})
     else:
@@ -52,7 +52,7 @@ async def lists_and_answers(call: Call) -> None:
 
 
 def test_one_object_and_one_file(tmp_path: Path) -> None:
-    """With --json there is one object, with --csv a line per request; the first requests do not count."""
+    """--json prints one object, --csv writes a line per request, and --warm-up requests do not count."""
     file = tmp_path / "requests.csv"
     with engine_running(lists_and_answers) as engine:
         flags = ("-n", "12", "--warm-up", "2", "--rate", "500", "--output-tokens", "uniform:1:5", "--csv", str(file))
@@ -70,7 +70,7 @@ def test_one_object_and_one_file(tmp_path: Path) -> None:
 
 
 def test_a_trace(tmp_path: Path) -> None:
-    """A trace's lengths are sent in its order, at its times or at others."""
+    """A trace's requests are sent in order of arrival, at its times or at drawn ones."""
     trace = tmp_path / "trace.csv"
     trace.write_text("request_id,arrival_s,prompt_tokens,output_tokens\nb,0.02,7,2\na,0.01,3,4\n")
     with engine_running(answers) as engine:
@@ -82,7 +82,7 @@ def test_a_trace(tmp_path: Path) -> None:
 
 
 def test_settings_from_the_environment_and_a_file(tmp_path: Path) -> None:
-    """Flags are BLOCK_BENCH_* in the environment and keys of a table, too; unknown ones are refused by name."""
+    """Flags are also BLOCK_BENCH_* variables and keys of a TOML table; unknown keys are refused by name."""
     file = tmp_path / "bench.toml"
     file.write_text('[bench]\nmodel = "m"\nnum_requests = 3\nrate = 1000\noutput-tokens = 2\nheader = ["X-A: b c"]\n')
     with engine_running(answers) as engine:
@@ -94,7 +94,7 @@ def test_settings_from_the_environment_and_a_file(tmp_path: Path) -> None:
 
 
 def test_a_table() -> None:
-    """Without --json there is a table, and no bar where nobody watches."""
+    """Without --json there is a table, and no progress bar without a terminal."""
     with engine_running(answers) as engine:
         done = block("bench", engine.url, "--model", "m", "-n", "3", "--rate", "1000", "--endpoint", "chat")
         assert (done.returncode, done.stderr) == (0, "")
@@ -103,15 +103,15 @@ def test_a_table() -> None:
 
 
 def test_nothing_succeeds() -> None:
-    """When every request fails the status says so, and the output why."""
+    """If every request fails, the exit status is 1, and the output has the reason."""
     with engine_running(refuses) as engine:
         done = block("bench", engine.url, "--model", "m", "-n", "3", "--rate", "1000")
         assert (done.returncode, done.stderr) == (1, "")
         assert 'failed: 3 status 429, the first one: {"error": {"message": "too much"}}' in done.stdout
 
 
-def test_a_key_is_sent_and_not_shown() -> None:
-    """The key comes from the environment, and goes nowhere but to the endpoint."""
+def test_the_api_key_is_sent_and_not_printed() -> None:
+    """The key comes from the environment, and is sent to the endpoint only."""
     with engine_running(answers) as engine:
         done = block("bench", engine.url, "--model", "m", "-n", "1", "--json", OPENAI_API_KEY="sk-secret")
         assert engine.calls[0].headers["authorization"] == "Bearer sk-secret"
@@ -144,17 +144,17 @@ BAD = (
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input(arguments: list[str], message: str) -> None:
-    """What makes no sense is one line that names it, and status 2."""
+    """Bad input gives one line that names the field, and status 2."""
     assert message in refusal("bench", *arguments)
 
 
 async def lists_two(call: Call) -> None:
-    """Serve two models."""
+    """List two models."""
     call.whole({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})
 
 
-def test_models_that_are_not_clear() -> None:
-    """Where an endpoint has several models, or no list, one has to be named."""
+def test_ambiguous_models() -> None:
+    """If an endpoint lists several models or none, --model is required."""
     with engine_running(lists_two) as engine:
         assert "model: name one of a, b" in refusal("bench", engine.url)
     with engine_running(refuses) as engine:

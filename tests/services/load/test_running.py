@@ -1,4 +1,4 @@
-"""Open-loop load on engines that behave, and others; and what it comes to."""
+"""Open-loop load on working and failing engines, and its report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from predictor.request import Slo
 from services.http.client import origin_of
 from services.load.asking import Manner
-from services.load.report import met, summary, table, write_csv
-from services.load.running import LoadLimits, RequestResult, run_plan
+from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned
+from simulator.load_report import RequestResult, meets_slo, summary, table, write_csv
 from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, unreachable
 from tests.services.waiting import run
 
@@ -24,14 +24,14 @@ NO_SLO = Slo()
 
 
 def plan_of(num: int, gap_s: float = 0.0) -> list[Planned]:
-    """Plan requests of three tokens."""
+    """Plan requests with responses of three tokens."""
     return [
         Planned(request_id=str(number), due_s=number * gap_s, prompt_tokens=2, output_tokens=3) for number in range(num)
     ]
 
 
 async def answers(call: Call) -> None:
-    """Give as many tokens as were asked for, and say where they come from."""
+    """Return the requested number of tokens, with the instance and forecasts in headers."""
     num = json.loads(call.body)["max_tokens"]
     headers = ("x-block-instance: e0", "x-block-predicted-ttft-ms: 10", "x-block-predicted-e2e-ms: 20")
     call.head(200, "text/event-stream", "transfer-encoding: chunked", *headers)
@@ -44,13 +44,13 @@ async def answers(call: Call) -> None:
 async def load(
     plan: Sequence[Planned], url: str, limits: LoadLimits | None = None, time_scale: float = 1.0
 ) -> list[RequestResult]:
-    """Run a plan against an engine."""
+    """Send a plan to an engine."""
     manner = Manner(model="tiny", time_scale=time_scale)
     return await run_plan(plan, origin_of(url), manner, limits or LoadLimits(), lambda _: None)
 
 
 def test_all_requests_are_sent_and_timed() -> None:
-    """Each result has its times, its tokens, its instance and what was predicted."""
+    """Each result has its times, its tokens, its instance and its forecasts."""
 
     async def test() -> None:
         async with engines(answers) as (engine,):
@@ -67,12 +67,12 @@ def test_all_requests_are_sent_and_timed() -> None:
     run(test)
 
 
-def test_nobody_waits_for_those_before() -> None:
-    """Requests are sent when they are due, though none has been answered yet."""
-    everybody = asyncio.Barrier(8)
+def test_requests_do_not_wait_for_earlier_ones() -> None:
+    """Requests are sent when they are due, although none has been answered yet."""
+    all_sent = asyncio.Barrier(8)
 
     async def waits(call: Call) -> None:
-        await everybody.wait()
+        await all_sent.wait()
         await answers(call)
 
     async def test() -> None:
@@ -83,8 +83,8 @@ def test_nobody_waits_for_those_before() -> None:
     run(test)
 
 
-def test_waiting_for_room_counts() -> None:
-    """Where requests have to wait for each other, their latencies count from when they were due."""
+def test_waiting_for_max_in_flight_counts() -> None:
+    """If requests wait for each other, their latencies count from when they were due."""
 
     async def test() -> None:
         async with engines(answers) as (engine,):
@@ -97,8 +97,8 @@ def test_waiting_for_room_counts() -> None:
     run(test)
 
 
-def test_time_that_runs_slower() -> None:
-    """At an endpoint whose seconds take longer everything is told in its seconds, also what it predicts."""
+def test_time_scale() -> None:
+    """All latencies, and the forecasts in headers, are in the endpoint's time."""
 
     async def test() -> None:
         async with engines(answers) as (engine,):
@@ -115,33 +115,33 @@ def test_time_that_runs_slower() -> None:
 
 
 async def refuses(call: Call) -> None:
-    """Refuse."""
+    """Answer with an error status."""
     call.whole({"error": {"message": "too much"}}, 429)
 
 
 async def breaks(call: Call) -> None:
-    """Break off."""
+    """Close the connection in the middle of a response."""
     call.stream()
     await call.chunk(event("x"))
     call.die()
 
 
 async def errs(call: Call) -> None:
-    """End in an error event."""
+    """End with an error event."""
     call.stream()
     await call.chunk(event("x") + b'data: {"error": {"message": "gone"}}\n\n')
     call.end()
 
 
-async def says_nothing(call: Call) -> None:
-    """End at once."""
+async def sends_no_tokens(call: Call) -> None:
+    """End without a token."""
     call.stream()
     await call.chunk(DONE)
     call.end()
 
 
 async def stops_short(call: Call) -> None:
-    """End in the middle, as if that were the end."""
+    """End without a finish reason."""
     call.stream()
     await call.chunk(event("x"))
     call.end()
@@ -153,13 +153,13 @@ FAILURES = (
     (breaks, "broken"),
     (errs, "error event"),
     (hangs, "timeout"),
-    (says_nothing, "empty"),
+    (sends_no_tokens, "empty"),
 )
 
 
 @pytest.mark.parametrize(("answer", "kind"), FAILURES)
 def test_failures_by_kind(answer: Answer, kind: str) -> None:
-    """What goes wrong is counted by what it was, and ends nothing."""
+    """Failures are counted by kind, and do not end the run."""
 
     async def test() -> None:
         async with engines(answer) as (engine,):
@@ -172,8 +172,8 @@ def test_failures_by_kind(answer: Answer, kind: str) -> None:
     run(test)
 
 
-def test_an_endpoint_that_is_not_there() -> None:
-    """Not to be reached is a kind of failure, too."""
+def test_an_unreachable_endpoint() -> None:
+    """An endpoint that cannot be reached is a kind of failure."""
 
     async def test() -> None:
         total = summary(await load(plan_of(2), await unreachable()), NO_SLO)
@@ -188,7 +188,7 @@ def test_an_endpoint_that_is_not_there() -> None:
 def result(
     number: int, ttft_s: float, tpot_s: float, *, slo: Slo | None = None, failure: str | None = None
 ) -> RequestResult:
-    """Make a result of eleven tokens."""
+    """Return a result with eleven tokens."""
     plan = Planned(request_id=str(number), due_s=float(number), prompt_tokens=5, output_tokens=11, slo=slo)
     return RequestResult(
         plan=plan, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + 10 * tpot_s, output_tokens=11, failure=failure,
@@ -206,7 +206,7 @@ RESULTS = [
 
 
 def test_a_summary() -> None:
-    """Rates are over the time from the first arrival to the last end; failures are in no latency."""
+    """Rates count from the first arrival to the last end; latencies leave failures out."""
     total = summary(RESULTS, Slo(ttft_s=0.25, tpot_s=0.085))
     assert (total["num_requests"], total["num_ok"], total["num_failed"], total["failures"]) == (5, 4, 1, {"broken": 1})
     assert total["duration_s"] == pytest.approx(4.2)
@@ -223,14 +223,14 @@ def test_a_summary() -> None:
 
 
 def test_targets() -> None:
-    """A request's own target goes before the run's; without targets all that succeeded is good."""
+    """A request's own target overrides the run's; without targets, all successful requests meet the SLO."""
     run_slo = Slo(ttft_s=0.25, tpot_s=0.085)
-    assert [met(one, run_slo) for one in RESULTS] == [False, True, True, False, False]
-    assert [met(one, NO_SLO) for one in RESULTS] == [True] * 4 + [False]
+    assert [meets_slo(one, run_slo) for one in RESULTS] == [False, True, True, False, False]
+    assert [meets_slo(one, NO_SLO) for one in RESULTS] == [True] * 4 + [False]
 
 
 def test_a_table_and_a_file() -> None:
-    """People get a table of milliseconds, programs a line per request."""
+    """The table has milliseconds for people, the CSV file one line per request."""
     text = "\n".join(table(summary(RESULTS, Slo(ttft_s=0.25))))
     assert "TTFT ms" in text
     assert "within TTFT 250 ms: 60.0 %" in text

@@ -1,4 +1,4 @@
-"""The mirroring sidecar before real emulated engines: how true its picture is, and what it makes of faults."""
+"""A mirroring sidecar before emulated engines: the errors of its view, and faults of the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from predictor.config import EngineConfig
 from predictor.request import Request
 from protos.block.v1 import common_pb2
-from services.predictor_server.engine_view import EngineSource
+from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
-from tests.services.predictor_server.asking import READY, request, run
-from tests.services.predictor_server.mirrored import Mirrored, forecast_by, mirror_of
+from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
+from tests.services.predictor_server.running_sidecars import READY, request, run
 
 CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024, enable_prefix_caching=False
@@ -31,7 +31,7 @@ SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "1024", "--num-gpu-blocks", 
 
 
 def url_of(engine: Emulated) -> str:
-    """Where it is."""
+    """Return an engine's URL."""
     return str(engine.client.base_url).rstrip("/")
 
 
@@ -45,81 +45,81 @@ async def traffic(client: httpx.AsyncClient, num: int, *, stream: bool, speed: f
             "prompt": "word " * draw.randint(20, 250), "max_tokens": draw.randint(20, 120), "ignore_eos": True,
             "stream": stream,
         }  # fmt: skip
-        path, asked = "/v1/completions", body
+        path = "/v1/completions"
         if number % 3 == 0:
-            path, asked = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
-        assert (await client.post(path, json=asked)).status_code == 200
+            path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
+        assert (await client.post(path, json=body)).status_code == 200
 
     await asyncio.gather(*(one(number) for number in range(num)))
 
 
 def queues(source: EngineSource) -> tuple[int, int]:
-    """How many run and wait by a source."""
-    head = source.look().engine.state.engine[0]
+    """Return how many requests run and wait in the view of a source."""
+    head = source.refresh().engine.state.engine[0]
     return int(head.num_running), int(head.num_waiting)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_its_forecasts_are_nearly_those_of_an_engine_that_shows_itself(stream: bool, tmp_path: Path) -> None:
-    """On the same traffic, at the same moments, by the same engine's exported state."""
+def test_its_forecasts_are_close_to_those_from_the_exported_state(stream: bool, tmp_path: Path) -> None:
+    """At the same moments of the same engine."""
     speed = 1.0  # on a busy machine, a faster one would fall behind its own clock
 
     async def test(engine: Emulated) -> None:
         exported = ExportedEngine(str(engine.state_file), A30, "conditional_median", 30.0)
-        errors, sizes = [], []
-        async with mirror_of(url_of(engine), speed=speed) as mirrored:
-            mirror = mirrored.mirroring.source
-            sending = asyncio.create_task(traffic(mirrored.client, 24, stream=stream, speed=speed))
+        errors, differences = [], []
+        async with mirror_of(url_of(engine), speed=speed) as client:
+            mirrored = client.mirror.source
+            sending = asyncio.create_task(traffic(client.http, 24, stream=stream, speed=speed))
             while not sending.done():
                 await asyncio.sleep(0.05)
-                if mirrored.asked.sidecar.source.look().engine and sum(queues(exported)) > 2:
-                    theirs, ours = forecast_by(exported, CANDIDATE), forecast_by(mirror, CANDIDATE)
+                if client.rpc.sidecar.source.refresh().engine and sum(queues(exported)) > 2:
+                    theirs, ours = forecast_by(exported, CANDIDATE), forecast_by(mirrored, CANDIDATE)
                     errors.append(abs(ours.e2e_s - theirs.e2e_s) / theirs.e2e_s)
-                    sizes.append(abs(sum(queues(exported)) - sum(queues(mirror))))
+                    differences.append(abs(sum(queues(exported)) - sum(queues(mirrored))))
             await sending
-            await mirrored.until(lambda: queues(mirror) == (0, 0) == queues(exported))
+            await client.until(lambda: queues(mirrored) == (0, 0) == queues(exported))
             assert len(errors) > 10
             assert median(errors) < 0.15
-            assert median(sizes) <= 1
+            assert median(differences) <= 1
         exported.close()
 
     with emulated(tmp_path, CONFIG, speed=speed) as engine:
         run(test(engine))
 
 
-def test_prompts_that_share_a_prefix_do_not_confuse_it(tmp_path: Path) -> None:
-    """The engine holds fewer blocks than the mirror thinks, and the mirror learns of that, and goes on."""
+def test_it_follows_requests_that_share_a_prefix(tmp_path: Path) -> None:
+    """The engine holds fewer blocks than the model, and the mirror corrects them by the metrics."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024)
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=10.0) as mirrored:
-            await mirrored.asked.until(lambda answer: answer.state == READY)
+        async with mirror_of(url_of(engine), speed=10.0) as client:
+            await client.rpc.until(lambda response: response.state == READY)
             states = set()
-            asking = [
-                asyncio.create_task(mirrored.complete(prompt="word " * 300, stream=True, max_tokens=40 + 10 * number))
+            tasks = [
+                asyncio.create_task(client.complete(prompt="word " * 300, stream=True, max_tokens=40 + 10 * number))
                 for number in range(12)
             ]
-            while not all(task.done() for task in asking):
-                states.add((await mirrored.asked.predict()).state)
+            while not all(task.done() for task in tasks):
+                states.add((await client.rpc.predict()).state)
                 await asyncio.sleep(0.02)
             assert states == {READY}
-            assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
-            await mirrored.asked.until(lambda answer: answer.indicators.num_free_blocks == 256)
+            assert {reply.status_code for reply in await asyncio.gather(*tasks)} == {200}
+            await client.rpc.until(lambda response: response.indicators.num_free_blocks == 256)
 
     with emulated(tmp_path, config, state_file="", speed=10.0) as engine:
         run(test(engine))
 
 
-def test_it_says_that_it_mirrors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On the wire, in a metric and in the log; and its settings are those that the engine told."""
+def test_the_source_of_its_state_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the wire, in a metric and in the log; and its settings are those of the engine."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=100.0) as mirrored:
-            response = await mirrored.asked.until(lambda answer: answer.state == READY)
+        async with mirror_of(url_of(engine), speed=100.0) as client:
+            response = await client.rpc.until(lambda response: response.state == READY)
             assert response.indicators.source == common_pb2.STATE_SOURCE_MIRRORED
             assert response.indicators.num_total_blocks == CONFIG.num_gpu_blocks - 1
-            assert mirrored.asked.sample("block_state_source", source="mirrored") == 1
-            (refused,) = (await mirrored.asked.predict(request("long", CONFIG.max_model_len))).predictions
+            assert client.rpc.sample("block_state_source", source="mirrored") == 1
+            (refused,) = (await client.rpc.predict(request("long", CONFIG.max_model_len))).predictions
             assert "max_model_len" in refused.refusal.reason
             assert any(line.message == "engine is mirrored from its traffic" for line in caplog.records)
 
@@ -127,142 +127,142 @@ def test_it_says_that_it_mirrors(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         run(test(engine))
 
 
-def test_promises_end_when_their_requests_pass(tmp_path: Path) -> None:
-    """A reservation counts until its request comes by the proxy, and its forecast is compared with what came of it."""
+def test_a_reservation_ends_when_its_request_passes_the_proxy(tmp_path: Path) -> None:
+    """It counts until then, and its forecast is compared with the end of the request."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=20.0) as mirrored:
-            asked = mirrored.asked
-            await asked.until(lambda answer: answer.state == READY)
-            foretold = await asked.forecast(request("mine", 20, 10))
-            await asked.reserve(request("mine", 20, 10), forecast=foretold)
-            assert (await asked.predict()).indicators.num_reserved == 1
-            answer = await mirrored.client.post(
+        async with mirror_of(url_of(engine), speed=20.0) as client:
+            rpc = client.rpc
+            await rpc.until(lambda response: response.state == READY)
+            forecast = await rpc.forecast(request("mine", 20, 10))
+            await rpc.reserve(request("mine", 20, 10), forecast=forecast)
+            assert (await rpc.predict()).indicators.num_reserved == 1
+            reply = await client.http.post(
                 "/v1/completions",
                 json={"prompt": "Hello", "max_tokens": 10, "ignore_eos": True},
                 headers={"x-request-id": "mine"},
             )
-            assert answer.status_code == 200
-            await asked.until(lambda answer: answer.indicators.num_reserved == 0)
-            assert asked.sample("block_reservations_ended_total", how="shown") == 1
-            await mirrored.until(lambda: asked.sample("block_forecast_error_ratio_count", quantity="e2e") == 1)
-            assert asked.sample("block_forecast_error_ratio_sum", quantity="output_tokens") == 0
+            assert reply.status_code == 200
+            await rpc.until(lambda response: response.indicators.num_reserved == 0)
+            assert rpc.sample("block_reservations_ended_total", how="shown") == 1
+            await client.until(lambda: rpc.sample("block_forecast_error_ratio_count", quantity="e2e") == 1)
+            assert rpc.sample("block_forecast_error_ratio_sum", quantity="output_tokens") == 0
 
     with emulated(tmp_path, CONFIG, state_file="", speed=20.0) as engine:
         run(test(engine))
 
 
-def test_who_leaves_leaves_engine_and_mirror(tmp_path: Path) -> None:
-    """A stream that its client drops is cancelled at the engine and forgotten here."""
+def test_a_cancelled_stream_leaves_engine_and_mirror(tmp_path: Path) -> None:
+    """When its client disconnects, both remove it."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=0.5) as mirrored:
-            await mirrored.asked.until(lambda answer: answer.state == READY)
+        async with mirror_of(url_of(engine), speed=0.5) as client:
+            await client.rpc.until(lambda response: response.state == READY)
             body = {"prompt": "Hello", "ignore_eos": True, **LONG}
-            async with mirrored.client.stream("POST", "/v1/completions", json=body) as stream:
-                pieces = stream.aiter_raw()  # kept, as its end would be the answer's
+            async with client.http.stream("POST", "/v1/completions", json=body) as stream:
+                pieces = stream.aiter_raw()  # kept, as the reply is closed with it
                 await anext(pieces)
-                await mirrored.asked.until(lambda answer: answer.indicators.num_running == 1)
-            await mirrored.asked.until(lambda answer: answer.indicators.num_running == 0)
-            await mirrored.until(engine.is_idle)
+                await client.rpc.until(lambda response: response.indicators.num_running == 1)
+            await client.rpc.until(lambda response: response.indicators.num_running == 0)
+            await client.until(engine.is_idle)
 
     with emulated(tmp_path, CONFIG, state_file="", speed=0.5) as engine:
         run(test(engine))
 
 
-async def flowing(mirrored: Mirrored, num: int) -> list[asyncio.Task[httpx.Response]]:
-    """Start long streams, and wait until the mirror has them."""
-    tasks = [asyncio.create_task(mirrored.complete(**LONG)) for _ in range(num)]
-    await mirrored.asked.until(lambda answer: answer.indicators.num_running == num)
+async def long_streams(client: MirrorClient, num: int) -> list[asyncio.Task[httpx.Response]]:
+    """Start long streams, and wait until the mirror's view has them."""
+    tasks = [asyncio.create_task(client.complete(**LONG)) for _ in range(num)]
+    await client.rpc.until(lambda response: response.indicators.num_running == num)
     return tasks
 
 
-async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:
-    """Give up on them."""
+async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_what_comes_by_another_way_is_seen_in_the_totals(tmp_path: Path) -> None:
-    """Requests straight to the engine count as unknown load, which forecasts reckon with, as long as they last."""
+def test_requests_that_bypass_the_proxy_are_seen_in_the_metrics(tmp_path: Path) -> None:
+    """They count as unknown requests in forecasts and indicators until they end."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=0.5) as mirrored, httpx.AsyncClient(timeout=60.0) as direct:
-            asked = mirrored.asked
-            await asked.until(lambda answer: answer.state == READY)
-            alone = await asked.forecast(request("x", 200, 50))
+        async with mirror_of(url_of(engine), speed=0.5) as client, httpx.AsyncClient(timeout=60.0) as direct:
+            rpc = client.rpc
+            await rpc.until(lambda response: response.state == READY)
+            alone = await rpc.forecast(request("x", 200, 50))
             body = {"prompt": "word " * 200, "ignore_eos": True, **LONG}
-            strangers = [
+            unknown = [
                 asyncio.create_task(direct.post(f"{url_of(engine)}/v1/completions", json=body)) for _ in range(6)
             ]
-            response = await asked.until(lambda answer: answer.indicators.num_running == 6)
+            response = await rpc.until(lambda response: response.indicators.num_running == 6)
             assert response.indicators.more["num_unknown"] == 6
-            assert asked.sample("block_unknown_requests") == 6
+            assert rpc.sample("block_unknown_requests") == 6
             assert response.indicators.num_free_blocks < 200
-            assert (await asked.forecast(request("x", 200, 50))).e2e_s > alone.e2e_s
-            await cancelled(strangers)
-            await asked.until(lambda answer: answer.indicators.num_running == 0)
-            assert asked.sample("block_unknown_requests") == 0
+            assert (await rpc.forecast(request("x", 200, 50))).e2e_s > alone.e2e_s
+            await cancel(unknown)
+            await rpc.until(lambda response: response.indicators.num_running == 0)
+            assert rpc.sample("block_unknown_requests") == 0
             free = CONFIG.num_gpu_blocks - 1
-            await asked.until(lambda answer: answer.indicators.num_free_blocks == free)
+            await rpc.until(lambda response: response.indicators.num_free_blocks == free)
 
     with emulated(tmp_path, CONFIG, state_file="", speed=0.5) as engine:
         run(test(engine))
 
 
-def test_a_slow_engines_pace_is_learnt(tmp_path: Path) -> None:
-    """An engine that takes twice as long as its profile says is forecast to."""
+def test_the_pace_of_a_slow_engine_is_learnt(tmp_path: Path) -> None:
+    """Forecasts of an engine that takes twice as long as its profile become longer."""
 
     async def test(engine: Emulated) -> None:
         engine.order(slow=2.0)
-        async with mirror_of(url_of(engine), speed=1.0) as mirrored:
-            await mirrored.asked.until(lambda answer: answer.state == READY)
-            tasks = await flowing(mirrored, 2)
-            response = await mirrored.asked.until(lambda answer: answer.indicators.pace > 1.6)
+        async with mirror_of(url_of(engine), speed=1.0) as client:
+            await client.rpc.until(lambda response: response.state == READY)
+            tasks = await long_streams(client, 2)
+            response = await client.rpc.until(lambda response: response.indicators.pace > 1.6)
             assert response.indicators.pace < 3.0
-            await cancelled(tasks)
+            await cancel(tasks)
 
     with emulated(tmp_path, CONFIG, state_file="", speed=1.0) as engine:
         run(test(engine))
 
 
-def test_a_hung_engine_is_down_until_it_goes_on(tmp_path: Path) -> None:
-    """Where neither clients nor totals see anything happen, the instance is not recommended."""
+def test_a_hung_engine_is_down_until_it_continues(tmp_path: Path) -> None:
+    """Neither clients nor metrics show any progress."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=1.0, sidecar={"stall_s": 1.0}) as mirrored:
-            await mirrored.asked.until(lambda answer: answer.state == READY)
-            tasks = await flowing(mirrored, 1)
+        async with mirror_of(url_of(engine), speed=1.0, sidecar={"stall_s": 1.0}) as client:
+            await client.rpc.until(lambda response: response.state == READY)
+            tasks = await long_streams(client, 1)
             await asyncio.to_thread(engine.order, hang=True)
-            await mirrored.asked.until(lambda answer: answer.state == common_pb2.INSTANCE_STATE_DOWN)
+            await client.rpc.until(lambda response: response.state == common_pb2.INSTANCE_STATE_DOWN)
             await asyncio.to_thread(engine.order)
-            await mirrored.asked.until(lambda answer: answer.state == READY)
-            await cancelled(tasks)
+            await client.rpc.until(lambda response: response.state == READY)
+            await cancel(tasks)
 
     with emulated(tmp_path, CONFIG, state_file="", speed=1.0) as engine:
         run(test(engine))
 
 
-def test_what_the_engine_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A request that was mirrored before the engine refused it is forgotten, also where it stood for several."""
+def test_a_request_that_the_engine_refuses_leaves_the_mirror(tmp_path: Path) -> None:
+    """It was mirrored before the engine refused it, and may have been several requests."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=50.0) as mirrored:
-            await mirrored.asked.until(lambda answer: answer.state == READY)
-            assert (await mirrored.complete(n=3)).status_code == 400  # the emulator makes one only
-            assert (await mirrored.complete(prompt="word " * 3000)).status_code == 400
-            assert (await mirrored.complete(model="another")).status_code == 404
-            assert (await mirrored.complete(model=MODEL, max_tokens=5)).status_code == 200
-            await mirrored.asked.until(
-                lambda answer: answer.indicators.num_running + answer.indicators.num_waiting == 0
+        async with mirror_of(url_of(engine), speed=50.0) as client:
+            await client.rpc.until(lambda response: response.state == READY)
+            assert (await client.complete(n=3)).status_code == 400  # the emulator makes one only
+            assert (await client.complete(prompt="word " * 3000)).status_code == 400
+            assert (await client.complete(model="another")).status_code == 404
+            assert (await client.complete(model=MODEL, max_tokens=5)).status_code == 200
+            await client.rpc.until(
+                lambda response: response.indicators.num_running + response.indicators.num_waiting == 0
             )
 
     with emulated(tmp_path, CONFIG, state_file="", speed=50.0) as engine:
         run(test(engine))
 
 
-def test_an_engine_that_dies_and_comes_back_is_mirrored_anew() -> None:
+def test_it_follows_an_engine_over_a_crash_and_a_restart() -> None:
     """Streams end with an error, the instance is down, then idle and ready again."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -270,24 +270,24 @@ def test_an_engine_that_dies_and_comes_back_is_mirrored_anew() -> None:
     async def test() -> None:
         with process(*SMALL, "--port", port, "--speed", "0.5") as started:
             sidecar = {"health_s": 0.1}
-            async with mirror_of(started.url, speed=0.5, sidecar=sidecar) as mirrored:
-                await mirrored.asked.until(lambda answer: answer.state == READY)
-                tasks = await flowing(mirrored, 3)
+            async with mirror_of(started.url, speed=0.5, sidecar=sidecar) as client:
+                await client.rpc.until(lambda response: response.state == READY)
+                tasks = await long_streams(client, 3)
                 started.process.kill()
                 started.process.wait()
                 for task in tasks:
                     assert b'"error"' in (await task).content
-                await mirrored.asked.until(lambda answer: answer.state == common_pb2.INSTANCE_STATE_DOWN)
-                assert (await mirrored.complete()).status_code == 503
-                await restarted(mirrored)
+                await client.rpc.until(lambda response: response.state == common_pb2.INSTANCE_STATE_DOWN)
+                assert (await client.complete()).status_code == 503
+                await restart(client)
 
-    async def restarted(mirrored: Mirrored) -> None:
+    async def restart(client: MirrorClient) -> None:
         starting = process(*SMALL, "--port", port, "--speed", "20")
         await asyncio.to_thread(starting.__enter__)
         try:
-            response = await mirrored.asked.until(lambda answer: answer.state == READY)
+            response = await client.rpc.until(lambda response: response.state == READY)
             assert response.indicators.num_running + response.indicators.num_waiting == 0
-            assert (await mirrored.complete(max_tokens=5)).status_code == 200
+            assert (await client.complete(max_tokens=5)).status_code == 200
         finally:
             starting.__exit__(None, None, None)
 
@@ -305,6 +305,6 @@ def test_an_engine_that_dies_and_comes_back_is_mirrored_anew() -> None:
         (("--engine-url", "http://127.0.0.1:1", "--profile", "llama-2-7b-a30", "--max-num-seqs", "0"), "max_num_seqs"),
     ],
 )
-def test_what_cannot_be_mirrored_is_refused_in_one_line(arguments: tuple[str, ...], field: str) -> None:
+def test_invalid_mirror_settings_are_refused_in_one_line(arguments: tuple[str, ...], field: str) -> None:
     """The line names the setting that is missing or wrong."""
     assert field in refusal("serve", "predictor", *arguments)

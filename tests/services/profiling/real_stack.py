@@ -1,4 +1,4 @@
-"""A decoder of the Qwen3 kind, written as one would write it, that runs a batch through all its layers."""
+"""A straightforward decoder of the Qwen3 family that runs a batch through all its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from predictor.fitting.model_shard import Share
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer, and the keys and values of what came before."""
+    """The weights of one layer, and its KV cache."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -26,7 +26,7 @@ class Layer:
 
 
 class RealStack:
-    """All layers and the head; a pass computes real attention with real rotary positions and a real residual."""
+    """All layers and the head, with real attention, rotary positions and residuals."""
 
     def __init__(self, share: Share, kv_tokens: int) -> None:
         """Draw the weights."""
@@ -50,7 +50,7 @@ class RealStack:
 
     @torch.inference_mode()
     def run(self, batch: AttentionBatch) -> torch.Tensor:
-        """Compute one step, and the next token of each sequence."""
+        """Compute one step; return the next token of each sequence."""
         model, share = self.share.model, self.share
         tokens, size = batch.num_tokens, model.head_dim
         last = [batch.context - 1] * batch.num_decodes
@@ -75,33 +75,33 @@ class RealStack:
     def attention(
         self, layer: Layer, batch: AttentionBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Write new keys and values into the cache, and attend, decodes and chunk apart."""
-        found, num = [], batch.num_decodes
+        """Write new keys and values into the cache, and attend; decodes and chunk separately."""
+        parts, num = [], batch.num_decodes
         if num:
             slots = torch.arange(num) * batch.context + batch.context - 1
             layer.keys[slots], layer.values[slots] = keys[:num], values[:num]
-            seen_keys, seen_values = (
+            all_keys, all_values = (
                 cache[: num * batch.context].view(num, batch.context, -1, keys.shape[-1]).transpose(1, 2)
                 for cache in (layer.keys, layer.values)
             )
             asking = queries[:num].view(num, keys.shape[1], -1, keys.shape[-1])
-            found.append(functional.scaled_dot_product_attention(asking, seen_keys, seen_values).flatten(1))
+            parts.append(functional.scaled_dot_product_attention(asking, all_keys, all_values).flatten(1))
         if batch.chunk:
             end = batch.before + batch.chunk
             layer.keys[batch.before : end], layer.values[batch.before : end] = keys[num:], values[num:]
             repeated = queries.shape[1] // keys.shape[1]
-            seen_keys, seen_values = (
+            all_keys, all_values = (
                 cache[:end].transpose(0, 1).repeat_interleave(repeated, dim=0)[None]
                 for cache in (layer.keys, layer.values)
             )
             mask = torch.ones(batch.chunk, end, dtype=torch.bool).tril(batch.before)
             asking = queries[num:].transpose(0, 1)[None]
-            seen = functional.scaled_dot_product_attention(asking, seen_keys, seen_values, attn_mask=mask)
-            found.append(seen[0].transpose(0, 1).flatten(1))
-        return torch.cat(found)
+            attended = functional.scaled_dot_product_attention(asking, all_keys, all_values, attn_mask=mask)
+            parts.append(attended[0].transpose(0, 1).flatten(1))
+        return torch.cat(parts)
 
 
 def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each half against the other."""
+    """Apply rotary positions."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from predictor.fitting.engine_profile import EngineMeasurement, profile_of, transit_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.profile import profile_from_json
 from services.engine_state.reader import Reader
 from services.http.client import origin_of
 from services.profiling.measure_command import seconds_of
-from services.profiling.measuring import Measured, MeasurementPlan, measure
-from services.profiling.profile_fit import profile_of, transit_of
+from services.profiling.measuring import MeasurementOptions, measure
 from tests.services.cli.running import block, refusal
 from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
 
@@ -28,26 +28,26 @@ BUDGET_S = 8.0
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """An engine that is fast, but not so fast that nobody could follow it."""
+    """An engine that is fast, but slow enough to observe all its steps."""
     with emulated(tmp_path_factory.mktemp("engine"), speed=SPEED) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def measured(engine: Emulated) -> Measured:
-    """What a short budget finds out."""
-    return asyncio.run(measure(wish(engine), lambda _: None))
+def measured(engine: Emulated) -> EngineMeasurement:
+    """The result of a short measurement."""
+    return asyncio.run(measure(options(engine), lambda _: None))
 
 
-def wish(engine: Emulated, budget_s: float = BUDGET_S) -> MeasurementPlan:
-    """Measure this engine."""
-    return MeasurementPlan(
+def options(engine: Emulated, budget_s: float = BUDGET_S) -> MeasurementOptions:
+    """Options to measure this engine."""
+    return MeasurementOptions(
         origin=origin_of(str(engine.client.base_url)), state_file=str(engine.state_file), budget_s=budget_s
     )
 
 
-def test_it_finds_the_engines_settings_by_itself(measured: Measured) -> None:
-    """Blocks, seats and token budget are those that the engine was started with."""
+def test_the_engines_settings_are_found(measured: EngineMeasurement) -> None:
+    """Blocks, sequences and token budget are those of the engine."""
     assert measured.config.num_gpu_blocks == CONFIG.num_gpu_blocks
     assert measured.config.max_num_seqs == CONFIG.max_num_seqs
     suggested = profile_of(measured, name="it", gpu="none").engine
@@ -57,8 +57,8 @@ def test_it_finds_the_engines_settings_by_itself(measured: Measured) -> None:
     )
 
 
-def test_the_fit_comes_out_as_the_engine_is(measured: Measured) -> None:
-    """Steps that the fit never saw are foretold within a few per cent, and so are batches nobody ran."""
+def test_the_fit_agrees_with_the_engine(measured: EngineMeasurement) -> None:
+    """Held-out steps are predicted within a few per cent, and so are batches that were not run."""
     profile = profile_of(measured, name="it", gpu="none")
     assert profile.error is not None
     assert profile.error.p50 < 0.03
@@ -67,8 +67,8 @@ def test_the_fit_comes_out_as_the_engine_is(measured: Measured) -> None:
     assert np.median(np.abs(predict(profile.step_time, unseen) / predict(A30.step_time, unseen) - 1)) < 0.1
 
 
-def test_all_kinds_of_steps_were_seen_and_nobody_was_preempted(measured: Measured) -> None:
-    """Prompts alone, decodes alone, and both at once; several requests at a time."""
+def test_all_kinds_of_steps_are_observed_without_preemptions(measured: EngineMeasurement) -> None:
+    """There are steps with prompts only, with decodes only, and with both; several requests run at a time."""
     steps = measured.steps
     for prefills, decodes in ((True, False), (False, True), (True, True)):
         assert np.any(((steps["num_prefills"] > 0) == prefills) & ((steps["num_decodes"] > 0) == decodes))
@@ -77,16 +77,16 @@ def test_all_kinds_of_steps_were_seen_and_nobody_was_preempted(measured: Measure
     assert measured.num_disturbed == 0
 
 
-def test_no_prompt_hits_the_prefix_cache(engine: Emulated, measured: Measured) -> None:
-    """Caching is on, and every prompt is computed in full."""
+def test_no_prompt_hits_the_prefix_cache(engine: Emulated, measured: EngineMeasurement) -> None:
+    """Caching is on, but every prompt is computed in full."""
     assert measured.config.enable_prefix_caching
     reader = Reader(str(engine.state_file))
     assert int(reader.read().state["prefix_hits"]) == 0
     reader.close()
 
 
-def test_the_way_to_the_loop_and_back_takes_time(measured: Measured) -> None:
-    """It is told where enough requests came to an idle engine, and it is left out where too few did."""
+def test_transit_times(measured: EngineMeasurement) -> None:
+    """They are known if enough requests came to an idle engine, and 0 otherwise."""
     transit = transit_of(measured.transits)
     assert transit.inward_s > 0
     assert transit.outward_s > 0
@@ -94,24 +94,24 @@ def test_the_way_to_the_loop_and_back_takes_time(measured: Measured) -> None:
 
 
 def test_an_engine_with_other_traffic_is_not_measured(tmp_path: Path) -> None:
-    """A request of somebody else that does not end in time is told of in one line."""
+    """If another request does not end in time, the error says so in one line."""
     with emulated(tmp_path, speed=1.0) as slow:
         asked = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with slow.client.stream("POST", "/v1/completions", json=asked) as other:
             pieces = other.iter_bytes()
             next(pieces)
-            with pytest.raises(ValueError, match="engine: others send it requests"):
-                asyncio.run(measure(wish(slow, 5.0), lambda _: None))
-            next(pieces)  # it is still at it
+            with pytest.raises(ValueError, match="engine: has other requests"):
+                asyncio.run(measure(options(slow, 5.0), lambda _: None))
+            next(pieces)  # the other request still runs
         slow.until(slow.is_idle)
 
 
-def test_requests_that_come_in_between_spoil_no_steps(engine: Emulated, measured: Measured) -> None:
-    """A batch with strangers in it does not count, and the others are enough."""
+def test_batches_with_other_requests_do_not_count(engine: Emulated, measured: EngineMeasurement) -> None:
+    """A batch with other requests is left out, and the other batches are enough."""
     assert measured
 
-    async def disturbed() -> Measured:
-        measuring = asyncio.create_task(measure(wish(engine, 6.0), lambda _: None))
+    async def disturbed() -> EngineMeasurement:
+        measuring = asyncio.create_task(measure(options(engine, 6.0), lambda _: None))
         await asyncio.sleep(0)
         while not measuring.done():
             await asyncio.to_thread(engine.complete, max_tokens=30)
@@ -124,7 +124,7 @@ def test_requests_that_come_in_between_spoil_no_steps(engine: Emulated, measured
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("3m", 180), ("1.5h", 5400)])
 def test_budgets_have_units(text: str, seconds: float) -> None:
-    """Seconds, minutes, hours."""
+    """Seconds, minutes and hours are accepted."""
     assert seconds_of(text, "budget") == seconds
 
 
@@ -138,17 +138,17 @@ def test_budgets_have_units(text: str, seconds: float) -> None:
         ((), "engine_url"),
         (("--engine-url", "http://127.0.0.1:1", "--start", "vllm serve"), "engine_url"),
         (("--start", "/nowhere/vllm serve MODEL"), "start"),
-        (("--start", "false"), "start: it ended"),
+        (("--start", "false"), "start: the engine exited"),
         (("--start", "false", "-o", "/nowhere/profile.json"), "output"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], complaint: str) -> None:
-    """The line names what is wrong."""
+    """The line names the field."""
     assert complaint in refusal("profile", "measure", *flags)
 
 
 def test_the_command_starts_an_engine_measures_it_and_ends_it(tmp_path: Path) -> None:
-    """It writes a profile that can be read, tells what it was measured from, and leaves nothing running."""
+    """It writes a valid profile, reports what was measured, and leaves no process running."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -160,10 +160,10 @@ def test_the_command_starts_an_engine_measures_it_and_ends_it(tmp_path: Path) ->
     flags = ("--start", command, "--state-file", str(state), "--budget", "5s", "--gpu", "A30", "-o", str(made))
     done = block("profile", "measure", *flags, "--json", "--start-timeout", "5m")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     profile = profile_from_json(made.read_text())
     assert (profile.model, profile.gpu) == (A30.model, "A30")
     assert profile.transit.inward_s > 0
-    assert told["engine"]["max_num_seqs"] == 48
-    assert told["num_batches"] > 0
+    assert report["engine"]["max_num_seqs"] == 48
+    assert report["num_batches"] > 0
     assert not state.exists()

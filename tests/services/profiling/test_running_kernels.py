@@ -14,10 +14,10 @@ import torch
 from predictor.fitting.kernel_profile import Told
 from predictor.fitting.model_shard import share_of
 from predictor.profile import profile_from_json
-from services.profiling.devices import device_named
 from services.profiling.kernels_command import notes_of
+from services.profiling.torch_device import device_named
 from tests.services.cli.running import block, refusal
-from tests.services.profiling.test_timing_kernels import CONFIG, one_thread
+from tests.services.profiling.test_kernel_timing import CONFIG, one_thread
 
 SMALL = (
     "--device", "cpu", "--budget", "10m", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "64",
@@ -26,12 +26,12 @@ SMALL = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder, which holds nothing but its config.json."""
+    """A model's folder that has only its config.json."""
     return model_at(tmp_path)
 
 
 def model_at(place: Path, **changed: Any) -> Path:
-    """Put a model there."""
+    """Create a model's folder."""
     folder = place / "Tiny-3"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changed}))
@@ -40,21 +40,21 @@ def model_at(place: Path, **changed: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes, and beside it what it tells."""
+    """The profile that the command writes, with its report beside it."""
     folder = model_at(tmp_path_factory.mktemp("model"))
     made = folder / "made.json"
     with one_thread():
         done = block("profile", "kernels", str(folder), *SMALL, "--cpu-overhead-ms", "1.5", "-o", str(made), "--json")
     assert done.returncode == 0, done.stderr
-    (folder / "told.json").write_text(done.stdout)
+    (folder / "report.json").write_text(done.stdout)
     return made
 
 
 def test_a_config_becomes_a_profile_that_replays(made: Path) -> None:
-    """It can be read again, says what it was made from and how far off it is, and makes steps take time."""
+    """The profile is valid, and has its source, its error, and step times."""
     profile = profile_from_json(made.read_text())
     assert (profile.name, profile.model, profile.gpu, profile.dtype) == ("tiny-3-cpu", "Tiny-3", "CPU", "float32")
-    assert "1.5 ms of processor time a step, as told" in profile.source
+    assert "1.5 ms of processor time a step, as given" in profile.source
     assert profile.step_time.constant_s >= 1.5e-3
     assert profile.valid.max_tokens == 32
     assert profile.error is not None
@@ -66,7 +66,7 @@ def test_a_config_becomes_a_profile_that_replays(made: Path) -> None:
 
 def test_all_that_was_timed_is_told(made: Path) -> None:
     """A row for each kernel and count, for the head, and for each batch of attention, beside the profile."""
-    told = json.loads((made.parent / "told.json").read_text())
+    told = json.loads((made.parent / "report.json").read_text())
     assert told["device"] == "CPU"
     assert told["kv_tokens"] is None
     assert {row["kernel"] for row in told["dense"]} >= {"qkv", "o", "gate_up", "down", "norm", "rotary", "activation"}
@@ -98,37 +98,39 @@ def test_all_that_was_timed_is_told(made: Path) -> None:
 def test_what_cannot_be_timed_is_refused_in_one_line(
     tmp_path: Path, changed: dict[str, Any], flags: tuple[str, ...], complaint: str
 ) -> None:
-    """The line names what is wrong."""
+    """The line names the field."""
     assert complaint in refusal("profile", "kernels", str(model_at(tmp_path, **changed)), *flags)
 
 
 def test_files_that_are_no_models_are_named(tmp_path: Path) -> None:
-    """A folder without a config.json, and a config.json that is none."""
+    """A folder without a config.json, and an invalid config.json, are refused."""
     assert "config.json: cannot be read" in refusal("profile", "kernels", str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     assert "must be an object" in refusal("profile", "kernels", str(tmp_path))
 
 
-def test_without_torch_one_line_says_what_to_install(folder: Path) -> None:
-    """It names the extra that brings it."""
-    mine = [name for name in sys.modules if name in ("services.profiling.devices", "services.profiling.timing_kernels")]
+def test_without_torch_the_error_says_what_to_install(folder: Path) -> None:
+    """The error names the extra."""
+    loaded = [
+        name for name in sys.modules if name in ("services.profiling.torch_device", "services.profiling.kernel_timing")
+    ]
     with patch.dict(sys.modules, {"torch": None}):
-        for name in mine:
+        for name in loaded:
             del sys.modules[name]
         assert "block-serving[tagger]" in refusal("profile", "kernels", str(folder))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
-def test_an_accelerator_that_is_not_there_is_missed(folder: Path) -> None:
-    """Asked for by name it is missed; otherwise the processor stands in."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu(folder: Path) -> None:
+    """`--device cuda` is refused; `auto` uses the CPU."""
     assert "device: torch sees no CUDA device" in refusal("profile", "kernels", str(folder), "--device", "cuda")
     assert device_named("auto").name == "CPU"
 
 
-def test_what_no_kernel_tells_is_said() -> None:
-    """A profile without processor time or all-reduces says so, and one that was told them says what."""
+def test_costs_that_are_not_timed_are_described() -> None:
+    """A profile's source names processor time and all-reduces that were given, or that they are missing."""
     one, two = share_of(CONFIG), share_of(CONFIG, tensor_parallel=2)
     assert notes_of(one, Told()) == "No processor time."
     assert "no all-reduces" in notes_of(two, Told())
-    told = notes_of(two, Told(cpu_s=2e-3, all_reduce_s=1.2e-5, link_bytes_per_s=3e11))
-    assert told == "2 ms of processor time a step, as told; all-reduces of 12 us and 300 GB/s, as told."
+    notes = notes_of(two, Told(cpu_s=2e-3, all_reduce_s=1.2e-5, link_bytes_per_s=3e11))
+    assert notes == "2 ms of processor time a step, as given; all-reduces of 12 us and 300 GB/s, as given."

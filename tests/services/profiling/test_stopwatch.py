@@ -1,4 +1,4 @@
-"""What a stopwatch makes of a device's clock, where the device and its clock are made up."""
+"""Stopwatches on fake devices with fake clocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from services.profiling.stopwatch import FEWEST_SAMPLES, MOST_RUNS, CpuStopwatch, CudaStopwatch
+from services.profiling.torch_device import MAX_RUNS, MIN_SAMPLES, CpuStopwatch, CudaStopwatch
 
 RUN_S = 2e-3
 
 
 class Accelerator:
-    """A GPU whose every kernel takes as long: launched kernels take their time, captured ones when they are replayed."""
+    """A GPU whose kernels all take the same time: when they are launched, or when a captured graph is replayed."""
 
     def __init__(self) -> None:
-        """Begin at nothing."""
+        """Start the clock at 0."""
         self.now_s = 0.0
         self.is_capturing = False
         self.num_captured = 0
@@ -35,7 +35,7 @@ class Accelerator:
 
     @contextmanager
     def capture(self, _: object) -> Iterator[None]:
-        """Take kernels down instead of running them."""
+        """Record kernels instead of running them."""
         self.is_capturing = True
         yield
         self.is_capturing = False
@@ -47,49 +47,49 @@ class Accelerator:
 
 
 class Event:
-    """A moment of that GPU's."""
+    """A CUDA event."""
 
     def __init__(self, gpu: Accelerator) -> None:
-        """Be no moment yet."""
+        """Create an event that is not recorded."""
         self.gpu = gpu
         self.at_s = float("nan")
 
     def record(self) -> None:
-        """Be now."""
+        """Record the current time."""
         self.at_s = self.gpu.now_s
 
     def synchronize(self) -> None:
-        """Wait for it; a moment that was never recorded never comes."""
+        """Check that the event was recorded."""
         assert self.at_s == self.at_s
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds, as torch has it."""
+        """Return milliseconds, as torch does."""
         return (later.at_s - self.at_s) * 1e3
 
 
 class Stream:
-    """A stream that is always done."""
+    """A stream that is always idle."""
 
     def wait_stream(self, _: object) -> None:
-        """Wait for none."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Wait for none."""
+        """Return at once."""
 
 
 class Graph:
-    """What was captured on that GPU."""
+    """A captured graph."""
 
     def __init__(self, gpu: Accelerator) -> None:
-        """Hold nothing yet."""
+        """Replay on this GPU."""
         self.replay = gpu.replay
 
 
 @pytest.fixture
 def gpu() -> Iterator[Accelerator]:
-    """Have torch drive it."""
+    """Patch torch to use a fake GPU."""
     made = Accelerator()
-    stands_in = {
+    fakes = {
         "Event": lambda **_: Event(made),
         "CUDAGraph": lambda: Graph(made),
         "graph": made.capture,
@@ -98,22 +98,22 @@ def gpu() -> Iterator[Accelerator]:
         "stream": lambda _: nullcontext(),
     }
     with ExitStack() as stack:
-        for name, value in stands_in.items():
+        for name, value in fakes.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch("services.profiling.stopwatch.time.perf_counter", lambda: made.now_s))
+        stack.enter_context(patch("services.profiling.torch_device.time.perf_counter", lambda: made.now_s))
         yield made
 
 
-@pytest.mark.parametrize(("sample_s", "runs"), [(1e-3, 1), (3 * RUN_S * 10.5, 10), (100.0, MOST_RUNS)])
+@pytest.mark.parametrize(("sample_s", "runs"), [(1e-3, 1), (3 * RUN_S * 10.5, 10), (100.0, MAX_RUNS)])
 def test_a_gpu_is_timed_by_its_own_clock_in_graphs(gpu: Accelerator, sample_s: float, runs: int) -> None:
-    """A graph of as many runs as there is time for, one after another, replayed a few times: the time of one."""
+    """A graph has as many runs as the sample time allows, and is replayed a few times; the result is the time of one run."""
     assert CudaStopwatch(sample_s).seconds(gpu.run) == pytest.approx(RUN_S)
     assert gpu.turns == list(range(runs))
-    assert gpu.replays >= 1 + FEWEST_SAMPLES
+    assert gpu.replays >= 1 + MIN_SAMPLES
 
 
-def test_a_hiccup_does_not_count() -> None:
-    """One sample that took a thousand times as long leaves the median where it is."""
+def test_an_outlier_does_not_count() -> None:
+    """One sample that takes a thousand times as long does not change the median."""
     now_s, calls = 0.0, 0
 
     def run(_: int) -> None:

@@ -11,10 +11,12 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning.limits import ScalingLimits
-from services.provisioner_server import Leader, Pool, ProvisionerSettings
 from services.provisioner_server.hooks import HookError
+from services.provisioner_server.leader import Leader
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.metrics import ProvisionerMetrics
+from services.provisioner_server.pool import Pool
+from services.provisioner_server.settings import ProvisionerSettings
 from services.provisioner_server.sidecars import Condition
 
 

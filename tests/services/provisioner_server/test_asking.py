@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from protos.block.v1 import provisioner_pb2_grpc
-from services.provisioner_server import ProvisionerService
+from services.provisioner_server.service import ProvisionerService
 from tests.services.cli.running import block, refusal
 from tests.services.provisioner_server.acting import Noting, leader
 from tests.services.waiting import run, until
@@ -67,8 +67,8 @@ def test_an_operator_sees_what_there_is_what_was_done_and_why(tmp_path: Path) ->
             assert all(START in line for line in history)
             assert [line.partition("(")[2].partition(",")[0] for line in history] == ["written", "called", "done"]
             status = await said("status", "--address", address)
-            assert "leader one, asked one" in status
-            assert "headroom, 2 there, 2 wanted (2 to 4)" in status
+            assert "leader one, queried one" in status
+            assert "headroom, 2 instances, 2 desired (2 to 4)" in status
             assert "default-1-0" in status
             assert await said("plan", "--address", address) == f"nothing: {QUIET}\n"
             plan = json.loads(await said("plan", "--address", address, "--json"))

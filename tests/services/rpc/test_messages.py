@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.forecast import Forecast
+from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
 from predictor.prefix import block_hashes
 from predictor.request import BEST_EFFORT, Request, Slo

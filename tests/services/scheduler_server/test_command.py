@@ -99,7 +99,7 @@ def test_two_processes_do_not_herd() -> None:
     """64 simultaneous requests over two schedulers onto 8 idle equal instances: 8 each, give or take one."""
 
     async def test() -> None:
-        many = ("--most-conflicts", "1000")  # a machine that is too slow to decide is not what is tested
+        many = ("--max-conflicts", "1000")  # a machine that is too slow to decide is not what is tested
         async with sidecars(*"abcdefgh") as stubs, served(stubs, *many) as one, served(stubs, *many) as two:
             requests = [one.client.request() for _ in range(64)]
             decisions = await asyncio.gather(

@@ -80,7 +80,7 @@ def test_requests_go_where_their_model_is_and_not_where_the_caller_has_been() ->
                 assert not stubs[2].ever
                 assert fates(decision) == {"a": "EXCLUDED", "b": "EXCLUDED", "c": "DOWN"}
                 call = client.decide(exclude_instance_ids=["a", "b", "c"])
-                assert "a: the caller does not want it" in await refused(call, grpc.StatusCode.UNAVAILABLE)
+                assert "a: excluded by the caller" in await refused(call, grpc.StatusCode.UNAVAILABLE)
                 call = client.decide(client.request(model="o"))
                 assert "'o' is served by no instance; there are m, n" in await refused(call, grpc.StatusCode.NOT_FOUND)
                 assert "request.model: is missing" in await refused(client.decide(client.request(model="")))

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.decision_recordings import decisions_in, is_recording, requests_in
 from services.explanations import in_short, table_of
-from services.scheduler_server.decision_log import DecisionLog
-from services.scheduler_server.decision_recorder import MOST_WAITING, DecisionRecorder
-from services.scheduler_server.metrics import SchedulerMetrics
-from services.scheduler_server.service import is_local
+from services.placement.decision_log import DecisionLog
+from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
+from services.placement.metrics import SchedulerMetrics
+from services.placement.service import is_local
 from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
 from tests.services.stub_sidecars import sidecars
 
@@ -102,22 +102,18 @@ def test_only_so_much_is_remembered() -> None:
             assert [(await explained(client, one.request_id)).request_id for one in decisions] == ["r1", "r2", "r3"]
 
     run(test)
-    recent = DecisionLog(most_decisions=3, most_candidates=5)
+    recent = DecisionLog(max_decisions=3, max_candidates=5)
     for number, num_candidates in enumerate((1, 1, 1, 1, 4, 9)):
-        recent.keep(common_pb2.Decision(request_id=str(number)), Remembered(candidates=[Seen()] * num_candidates))  # type: ignore[arg-type]
-        known = [name for name in map(str, range(number + 1)) if name in recent._decided]
+        message = common_pb2.Decision(request_id=str(number), num_candidates=num_candidates)
+        recent.on_placement(common_pb2.Request(request_id=str(number)), WithForecast(), message)  # type: ignore[arg-type]
+        known = [name for name in map(str, range(number + 1)) if name in recent._logged]
         assert known == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["3", "4"], ["5"]][number]
 
 
-class Seen:
-    """A candidate that nobody looks at."""
+class WithForecast:
+    """As much of a placement as its size depends on."""
 
-
-class Remembered:
-    """As much of a placement as is remembered."""
-
-    def __init__(self, candidates: list[Seen]) -> None:
-        self.candidates, self.rest = candidates, ()
+    forecast = object()
 
 
 def test_an_explanation_is_short_and_to_the_point() -> None:
@@ -205,23 +201,23 @@ def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         write(recorder, line)
 
     monkeypatch.setattr(DecisionRecorder, "_write", held)
-    recorder = DecisionRecorder(str(path), share=1.0, most_bytes=2**30, measures=SchedulerMetrics(registry))
-    for number in range(MOST_WAITING + 10):
-        recorder.ended(common_pb2.Outcome(request_id=str(number)))
+    recorder = DecisionRecorder(str(path), share=1.0, max_bytes=2**30, metrics=SchedulerMetrics(registry))
+    for number in range(MAX_PENDING + 10):
+        recorder.on_outcome(common_pb2.Outcome(request_id=str(number)))
     lost = recorded(registry, "lost")
     assert lost in (9, 10)  # one may be in the writer's hands
     goes_on.set()
     recorder.close()
-    assert len(path.read_text().splitlines()) == recorded(registry, "written") == MOST_WAITING + 10 - lost
+    assert len(path.read_text().splitlines()) == recorded(registry, "written") == MAX_PENDING + 10 - lost
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
     """And the scheduler goes on."""
     registry = CollectorRegistry()
-    recorder = DecisionRecorder("/dev/full", share=1.0, most_bytes=2**30, measures=SchedulerMetrics(registry))
+    recorder = DecisionRecorder("/dev/full", share=1.0, max_bytes=2**30, metrics=SchedulerMetrics(registry))
     for _ in range(3):
-        recorder.ended(common_pb2.Outcome(request_id="r"))
+        recorder.on_outcome(common_pb2.Outcome(request_id="r"))
     recorder.close()
     assert (recorded(registry, "lost"), recorded(registry, "written")) == (3, 0)
 

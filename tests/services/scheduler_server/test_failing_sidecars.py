@@ -40,7 +40,7 @@ def test_a_late_sidecar_is_skipped_left_alone_and_taken_back() -> None:
                 assert decision.instance.instance_id == "b"
                 assert fates(decision)["a"] == "LATE"
                 assert (decision.num_skipped, decision.decision_s >= 1.0) == (1, True)
-                assert "a: no answer within 1000 ms" in decision.why
+                assert "a: no reply within 1000 ms" in decision.why
             decision = await client.decide(explain=True)
             assert fates(decision) == {"a": "DOWN", "b": "FORECAST"}
             assert client.count("block_sidecar_circuits_open") == 1
@@ -110,13 +110,13 @@ def with_indicator(name: str, value: float) -> Callable[[predictor_pb2.PredictRe
 @pytest.mark.parametrize(
     ("twist", "named"),
     [
-        (lambda _: b"\xff\xff\xff", "garbage"),
+        (lambda _: b"\xff\xff\xff", "its reply is no PredictResponse"),
         (nothing, "instance_id"),
         (changed(e2e_s=math.nan), "forecast.e2e_s"),
         (changed(ttft_s=-1.0, queue_s=-2.0), "forecast.queue_s"),
         (changed(e2e_s=0.0, ttft_s=0.0, queue_s=0.0), "forecast.e2e_s"),
         (lambda response: setattr(response, "instance_id", "b"), "instance_id: 'b' answers there"),
-        (lambda response: setattr(response.predictions[0], "request_id", "z"), "'z' was not asked about"),
+        (lambda response: setattr(response.predictions[0], "request_id", "z"), "'z' is not the request asked about"),
         (without("predictions"), "predictions: there are 0"),
         (without("forecast"), "forecast: is missing"),
         (with_indicator("pace", math.nan), "indicators.pace"),
@@ -236,7 +236,7 @@ def test_a_sidecar_that_hangs_while_reserving_costs_a_deadline() -> None:
             stubs[0].hung_reserving = asyncio.Event()
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
-            assert "a: when reserving: no answer within 1000 ms" in decision.why
+            assert "a: when reserving: no reply within 1000 ms" in decision.why
             assert fates(decision) == {"a": "LATE", "b": "FORECAST"}
             stubs[0].hung_reserving.set()
 

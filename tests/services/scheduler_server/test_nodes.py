@@ -7,14 +7,14 @@ from pathlib import Path
 
 from services.instances import Instance, Instances, Listed
 from tests.services.engine_state.files import busy, writer_at
-from tests.services.predictor_server.asking import AskedNode, node_of
+from tests.services.predictor_server.running_sidecars import NodeClient, node_of
 from tests.services.scheduler_server.running import FOR_EVER, fates, run, scheduler
 from tests.services.stub_sidecars import sidecars
 
 ENDLESS_S = 1e9
 
 
-def listed(node: AskedNode, *names: str) -> list[Instance]:
+def listed(node: NodeClient, *names: str) -> list[Instance]:
     """Instances with one sidecar address."""
     return [
         Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{node.port}")
@@ -106,7 +106,7 @@ def test_a_question_under_way_to_an_instance_that_leaves_the_list_is_answered() 
                 a.hung.set()
                 decision = await asking
                 assert decision.instance.instance_id == "b"
-                assert "without a: when reserving: has left the list" in decision.why
+                assert "without a: when reserving: instance was removed from the list" in decision.why
 
     run(test)
 
@@ -127,7 +127,7 @@ def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
                     assert fates(decision) == {"a": "DOWN", "b": "DOWN", "c": "FORECAST"}
                 assert client.count("block_sidecar_circuits_open") == 1
                 assert client.count("block_sidecar_failures_total", instance="b", kind="down") == 2
-                assert "is left alone" in (await client.decide(explain=True)).why
+                assert "circuit open" in (await client.decide(explain=True)).why
 
     run(test)
 

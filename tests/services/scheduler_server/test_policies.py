@@ -94,7 +94,7 @@ def test_a_shortlist_asks_few() -> None:
                     "d": "NOT_SHORTLISTED",
                 }
                 assert (decision.num_candidates, decision.num_skipped) == (4, 0)
-                assert "over 4, 2 of them foretold" in decision.why
+                assert "over 4, 2 of them forecast" in decision.why
                 assert client.count("block_decisions_total", policy="block", basis="forecast") >= 1
 
     run(test)

@@ -20,7 +20,7 @@ from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.emulator.tokens import chat_text, token_ids, token_text
 from services.instances import Instance, Listed
 from tests.services.emulator.running import Emulated, emulated
-from tests.services.predictor_server.asking import node_of
+from tests.services.predictor_server.running_sidecars import node_of
 from tests.services.scheduler_server.running import Client, run, scheduler
 
 BLOCK_TOKENS = 16

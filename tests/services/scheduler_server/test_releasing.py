@@ -65,7 +65,7 @@ def test_an_engine_that_fails_requests_is_avoided() -> None:
                 await client.release(decision, FAILED)
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
-            assert "without a: its engine failed lately" in decision.why
+            assert "without a: its engine failed recently" in decision.why
             assert (decision.num_skipped, fates(decision)["a"]) == (1, "FORECAST")
             assert await client.choose(exclude_instance_ids=["b"]) == "a"
             decision.instance.instance_id = "a"

@@ -68,7 +68,7 @@ def test_a_decision_under_way_is_made_before_the_end() -> None:
 
 def test_each_decision_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     """One line with what was decided and why; none at info."""
-    logger = "services.scheduler_server.service"
+    logger = "services.placement.driver"
     caplog.set_level(logging.DEBUG, logger)
 
     async def test() -> None:

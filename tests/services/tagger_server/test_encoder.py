@@ -16,11 +16,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from length_tagger import TAGGERS, chained
-from length_tagger.estimate import MOST_SPREAD, MOST_TOKENS
+from length_tagger.estimate import MAX_SPREAD, MAX_TOKENS
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services.rpc.server import ServerSettings, serving
-from services.tagger_server.batches import ENCODER, SMALL, Batches, Encoder
+from services.tagger_server.batches import SMALL, Batches
 from services.tagger_server.service import TaggerService
+from services.tagger_server.settings import ENCODER, EncoderSettings
 from tests.length_tagger.test_learning import HOSTILE
 from tests.services.cli.running import answer, block
 from tests.services.tagger_server.test_learning import data
@@ -114,7 +115,7 @@ async def serving_one(estimator: str) -> AsyncIterator[Any]:
     batches = None
     if estimator == ENCODER:
         pytest.importorskip("onnxruntime", reason="needs the extra `encoder`")
-        loaded = Encoder(folder=SMALL, deadline_s=PATIENCE_S).loaded()
+        loaded = EncoderSettings(folder=SMALL, deadline_s=PATIENCE_S).loaded()
         batches = Batches(loaded, registry, deadline_s=PATIENCE_S)
     order = dict.fromkeys((estimator, "constant"))
     service = TaggerService(chained(order), registry, batches)
@@ -129,9 +130,9 @@ async def serving_one(estimator: str) -> AsyncIterator[Any]:
 def require_bounded(tag: common_pb2.Tag) -> None:
     """A tag that any forecast can work with."""
     assert math.isfinite(tag.median_tokens)
-    assert 1 <= tag.median_tokens <= MOST_TOKENS
+    assert 1 <= tag.median_tokens <= MAX_TOKENS
     assert math.isfinite(tag.spread)
-    assert 0 <= tag.spread <= MOST_SPREAD
+    assert 0 <= tag.spread <= MAX_SPREAD
     assert 0 <= tag.confidence <= 1
 
 

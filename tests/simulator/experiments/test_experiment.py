@@ -1,4 +1,4 @@
-"""Experiments run from their files, go on where they were, and report what they found."""
+"""Experiments run from TOML files, continue after an interruption, and write reports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from click.testing import CliRunner
 
 from services.cli import block
 from simulator.experiments.experiment import experiment_from, experiment_named, experiment_names
-from simulator.experiments.ledger import Ledger
-from simulator.parallel import one_by_one
 
 CAPACITY = """
 title = "A small one"
@@ -47,7 +45,7 @@ SWEEP = CAPACITY.replace('kind = "capacity"', 'kind = "sweep"\nrates = [1, 2]\np
 
 
 def run(*arguments: str) -> str:
-    """Run a command that must end well, and return its standard output."""
+    """Run `block experiment`, which must succeed, and return its standard output."""
     result = CliRunner().invoke(block, ["experiment", "--workers", "1", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
@@ -62,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_reports_capacities_beside_the_papers(file: Path, tmp_path: Path) -> None:
-    """JSON has every number by its name, Markdown the paper's beside it, HTML plots and nothing from elsewhere."""
+    """JSON has every number by name, Markdown has the paper's numbers, HTML has charts and no external resources."""
     found = json.loads(run(str(file), "--out", str(tmp_path / "out"), "--json"))
     results = {row["name"]: row for row in found["results"]}
     assert found["bench"] == "small"
@@ -84,7 +82,7 @@ def test_reports_capacities_beside_the_papers(file: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", [CAPACITY, SWEEP])
 def test_one_seed_has_no_interval(tmp_path: Path, text: str) -> None:
-    """Nobody knows how far another seed is off: JSON says null, and reports say so in words."""
+    """With one seed, JSON has null intervals, and the report has a sentence instead."""
     path = tmp_path / "one.toml"
     path.write_text(text)
     found = json.loads(
@@ -98,8 +96,8 @@ def test_one_seed_has_no_interval(tmp_path: Path, text: str) -> None:
     assert "±" not in markdown
 
 
-def test_claims_stand_beside_what_was_measured(tmp_path: Path) -> None:
-    """The report has the paper's sentence, its number and ours, and where curves turn up; so has JSON."""
+def test_claims_are_reported_with_measurements(tmp_path: Path) -> None:
+    """The report and JSON have the paper's sentence and number, our number, and the turning points."""
     path = tmp_path / "claims.toml"
     path.write_text(
         'turn = { metric = "ttft_p99_s", limit = 0.00001 }\n' + SWEEP
@@ -115,20 +113,20 @@ def test_claims_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert "<td>Faster</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_capacities_stand_below_what_no_placement_can_sustain(tmp_path: Path) -> None:
-    """Where an experiment asks for it, there is a row more."""
+def test_capacities_are_below_the_placement_bound(tmp_path: Path) -> None:
+    """With `bound = true`, there is a row for it."""
     path = tmp_path / "bound.toml"
     path.write_text("bound = true\n" + CAPACITY.replace("num_requests = 120", "num_requests = 1500"))
     found = json.loads(run(str(path), "--only", "eight", "--seeds", "1", "--out", str(tmp_path / "out"), "--json"))
     results = {row["name"]: row["value"] for row in found["results"]}
     bound = results["capacity_qps.any_placement_at_most.eight"]
-    assert results["capacity_qps.jsq.eight"] < 1.1 * bound  # the start, from empty, is a gift
+    assert results["capacity_qps.jsq.eight"] < 1.1 * bound  # a run starts with empty instances
     assert "gain_over_jsq.any_placement_at_most.eight" in results
     assert "| any placement, at most |" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_goes_on_where_it_was(file: Path, tmp_path: Path) -> None:
-    """What was measured is not measured again, and half of it leads to the same end."""
+def test_an_interrupted_run_continues(file: Path, tmp_path: Path) -> None:
+    """Known results are not measured again, and half of them lead to the same report."""
     arguments = (str(file), "--out", str(tmp_path / "out"), "--json")
     first = run(*arguments)
     measured = tmp_path / "out" / "measured.jsonl"
@@ -151,7 +149,7 @@ def test_sweeps_draw_curves(tmp_path: Path) -> None:
 
 
 def test_shipped_experiments_can_be_read() -> None:
-    """Each experiment that comes along is well formed, and listed."""
+    """Each shipped experiment is valid and listed."""
     listed = run()
     assert "block-table2" in experiment_names()
     for name in experiment_names():
@@ -170,27 +168,12 @@ def test_shipped_experiments_can_be_read() -> None:
     ],
 )
 def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) -> None:
-    """Each by what is bad."""
+    """The error names the bad part."""
     with pytest.raises(ValueError, match=complaint):
         experiment_from("small", CAPACITY.replace(*change))
 
 
 def test_unknown_experiments_are_refused_with_a_hint() -> None:
-    """The nearest name is offered."""
+    """The error suggests the nearest name."""
     with pytest.raises(ValueError, match="did you mean block-table2"):
         experiment_named("block-table-2")
-
-
-def test_ledgers_tell_tasks_apart(tmp_path: Path) -> None:
-    """Only the same function of the same task is known already."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    calls: list[int] = []
-
-    def squared(task: int) -> int:
-        calls.append(task)
-        return task * task
-
-    runner = ledger.over(one_by_one)
-    assert dict(runner(squared, [1, 2])) == {0: 1, 1: 4}
-    assert dict(Ledger(tmp_path / "ledger.jsonl").over(one_by_one)(squared, [2, 3])) == {0: 4, 1: 9}
-    assert calls == [1, 2, 3]

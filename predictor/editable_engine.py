@@ -1,0 +1,380 @@
+"""An engine model that is corrected while it runs: steps end when observed, requests move, blocks are recounted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from predictor.config import EngineConfig
+from predictor.engine import Engine
+from predictor.request import Request
+from predictor.reserved_requests import Length
+from predictor.snapshot import Snapshot
+from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, WAITING
+from predictor.step_time import StepTime
+from predictor.transfer import snapshot_of
+from predictor.twin import Shown, ShownStep
+
+EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
+UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; a twin without blocks does not read them
+FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
+NO_LENGTH: Length = (0, None)
+
+
+class PlannedStep(NamedTuple):
+    """When a step starts and ends in the model; `profile_s` is its duration without the correction of the pace."""
+
+    start_s: float
+    end_s: float
+    profile_s: float
+
+
+class ShownRecords(NamedTuple):
+    """The record types of `Shown.live` and `Shown.facts`; all twins of a process take the same compiled types."""
+
+    live: np.dtype[Any]
+    facts: np.dtype[Any]
+
+
+class EditableEngine(Engine):
+    """An engine model with named corrections; it does not know what its KV blocks hold.
+
+    `rewind_steps` comes before an edit that changes which steps are possible: `correct_prompt`, `promote_to_running`
+    and `demote_to_waiting`. After it, `recount_blocks` and `plan_step` bring the model back to a consistent state.
+    """
+
+    def __init__(self, config: EngineConfig, step_time: StepTime, now_s: float) -> None:
+        """Make an idle engine whose clock shows `now_s`."""
+        super().__init__(config, step_time, track_blocks=False)
+        self._visible = np.zeros(len(self.state.requests), np.bool_)  # by slot
+        self.state.engine[0].now_s = now_s
+
+    # Queues.
+
+    @property
+    def num_running(self) -> int:
+        """Number of running requests."""
+        return int(self.state.engine[0].num_running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting requests, including those that have not arrived yet."""
+        head = self.state.engine[0]
+        return int(head.num_waiting + head.num_pending)
+
+    # Steps.
+
+    @property
+    def num_steps_under_way(self) -> int:
+        """Number of steps that are planned and have not ended."""
+        return int(self.state.engine[0].num_in_flight)
+
+    def oldest_step(self) -> PlannedStep:
+        """Return the oldest step under way."""
+        return self._step(0)
+
+    def plan_step(self, until_s: float) -> PlannedStep | None:
+        """Advance to `until_s`, or until one more step is planned; return that step, if any."""
+        head = self.state.engine[0]
+        before = int(head.num_steps)
+        head.steady = 0  # a batch of repeated steps could not be ended step by step
+        self.drive(self.state, until_s, before + 1, NOBODY)
+        # a request that shared blocks returns more than it held
+        head.num_free_blocks = min(int(head.num_free_blocks), self.num_blocks)
+        return None if int(head.num_steps) == before else self._step(self.num_steps_under_way - 1)
+
+    def end_oldest_step(self, now_s: float) -> None:
+        """Let the oldest step under way end now; the step behind it starts now and keeps its duration."""
+        head, steps = self.state.engine[0], self.state.steps
+        steps[head.oldest].end_s = now_s
+        if head.num_in_flight > 1:
+            younger = steps[(head.oldest + 1) % 2]
+            younger.end_s = now_s + max(0.0, float(younger.end_s - younger.start_s))
+            younger.start_s = now_s
+
+    def rewind_steps(self) -> None:
+        """Undo the planning of all steps under way."""
+        state = self.state
+        head, rows = state.engine[0], state.requests
+        for ahead in reversed(range(int(head.num_in_flight))):
+            index = (int(head.oldest) + ahead) % 2
+            for entry in state.batch[index, : state.steps[index].num_scheduled]:
+                row = rows[entry.slot]
+                row.in_flight_tokens -= entry.tokens
+                if row.stale_tokens > 0:
+                    row.stale_tokens -= entry.tokens
+                elif row.status == RUNNING:
+                    row.computed_tokens -= entry.tokens
+                    if entry.sampled and head.pipeline_depth > 1:
+                        row.placeholders -= 1
+        head.num_in_flight = 0
+        head.steady = head.stuck = 0
+
+    def skip_idle_time(self, now_s: float) -> None:
+        """Advance the clock of an engine without a step under way."""
+        head = self.state.engine[0]
+        if head.num_in_flight == 0:
+            head.now_s = max(head.now_s, now_s)
+
+    def num_tokens_of_oldest_step(self) -> int:
+        """Return how many output tokens the oldest step under way produces."""
+        return 0 if not self.num_steps_under_way else int(np.count_nonzero(self._entries(0)["sampled"]))
+
+    def will_produce_token(self, request_id: str) -> bool:
+        """Return whether a step under way produces a token of a request."""
+        slot = self.slots[request_id]
+        for ahead in range(self.num_steps_under_way):
+            entries = self._entries(ahead)
+            if ((entries["slot"] == slot) & (entries["sampled"] != 0)).any():
+                return True
+        return False
+
+    def oldest_step_is_visible(self) -> bool:
+        """Return whether the oldest step under way produces a token that is observed outside.
+
+        Every token of a visible request is observed; of any other request, only the last one.
+        """
+        if not self.num_steps_under_way:
+            return False
+        entries = self._entries(0)
+        slots = entries["slot"]
+        rows = self.state.requests.view(np.ndarray)[slots]
+        is_seen = self._visible[slots] | (rows["output_tokens"] + 1 >= rows["final_tokens"])
+        return bool((is_seen & (entries["sampled"] != 0) & (rows["status"] != FINISHED)).any())
+
+    def _step(self, ahead: int) -> PlannedStep:
+        head = self.state.engine[0]
+        step = self.state.steps[(head.oldest + ahead) % 2]
+        start_s, end_s = float(step.start_s), float(step.end_s)
+        return PlannedStep(start_s, end_s, (end_s - start_s) / float(head.pace))
+
+    def _entries(self, ahead: int) -> np.ndarray:
+        """Return what a step under way schedules."""
+        index = (int(self.state.engine[0].oldest) + ahead) % 2
+        entries: np.ndarray = self.state.batch.view(np.ndarray)[index, : int(self.state.steps[index].num_scheduled)]
+        return entries
+
+    # One request.
+
+    def mark_visible(self, request_id: str, *, visible: bool) -> None:
+        """Set whether every token of a request is observed outside."""
+        missing = len(self.state.requests) - len(self._visible)
+        if missing > 0:
+            self._visible = np.concatenate((self._visible, np.zeros(missing, np.bool_)))
+        self._visible[self.slots[request_id]] = visible
+
+    def is_visible(self, request_id: str) -> bool:
+        """Return whether every token of a request is observed outside."""
+        return bool(self._visible[self.slots[request_id]])
+
+    def is_running(self, request_id: str) -> bool:
+        """Return whether a request is running."""
+        return bool(self._row(request_id).status == RUNNING)
+
+    def is_finished(self, request_id: str) -> bool:
+        """Return whether a request has ended."""
+        return bool(self._row(request_id).status == FINISHED)
+
+    def is_scheduled(self, request_id: str) -> bool:
+        """Return whether a step under way computes tokens of a request."""
+        return bool(self._row(request_id).in_flight_tokens > 0)
+
+    def output_tokens(self, request_id: str) -> int:
+        """Return how many tokens a request has produced."""
+        return int(self._row(request_id).output_tokens)
+
+    def max_tokens(self, request_id: str) -> int:
+        """Return the length at which the engine ends an answer at the latest."""
+        return int(self._row(request_id).max_tokens)
+
+    def predicted_tokens(self, request_id: str) -> int:
+        """Return the length at which an answer ends in the model."""
+        return int(self._row(request_id).final_tokens)
+
+    def first_token_s(self, request_id: str) -> float:
+        """Return when a request produced its first token."""
+        return float(self._row(request_id).first_token_s)
+
+    def end_answer_at(self, request_id: str, num_tokens: int) -> None:
+        """Let an answer end at `num_tokens`."""
+        self._row(request_id).final_tokens = num_tokens
+
+    def discard_output(self, request_id: str) -> int:
+        """Let a request have produced no tokens; return how many it had."""
+        row = self._row(request_id)
+        num_tokens = int(row.output_tokens)
+        row.output_tokens = 0
+        return num_tokens
+
+    def can_correct_prompt(self, request_id: str, prompt_tokens: int) -> bool:
+        """Return whether a request has another prompt length, may have this one, and still computes its prompt."""
+        row = self._row(request_id)
+        if row.prompt_tokens == prompt_tokens or row.status == FINISHED or row.output_tokens > 0:
+            return False
+        has_room = self.config.max_model_len > prompt_tokens
+        return has_room and -(-prompt_tokens // self.config.block_size) <= self.num_blocks
+
+    def correct_prompt(self, request_id: str, prompt_tokens: int) -> None:
+        """Set the prompt length of a request that still computes its prompt; no step may be under way."""
+        row = self._row(request_id)
+        computed_tokens = min(int(row.computed_tokens), prompt_tokens - 1)
+        row.prompt_tokens = prompt_tokens
+        row.computed_tokens = computed_tokens
+        row.num_blocks = -(-computed_tokens // self.config.block_size)
+        row.max_tokens = min(row.max_tokens, self.config.max_model_len - prompt_tokens)
+        row.final_tokens = min(row.final_tokens, row.max_tokens)
+        if row.status == RUNNING:
+            row.prefill_tokens = prompt_tokens
+
+    def promote_to_running(self, request_id: str, num_tokens: int) -> None:
+        """Let a request run with `num_tokens` produced and all tokens before computed; no step may be under way."""
+        state, slot = self.state, self.slots[request_id]
+        head, row = state.engine[0], state.requests[slot]
+        if row.status != RUNNING:
+            self._remove_from_queues(slot)
+            if row.status in (UNBORN, WAITING, FINISHED):
+                state.running[head.num_running] = slot
+                head.num_running += 1
+            row.status = RUNNING
+            row.prefill_tokens = row.prompt_tokens + row.output_tokens
+        # more tokens than fit the model show that the prompt was estimated too long
+        num_tokens = min(num_tokens, self.config.max_model_len - 2)
+        row.prompt_tokens = min(row.prompt_tokens, self.config.max_model_len - num_tokens - 1)
+        row.output_tokens = num_tokens
+        row.placeholders = row.stale_tokens = 0
+        row.computed_tokens = row.prompt_tokens + num_tokens - 1 if num_tokens else 0
+        row.num_blocks = -(-row.computed_tokens // self.config.block_size)
+        if row.final_tokens <= num_tokens:  # it continues past its predicted end
+            row.final_tokens = min(num_tokens + EXTRA_TOKENS, self.config.max_model_len - row.prompt_tokens)
+            row.max_tokens = max(row.max_tokens, row.final_tokens)
+        row.scheduled_s = row.scheduled_s if row.scheduled_s >= 0 else head.now_s
+        if num_tokens and row.first_token_s < 0:
+            row.first_token_s = head.now_s
+
+    def demote_to_waiting(self, request_id: str) -> None:
+        """Put a running request at the front of the waiting queue; no step may be under way."""
+        state, slot = self.state, self.slots[request_id]
+        head, row = state.engine[0], state.requests[slot]
+        if row.status != RUNNING:
+            return
+        self._remove_from_queues(slot)
+        row.status = WAITING
+        row.computed_tokens = row.num_blocks = row.placeholders = row.stale_tokens = 0
+        head.waiting_head = (int(head.waiting_head) - 1) % len(state.waiting)
+        state.waiting[head.waiting_head] = slot
+        head.num_waiting += 1
+
+    def _row(self, request_id: str) -> np.record:
+        row: np.record = self.state.requests[self.slots[request_id]]
+        return row
+
+    def _remove_from_queues(self, slot: int) -> None:
+        state = self.state
+        head = state.engine[0]
+        running = [int(one) for one in state.running[: head.num_running] if one != slot]
+        state.running[: len(running)] = running
+        head.num_running = len(running)
+        head.num_waiting = _remove_from_ring(state.waiting, int(head.waiting_head), int(head.num_waiting), slot)
+        head.num_pending = _remove_from_ring(state.pending, int(head.pending_head), int(head.num_pending), slot)
+
+    # KV blocks.
+
+    def num_held_blocks(self) -> int:
+        """Return how many blocks the running requests hold."""
+        state = self.state
+        return int(state.requests["num_blocks"][state.running[: state.engine[0].num_running]].sum())
+
+    def recount_blocks(self, num_held_elsewhere: int) -> int:
+        """Set the number of free blocks from what running requests hold, and unknown holders; return the former.
+
+        A negative `num_held_elsewhere` is the number of blocks that requests share.
+        """
+        head, held = self.state.engine[0], self.num_held_blocks()
+        head.num_free_blocks = min(self.num_blocks, max(0, self.num_blocks - held - num_held_elsewhere))
+        head.steady = head.stuck = 0
+        return held
+
+    # The whole model, for others.
+
+    def shown(self, records: ShownRecords, lengths: Mapping[str, Length], now_s: float, max_requests: int) -> Shown:
+        """Return the model in the form that a twin follows; `lengths` has the predicted lengths by request id."""
+        state = self.state
+        head, rows = state.engine[0], state.requests.view(np.ndarray)
+        running = state.running[: head.num_running]
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
+        pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
+        slots = np.concatenate((running, waiting, pending))[:max_requests].astype(np.int64)
+        num = len(slots)
+        live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
+        for name in records.live.names or ():
+            if name not in UNUSED_COUNTS:
+                live[name] = rows[name][slots]
+        for name in FACTS:
+            facts[name] = rows[name][slots]
+        known, median, spread = np.zeros(num, np.int64), np.full(num, np.nan), np.zeros(num)
+        for index, slot in enumerate(slots.tolist()):
+            known[index], tag = lengths.get(self.id_of(slot), NO_LENGTH)
+            if tag is not None:
+                median[index], spread[index] = tag.median_tokens, tag.spread
+        indices = np.full(len(rows), -1)
+        indices[slots] = np.arange(num)
+        return Shown(
+            now_s=now_s,
+            num_free_blocks=int(head.num_free_blocks),
+            decodes_since_look=int(head.decodes_since_look),
+            running=np.arange(len(running)),
+            waiting=np.arange(len(running), num),
+            steps=tuple(self._shown_step(ahead, indices) for ahead in range(int(head.num_in_flight))),
+            live=live,
+            facts=facts,
+            known_tokens=known,
+            tag_median=median,
+            tag_spread=spread,
+        )
+
+    def _shown_step(self, ahead: int, indices: np.ndarray) -> ShownStep:
+        entries = self._entries(ahead)
+        status = self.state.requests["status"][entries["slot"]]
+        entries = entries[((status == RUNNING) | (status == WAITING)) & (indices[entries["slot"]] >= 0)]
+        return ShownStep(
+            start_s=self._step(ahead).start_s,
+            slots=indices[entries["slot"]],
+            tokens=entries["tokens"],
+            sampled=entries["sampled"],
+        )
+
+    def snapshot(self, lengths: Mapping[str, Length], reserved: tuple[Request, ...], now_s: float) -> Snapshot:
+        """Return the model as a snapshot, with predicted lengths by request id, and with more reserved requests."""
+        for slot in self.slots.values():  # requests keep their corrected lengths
+            row, request = self.state.requests[slot], self.request_in(slot)
+            prompt_tokens, max_tokens = int(row.prompt_tokens), int(row.max_tokens)
+            if (request.prompt_tokens, request.max_tokens) != (prompt_tokens, max_tokens):
+                self._requests[slot] = replace(request, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+        snapshot = snapshot_of(self, now_s)
+        return replace(
+            snapshot,
+            running=tuple(replace(one, request=_with_length(one.request, lengths)) for one in snapshot.running),
+            waiting=tuple(replace(one, request=_with_length(one.request, lengths)) for one in snapshot.waiting),
+            reserved=(*(_with_length(one, lengths) for one in snapshot.reserved), *reserved),
+        )
+
+
+def _ring(ring: np.ndarray, head: int, length: int) -> np.ndarray:
+    slots: np.ndarray = ring[(head + np.arange(length)) % len(ring)]
+    return slots
+
+
+def _remove_from_ring(ring: np.ndarray, head: int, length: int, slot: int) -> int:
+    """Remove a slot from a ring and close the gap; return how many slots are left."""
+    positions = (head + np.arange(length)) % len(ring)
+    kept = [one for one in ring[positions] if one != slot]
+    ring[positions[: len(kept)]] = kept
+    return len(kept)
+
+
+def _with_length(request: Request, lengths: Mapping[str, Length]) -> Request:
+    tokens, tag = lengths.get(request.request_id, NO_LENGTH)
+    return replace(request, output_tokens=tokens or None, tag=tag)

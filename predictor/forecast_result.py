@@ -1,0 +1,26 @@
+"""A forecast as a value; it imports no kernels, so that programs without an engine model start fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The predicted latencies of a request; times count from now and are infinite where the engine never gets there.
+
+    The delays are what the request adds to the end of the other requests, in sum and for the one that is delayed most,
+    and `others_preempted` the preemptions that it causes among them; None if they were not forecast.
+    """
+
+    request_id: str
+    ttft_s: float
+    e2e_s: float
+    tpot_s: float
+    queue_s: float
+    output_tokens: int
+    num_preemptions: int
+    prefix_hit_tokens: int
+    others_preempted: int | None = None
+    delay_sum_s: float | None = None
+    delay_worst_s: float | None = None

@@ -1,0 +1,104 @@
+"""The events that a mirror receives about its engine, and the reports that it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from predictor.config import EngineConfig
+from predictor.engine_view import EndedRequest
+from predictor.lengths import Tag
+from predictor.mirror.scraped_metrics import ScrapedMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestArrived:
+    """A request was sent to the engine; `name` is unique, `request_id` is the client's."""
+
+    name: str
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int | None = None
+    known_tokens: int | None = None  # the length of the answer, where it is certain
+    tag: Tag | None = None
+    priority: int = 0
+    streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounted:
+    """The real prompt length of a request became known."""
+
+    name: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensReceived:
+    """The client of a request has received `num_tokens` tokens so far.
+
+    A count that is not `exact` may be too low, as one event of a stream may bring several tokens.
+    """
+
+    name: str
+    num_tokens: int
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """A request ended with `num_tokens` tokens; one that is not `completed` was aborted or failed."""
+
+    name: str
+    num_tokens: int
+    completed: bool
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsScraped:
+    """The engine's /metrics were read."""
+
+    metrics: ScrapedMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLengthRead:
+    """The engine's max_model_len became known."""
+
+    max_model_len: int
+
+
+MirrorEvent = RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
+SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStarted:
+    """The mirror made a model of an idle engine with these settings."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRestarted:
+    """The metrics show that the engine restarted and lost `num_requests` requests."""
+
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownRequestsChanged:
+    """The number of requests that bypass the proxy changed."""
+
+    before: int
+    now: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShown:
+    """A request reached the engine."""
+
+    request_id: str
+
+
+MirrorReport = MirrorStarted | EngineRestarted | UnknownRequestsChanged | RequestShown | EndedRequest

@@ -1,0 +1,1 @@
+"""Requests that wait at a scheduler, not in an engine, until an instance admits them."""

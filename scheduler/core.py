@@ -1,0 +1,137 @@
+"""The state that one scheduler's decisions share: instances, policies, admission queues, the prefix cache index."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
+from scheduler.decision import Decision
+from scheduler.instances import InstanceDirectory
+from scheduler.placement import PlacementRequest
+from scheduler.policy import Policy, policy_from
+from scheduler.prefix.prompt import PromptPrefixes
+
+MAX_POLICIES = 64  # that requests ask for by themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRules:
+    """How decisions deal with conflicts, with many waiting requests, and with forecasts that no policy needs."""
+
+    max_conflicts: int = 10  # of one request with other schedulers; then it reserves unconditionally
+    max_failed_reservations: int = 2  # of one request; then it is sent without a reservation
+    max_held: int = 1000  # requests of one model in the admission queue
+    forecast_always: bool = False  # have the chosen instance forecast, where the policy does without
+    explains: bool = True  # keep what an explanation needs
+
+
+class SchedulerCore:
+    """Makes decisions. It has no clock, no I/O and no randomness of its own; any number may be under way at once.
+
+    `ready` holds the waiting decisions that are to be ticked now: a driver takes them after every event.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that decisions share
+        self,
+        policy: Policy | str,
+        instances: InstanceDirectory,
+        *,
+        random: Callable[[], float],
+        rules: DecisionRules | None = None,
+        order: Order | None = None,
+        prefixes: PromptPrefixes | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Decide over instances by a policy; `random` gives numbers from 0 to 1 for pauses between attempts."""
+        self.instances = instances
+        self.rules = rules or DecisionRules()
+        self.random = random
+        self.prefixes = PromptPrefixes(instances.table) if prefixes is None else prefixes
+        self.ready: deque[Decision] = deque()
+        self.waiting: dict[int, Decision] = {}
+        self._order = order
+        self._seed = seed
+        self._numbers = count()
+        self._queues: dict[str, AdmissionQueue] = {}
+        self._refusals = RecentRefusals(0)
+        self._refusals_of: tuple[str, ...] = ()
+        self._policies: dict[str, Policy] = {}
+        self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
+
+    # Policies.
+
+    def use_policy(self, text: str) -> Policy:
+        """Decide by another policy from now on, where requests name none; decisions under way keep theirs."""
+        self.policy = self.policy_named(text)
+        return self.policy
+
+    def policy_named(self, text: str) -> Policy:
+        """Return the policy that a text describes; it keeps its state between requests."""
+        policy = self._policies.get(text)
+        if policy is None:
+            policy = policy_from(text, self._seed)
+            if len(self._policies) >= MAX_POLICIES:
+                del self._policies[next(name for name, one in self._policies.items() if one is not self.policy)]
+            self._policies[text] = policy
+        return policy
+
+    # Decisions.
+
+    def decision(self, request: PlacementRequest, policy: str = "") -> Decision:
+        """Make the decision for one request; `start` begins it."""
+        return Decision(self, request, self.policy_named(policy) if policy else self.policy)
+
+    # The admission queue.
+
+    def next_number(self) -> int:
+        """Return a number that grows with arrival."""
+        return next(self._numbers)
+
+    def queue(self, model: str) -> AdmissionQueue | None:
+        """Return the admission queue of a model, if any request waits for it."""
+        return self._queues.get(model)
+
+    def join(self, decision: Decision, number: int, deadline_s: float) -> AdmissionQueue:
+        """Add a decision to its model's admission queue; if that is too long, the oldest is next."""
+        model = decision.request.model
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = AdmissionQueue(self.rules.max_held, self._order)
+        queue.join(number, deadline_s)
+        self.waiting[number] = decision
+        if len(queue) > queue.max_held:
+            self.wake(queue.oldest)
+        return queue
+
+    def leave(self, decision: Decision, number: int, now_s: float) -> None:
+        """Remove a decision from its queue; it is the next one's turn."""
+        model = decision.request.model
+        queue = self._queues[model]
+        queue.leave(number)
+        del self.waiting[number]
+        if queue:
+            self.wake(queue.head(now_s))
+        else:
+            del self._queues[model]  # callers may name any model
+
+    def wake(self, number: int) -> None:
+        """Have a waiting decision ticked now."""
+        decision = self.waiting[number]
+        if decision.wakes():
+            self.ready.append(decision)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests in admission queues."""
+        return len(self.waiting)
+
+    @property
+    def refusals(self) -> RecentRefusals:
+        """Which instances admitted no request recently; forgotten when the list of instances changes."""
+        ids = self.instances.table.known.instance_ids
+        if ids is not self._refusals_of:
+            self._refusals, self._refusals_of = RecentRefusals(len(ids)), ids
+        return self._refusals

@@ -1,0 +1,758 @@
+"""One request's way to a placement: a state machine without I/O.
+
+A driver starts a decision and carries out the intention that it returns; it feeds back the result and gets the next
+intention, until the request is placed or shed:
+
+    start(now)                                        the first intention
+    Ask(instance ids, with delays)        ->  answers(...)
+    Reserve(instance, if_version)         ->  reserved(...), conflict(...) or reservation_failed(...)
+    Wait(until)                           ->  tick(now), at that time or when the decision is in `core.ready`
+    Placed(placement), Shed(reason)           the end
+    cancel(now)                               the caller left
+
+Drivers are the gRPC scheduler, a gateway that decides in its process, and the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from predictor.forecast_result import Forecast
+from scheduler.admission.queue import AdmissionQueue, retry_pause_s
+from scheduler.candidate import (
+    FALLBACK_ORDER,
+    Candidate,
+    CandidateStatus,
+    delayed,
+    fallback_key,
+    forecast_columns,
+)
+from scheduler.candidates import Candidates, Rows
+from scheduler.indicators import INDEX_OF, Column
+from scheduler.instances import NoInstanceError
+from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
+from scheduler.policy import Policy
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+FINISHED = INDEX_OF["num_finished_total"]
+NONE = -1  # no position
+NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
+
+# Of an instance in one of these states it is unknown whether it could reserve anything.
+SENT_UNRESERVED = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
+
+BASIS_OF = {
+    CandidateStatus.UNASKED: DecisionBasis.BLIND,
+    CandidateStatus.INDICATORS: DecisionBasis.INDICATORS,
+    CandidateStatus.FORECAST: DecisionBasis.FORECAST,
+}
+
+
+class Ask(NamedTuple):
+    """Have instances forecast the request; `rows` are those that the policy compares, `others` are asked as well."""
+
+    candidates: Candidates
+    others: Sequence[str]
+    with_delays: bool
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """All instances to ask."""
+        return (*self.candidates.instance_ids, *self.others)
+
+
+class Reserve(NamedTuple):
+    """Have an instance reserve the request, if its count of reservations is still `if_version` (None: in any case)."""
+
+    instance_id: str
+    row: int
+    if_version: int | None
+    if_epoch: int | None
+    forecast: Forecast | None
+
+
+class Wait(NamedTuple):
+    """Wait in the admission queue."""
+
+    until_s: float
+
+
+class Placed(NamedTuple):
+    """The request has a placement: that of the decision."""
+
+    decision: Decision
+
+
+class Shed(NamedTuple):
+    """The request is refused: a ValueError blames the request, a ConnectionError the instances."""
+
+    error: Exception
+    retry_after_s: float | None = None
+
+
+Intention = Ask | Reserve | Wait | Placed | Shed
+
+
+class Answer(NamedTuple):
+    """What one instance answered when it was asked: a forecast, or the status and note of its failure."""
+
+    status: CandidateStatus
+    forecast: Forecast | None = None
+    version: int = 0
+    epoch: int = 0
+    note: str = ""
+    answered_s: float = 0.0
+
+
+class Decision:
+    """The decision for one request. `ranking` and `candidates` explain it, as things were when it was made."""
+
+    # An attempt's state, as it is before the attempt: most decisions need little of it.
+    _looked: Candidates | None = None  # what the policy shortlisted
+    _compared: Candidates | None = None  # of these, what it compares
+    _scores: Column | None = None
+    _order: list[int] | None = None  # positions among the compared, best first
+    _admits: np.ndarray | None = None
+    _since: list[int] | None = None  # reservations made after each forecast
+    _forecasts: list[Answer] | None = None  # of the compared; None where a driver gave columns
+    _others: dict[str, Candidate] = NO_CANDIDATES  # what is not compared, or failed
+    _chosen: Candidate | int = NONE
+    _asked: Ask | None = None
+    _reads: Mapping[str, Column] = EMPTY
+    _answers: Mapping[str, Answer] = EMPTY
+    _indicators: Mapping[str, tuple[Mapping[str, float], float, int]] = EMPTY  # with age and unseen
+
+    # The decision's state.
+    num_conflicts = 0
+    reserved_for_s: float | None = None
+    _num_failed = 0
+    _is_placed = False
+    _placement: Placement | None = None
+    _queue: AdmissionQueue | None = None
+    _joined_s = 0.0
+    _held_s = 0.0
+    _wait_until_s = math.inf
+    _may_wait = False
+
+    def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
+        """Prepare the decision for a request by a policy."""
+        self.core = core
+        self.request = request
+        self.policy = policy
+        self._number = request.number
+
+    def _reset(self) -> None:
+        """Forget an attempt."""
+        self._looked = self._compared = self._scores = self._order = self._admits = self._since = None
+        self._forecasts = self._asked = None
+        self._others, self._chosen = NO_CANDIDATES, NONE
+        self._reads, self._answers, self._indicators = EMPTY, EMPTY, EMPTY
+
+    # Events.
+
+    def start(self, now_s: float) -> Intention:
+        """Begin: compare instances, ask them, or join the admission queue behind others."""
+        if self.policy.holds and not self.request.dry_run:
+            self._may_wait = True
+            if self.core.queue(self.request.model):
+                return self._wait(now_s)
+        return self._attempt(now_s)
+
+    def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
+        """Take what the asked instances answered, by instance id; one that is missing is late."""
+        if self._asked is None:
+            return self._forecast_of_chosen(answers, now_s)
+        looked, others = self._asked.candidates, self._asked.others
+        self._asked = None
+        self._answers = answers
+        late = Answer(CandidateStatus.LATE, note="no answer")
+        compared = [answers.get(name, late) for name in looked.instance_ids]
+        for position, answer in enumerate(compared):
+            if answer.status is not CandidateStatus.FORECAST:
+                self._set_aside(looked.instance_id(position), answer)
+        for name in others:
+            self._answer_of_other(self._others[name], answers.get(name, late))
+        kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
+        self._forecasts = [compared[position] for position in kept]
+        self._compared = looked if len(kept) == len(compared) else looked.only(np.array(kept, np.intp))
+        if self.core.rules.explains:
+            self._keep_indicators(self._compared.instance_ids)
+        self._rank_forecasts()
+        return self._decide(now_s)
+
+    def answers_in_columns(self, columns: Mapping[str, Column], now_s: float) -> Intention:
+        """Take the forecasts of all asked instances as columns, one value per instance in the order of `Ask`."""
+        assert self._asked is not None
+        self._compared = self._asked.candidates
+        self._asked = None
+        self._compared.add(columns)
+        self._score()
+        return self._decide(now_s)
+
+    def reserved(self, expires_in_s: float) -> Placed:
+        """Take a reservation that was made."""
+        return self._placed(expires_in_s)
+
+    def conflict(self, answer: Answer, now_s: float) -> Intention:
+        """Take a refusal because other reservations came first; the answer holds the forecast that includes them."""
+        self.num_conflicts += 1
+        chosen = self._chosen
+        if answer.status is not CandidateStatus.FORECAST or answer.forecast is None:
+            return self._failed_at(answer.status, answer.note, now_s)
+        if isinstance(chosen, Candidate):
+            chosen.version, chosen.epoch = answer.version, answer.epoch
+            chosen.forecast = _with_delays_of(chosen.forecast, answer.forecast)
+        else:
+            assert self._forecasts is not None
+            before = self._forecasts[chosen].forecast
+            self._forecasts[chosen] = answer._replace(forecast=_with_delays_of(before, answer.forecast))
+        if self._forecasts is not None:
+            self._rank_forecasts()
+        return self._decide(now_s)
+
+    def reservation_failed(self, status: CandidateStatus, note: str, now_s: float, *, counts: bool = True) -> Intention:
+        """Take a reservation that was not made; one that `counts` brings the request nearer to going without one."""
+        self._num_failed += counts and status is not CandidateStatus.REFUSED
+        return self._failed_at(status, note, now_s)
+
+    def tick(self, now_s: float) -> Intention:
+        """Try again while waiting, if it is this request's turn or its time is up."""
+        assert self._queue is not None
+        assert not self._is_placed
+        if now_s < self._wait_until_s:
+            return Wait(self._wait_until_s)
+        self._wait_until_s = math.inf
+        if self._queue.must_leave(self._number, now_s):
+            self._may_wait = False
+        elif (head := self._queue.head(now_s)) != self._number:
+            self.core.wake(head)
+            return self._wait(now_s)
+        self._held_s = now_s - self._joined_s
+        return self._attempt(now_s)
+
+    def cancel(self, now_s: float) -> None:
+        """Leave the admission queue: nobody waits for the decision any more."""
+        if self._queue is not None:
+            self._leave_queue(now_s)
+
+    def wakes(self) -> bool:
+        """Make a waiting decision due now; False where it is not waiting, or due already."""
+        if self._queue is None or self._wait_until_s == -math.inf or not self.is_waiting:
+            return False
+        self._wait_until_s = -math.inf
+        return True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits in the admission queue, and no attempt is under way."""
+        return self._queue is not None and self._compared is None and self._asked is None and not self._is_placed
+
+    @property
+    def wait_until_s(self) -> float:
+        """When it is to be ticked."""
+        return self._wait_until_s
+
+    @property
+    def position(self) -> int:
+        """The position of the chosen instance among the compared."""
+        assert isinstance(self._chosen, int)
+        return self._chosen
+
+    @property
+    def num_compared(self) -> int:
+        """The number of instances that the policy compared."""
+        return 0 if self._compared is None else len(self._compared)
+
+    def held_s(self, now_s: float) -> float:
+        """Return how long ago it joined the admission queue."""
+        return now_s - self._joined_s
+
+    @property
+    def number(self) -> int:
+        """Its number in the admission queue."""
+        return self._number
+
+    # From candidates to a choice.
+
+    def _attempt(self, now_s: float) -> Intention:
+        """Look at the instances as they are now."""
+        core, request, policy = self.core, self.request, self.policy
+        instances = core.instances
+        rows = request.rows
+        if not request.any_model:
+            try:
+                rows = instances.rows_of_model(request.model)
+            except (ValueError, NoInstanceError) as error:
+                return self._shed(error, now_s)
+        if instances.suspects or request.excluded:
+            unhealthy = instances.unhealthy(rows, request.excluded, now_s)
+            rows = instances.rows_without(rows, unhealthy)
+            self._others = {candidate.instance_id: candidate for candidate in unhealthy}
+        known = instances.table.candidates(request.indicators, now_s, rows)
+        if policy.needs_prefix:
+            if request.prefix_hits is None:
+                core.prefixes.look_up(request.blocks, known)
+            else:
+                known.columns["prefix_hit_tokens"] = request.prefix_hits if rows is None else request.prefix_hits[rows]
+        num_known = len(known)
+        if self._may_wait and num_known:
+            known = self._worth_asking(known, now_s)
+            num_known = len(known)
+            if not num_known:
+                return self._wait(now_s)
+        self._looked = looked = policy.among(known) if num_known else known
+        if policy.needs_forecast:
+            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
+            if len(looked) or others:
+                self._asked = Ask(looked, others, policy.needs_delays)
+                return self._asked
+            self._compared = looked
+            return self._decide(now_s)
+        self._compared = looked
+        if num_known:
+            self._score()
+            if core.rules.explains:
+                self._keep_what_was_read(looked)
+        return self._decide(now_s)
+
+    def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
+        """Leave out the instances that have just refused, and where nothing has finished since."""
+        worth = self.core.refusals.worth_asking(known.known.reported[FINISHED][_rows(known)], now_s, known.rows)
+        return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
+
+    def _score(self) -> None:
+        compared, policy = self._compared, self.policy
+        assert compared is not None
+        self._order = None
+        self._scores = policy.scores(compared)
+        if policy.holds:
+            self._admits = policy.admits(compared)
+
+    def _rank_forecasts(self) -> None:
+        """Score by forecasts, corrected for the reservations that were made since; anew after every conflict."""
+        compared, answers, policy = self._compared, self._forecasts, self.policy
+        assert compared is not None
+        assert answers is not None
+        if not answers:
+            return
+        by_id = self.core.instances.by_id
+        self._since = [
+            by_id[name].versions.since(answer.version, answer.epoch) if name in by_id else 0
+            for name, answer in zip(compared.instance_ids, answers, strict=True)
+        ]
+        forecasts = self._predicted()
+        names = {*policy.forecasts_read, "predicted_e2e_s"}
+        if policy.needs_prefix:
+            names.add("prefix_hit_tokens")
+        known = compared.known
+        # What is derived from forecasts is derived anew.
+        self._compared = Candidates(
+            known=known,
+            now_s=compared.now_s,
+            request=compared.request,
+            rows=compared.rows,
+            columns={name: column for name, column in compared.columns.items() if name in INDEX_OF},
+            excluded_by=compared.excluded_by,
+        )
+        self._compared.add(forecast_columns(forecasts, names))
+        self._score()
+
+    def _predicted(self) -> list[Forecast | None]:
+        answers, since = self._forecasts or [], self._since or []
+        return [
+            answer.forecast if not num or answer.forecast is None else delayed(answer.forecast, num)
+            for answer, num in zip(answers, since, strict=True)
+        ]
+
+    def _decide(self, now_s: float) -> Intention:
+        """Choose the best instance, and have it reserve the request; wait where none admits it and it may."""
+        best = self._best()
+        if self._admits is not None:
+            self._note_refusals(now_s)
+        if best == NONE or self._never_finishes(best):
+            fallback = self._best_fallback(now_s)
+            if fallback is None and best == NONE:
+                return self._shed(self._refusal(), now_s)
+            if fallback is not None:
+                return self._choose_fallback(fallback, now_s)
+        if self._may_wait and self._admits is not None and not self._admits[best]:
+            return self._wait(now_s)
+        self._chosen = best
+        if self.request.dry_run:
+            return self._placed(None)
+        compared = self._compared
+        assert compared is not None
+        instance_id = compared.instance_id(best)
+        instances = self.core.instances
+        if instances.suspects:
+            instances.by_id[instance_id].engine.allows(now_s)
+        if self._num_failed >= self.core.rules.max_failed_reservations:
+            return self._placed(None)
+        if self.core.rules.forecast_always and not self.policy.needs_forecast and instance_id not in self._answers:
+            return Ask(compared.only(np.array([best], np.intp)), (), with_delays=False)
+        return self._reserve(instance_id, compared.row(best))
+
+    def _reserve(self, instance_id: str, row: int) -> Reserve:
+        if_version = if_epoch = forecast = None
+        chosen = self._chosen
+        if isinstance(chosen, Candidate):
+            if chosen.forecast is not None and self.num_conflicts < self.core.rules.max_conflicts:
+                if_version, if_epoch = chosen.version + chosen.num_reserved_since, chosen.epoch
+        elif self._forecasts is not None:
+            answer, since = self._forecasts[chosen], (self._since or [])[chosen]
+            forecast = self._predicted()[chosen] if since else answer.forecast
+            if self.num_conflicts < self.core.rules.max_conflicts:
+                if_version, if_epoch = answer.version + since, answer.epoch
+        elif self._answers:
+            forecast = self._answers[instance_id].forecast
+        return Reserve(instance_id, row, if_version, if_epoch, forecast)
+
+    def _choose_fallback(self, candidate: Candidate, now_s: float) -> Intention:
+        self._chosen = candidate
+        if self.request.dry_run:
+            return self._placed(None)
+        status = self.core.instances.by_id.get(candidate.instance_id)
+        if status is not None:
+            status.engine.allows(now_s)
+        if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
+            return self._placed(None)
+        return self._reserve(candidate.instance_id, self.core.instances.table.row_of[candidate.instance_id])
+
+    def _forecast_of_chosen(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
+        """Take the forecast of an instance that was chosen without one."""
+        assert isinstance(self._chosen, int)
+        assert self._compared is not None
+        instance_id, row = self._compared.instance_id(self._chosen), self._compared.row(self._chosen)
+        self._answers = {instance_id: answers.get(instance_id, Answer(CandidateStatus.LATE, note="no answer"))}
+        del now_s
+        return self._reserve(instance_id, row)
+
+    # The best of the compared.
+
+    def _best(self) -> int:
+        """Return the best position: those that admit the request first, then those that would ever finish it."""
+        compared, scores = self._compared, self._scores
+        if compared is None or scores is None:
+            return NONE
+        if self._admits is None and self._order is None and self._forecasts is None and not self._others:
+            best = self.policy.best(compared, scores)
+            if not self._never_finishes(best):
+                return best  # the first of the order, found faster
+        return next(self._positions(), NONE)
+
+    def _positions(self) -> Iterator[int]:
+        """Yield positions that have not failed, best first."""
+        order = self._order
+        compared, scores = self._compared, self._scores
+        if compared is None or scores is None:
+            return
+        if order is None:
+            order = self._order = self._ordered(compared, scores)
+        others = self._others
+        for position in order:
+            if not others or compared.instance_id(position) not in others:
+                yield position
+
+    def _ordered(self, compared: Candidates, scores: Column) -> list[int]:
+        order = self.policy.order(compared, scores)
+        if self._admits is not None:
+            order = order[(~self._admits[order]).argsort(kind="stable")]
+        e2e_s = compared.columns.get("predicted_e2e_s")
+        if e2e_s is not None and (e2e_s == math.inf).any():
+            order = order[(e2e_s[order] == math.inf).argsort(kind="stable")]
+        ordered: list[int] = order.tolist()
+        return ordered
+
+    def _never_finishes(self, position: int) -> bool:
+        """Whether, by its forecast, the request would never be done there."""
+        if not self.policy.needs_forecast:
+            return False
+        assert self._compared is not None
+        e2e_s = self._compared.columns.get("predicted_e2e_s")
+        return e2e_s is not None and bool(e2e_s[position] == math.inf)
+
+    def _note_refusals(self, now_s: float) -> None:
+        compared, admits = self._compared, self._admits
+        assert compared is not None
+        assert admits is not None
+        if self._may_wait:
+            rows = _rows(compared)
+            self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
+
+    # Instances that no policy compared.
+
+    def _set_aside(self, instance_id: str, answer: Answer) -> None:
+        """Record that an instance cannot be compared, and why."""
+        status = self.core.instances.by_id.get(instance_id)
+        if status is None:
+            self._add_other(Candidate(instance_id=instance_id, status=answer.status, note=answer.note))
+            return
+        candidate = status.candidate(answer.status, answer.note, self._looked.now_s if self._looked else 0.0)
+        candidate.answered_s = answer.answered_s
+        candidate.forecast, candidate.version, candidate.epoch = answer.forecast, answer.version, answer.epoch
+        self._add_other(candidate)
+
+    def _add_other(self, candidate: Candidate) -> None:
+        if self._others is NO_CANDIDATES:
+            self._others = {}
+        self._others[candidate.instance_id] = candidate
+
+    def _answer_of_other(self, candidate: Candidate, answer: Answer) -> None:
+        candidate.status, candidate.forecast = answer.status, answer.forecast
+        candidate.version, candidate.epoch, candidate.answered_s = answer.version, answer.epoch, answer.answered_s
+        candidate.note = answer.note or candidate.note
+        status = self.core.instances.by_id.get(candidate.instance_id)
+        if status is not None:
+            candidate.num_reserved_since = status.versions.since(answer.version, answer.epoch)
+            candidate.indicators, candidate.num_unseen = status.indicators, status.num_unseen
+
+    def _failed_at(self, status: CandidateStatus, note: str, now_s: float) -> Intention:
+        """Choose again without the instance that has just failed to reserve."""
+        note = f"when reserving: {note}"
+        if isinstance(self._chosen, Candidate):
+            self._chosen.status, self._chosen.note = status, note
+        else:
+            assert self._compared is not None
+            candidate = self._candidate_at(self._chosen)
+            candidate.status, candidate.note = status, note
+            self._add_other(candidate)
+        return self._decide(now_s)
+
+    def _fallbacks(self, now_s: float, *, with_left_out: bool = True) -> list[Candidate]:
+        """Return the instances that no policy compared but that may work, the most likely one first."""
+        by_id = self.core.instances.by_id
+        candidates = dict(self._others)
+        if self._looked is not None and with_left_out:
+            for name, note in self._looked.left_out():
+                if name in by_id and name not in candidates:
+                    candidates[name] = by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note, now_s)
+        return sorted((one for one in candidates.values() if one.may_be_fallback), key=fallback_key)
+
+    def _best_fallback(self, now_s: float) -> Candidate | None:
+        fallbacks = self._fallbacks(now_s)
+        if not fallbacks:
+            return None
+        if fallbacks[0].instance_id not in self._others:
+            self._add_other(fallbacks[0])
+        return fallbacks[0]
+
+    def _refusal(self) -> Exception:
+        """Say why the request can be sent nowhere: because of the request itself, or of the instances."""
+        candidates = self.candidates()
+        refused = [one for one in candidates if one.status is CandidateStatus.REFUSED]
+        final = (CandidateStatus.REFUSED, CandidateStatus.EXCLUDED)
+        if refused and all(one.status in final for one in candidates):
+            return ValueError(f"request.{refused[0].note.removeprefix('when reserving: ')}")
+        notes = "; ".join(f"{one.instance_id}: {one.note}" for one in candidates[:8])
+        return NoInstanceError(f"no instance can take the request: {notes}")
+
+    # Ends.
+
+    def _wait(self, now_s: float) -> Wait:
+        """Wait in the admission queue, the first until its next attempt, the others for their turn."""
+        core, request = self.core, self.request
+        self._reset()
+        if self._queue is None:
+            if self._number < 0:
+                self._number = core.next_number()
+            deadline_s = request.arrived_s + min(self.policy.hold_s - request.waited_s, request.patience_s)
+            self._joined_s = now_s
+            self._wait_until_s = math.inf
+            self._queue = core.join(self, self._number, deadline_s)
+        deadline_s = self._queue.deadline_s(self._number)
+        if self._wait_until_s == -math.inf:  # woken already
+            return Wait(now_s)
+        if self._queue.head(now_s) == self._number:
+            pause_s = retry_pause_s(now_s - request.arrived_s, core.random())
+            self._wait_until_s = min(deadline_s, now_s + pause_s)
+        else:
+            self._wait_until_s = deadline_s
+        return Wait(self._wait_until_s)
+
+    def _leave_queue(self, now_s: float) -> None:
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            self.core.leave(self, self._number, now_s)
+
+    def _placed(self, reserved_for_s: float | None) -> Placed:
+        """End with a placement."""
+        self._is_placed = True
+        self.reserved_for_s = reserved_for_s
+        request = self.request
+        if self.policy.needs_prefix and request.prefix_hits is None and not request.dry_run:
+            self.core.prefixes.sent(self._chosen_id(), request.blocks)
+        if self._queue is not None:
+            self._leave_queue(self._joined_s + self._held_s)
+        return Placed(self)
+
+    def _chosen_id(self) -> str:
+        chosen = self._chosen
+        if isinstance(chosen, Candidate):
+            return chosen.instance_id
+        assert self._compared is not None
+        return self._compared.instance_id(chosen)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the request goes, once it is placed."""
+        assert self._is_placed
+        if self._placement is None:
+            chosen, instance_id, forecast = self._chosen, self._chosen_id(), None
+            if isinstance(chosen, Candidate):
+                basis = BASIS_OF[chosen.status] if chosen.is_compared else DecisionBasis.LAST_RESORT
+                forecast = chosen.predicted if chosen.is_compared else None
+            else:
+                basis = BASIS_OF[self._status_of_compared()]
+                if self._forecasts is not None:
+                    forecast = self._predicted()[chosen]
+                elif instance_id in self._answers:
+                    forecast = self._answers[instance_id].forecast
+            self._placement = Placement(
+                legs=(Leg("serve", instance_id, forecast),),
+                policy=self.policy.text,
+                basis=basis,
+                decision=self,
+                reserved_for_s=self.reserved_for_s,
+                held_s=self._held_s,
+                num_conflicts=self.num_conflicts,
+            )
+        return self._placement
+
+    def _shed(self, error: Exception, now_s: float) -> Shed:
+        if self._queue is not None:
+            self._leave_queue(now_s)
+        return Shed(error)
+
+    # The explanation.
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the chosen instance admits the request by the policy's condition."""
+        if isinstance(self._chosen, Candidate):
+            return self._chosen.admits
+        return self._admits is None or bool(self._admits[self._chosen])
+
+    @property
+    def chosen(self) -> Candidate:
+        """The chosen instance as the decision saw it."""
+        return self._chosen if isinstance(self._chosen, Candidate) else self._candidate_at(self._chosen)
+
+    def ranking(self) -> list[str]:
+        """Return all instances that may serve the request, best first."""
+        compared = self._compared
+        positions = [] if compared is None else list(self._positions())
+        able = [one for one in positions if not self._never_finishes(one)]
+        names = [] if compared is None else [compared.instance_id(one) for one in able]
+        fallback = [one.instance_id for one in self._fallbacks(0.0, with_left_out=not names)]
+        never = [] if compared is None else [compared.instance_id(one) for one in positions[len(able) :]]
+        return [*names, *fallback, *never]
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of instances that could not be compared."""
+        return len(self.skipped())
+
+    def skipped(self) -> list[Candidate]:
+        """Return the instances that could not be compared, each with the reason."""
+        return [
+            one
+            for one in self._others.values()
+            if not one.is_compared and one.status is not CandidateStatus.NOT_SHORTLISTED
+        ]
+
+    def candidates(self) -> list[Candidate]:
+        """Return all instances as the decision saw them, by id."""
+        compared = [self._candidate_at(position) for position in self._positions()]
+        named = {one.instance_id for one in compared}
+        others = [one for one in self._others.values() if one.instance_id not in named]
+        named.update(one.instance_id for one in others)
+        left_out = [] if self._looked is None else list(self._looked.left_out())
+        by_id = self.core.instances.by_id
+        rest = [
+            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note)
+            if name in by_id
+            else Candidate(instance_id=name, status=CandidateStatus.NOT_SHORTLISTED, note=note)
+            for name, note in left_out
+            if name not in named
+        ]
+        return sorted([*compared, *others, *rest], key=lambda one: one.instance_id)
+
+    def forecasts(self) -> list[tuple[str, Forecast]]:
+        """Return the forecasts of all compared instances, corrected for the reservations made since."""
+        compared = self._compared
+        if compared is None or self._forecasts is None:
+            return []
+        pairs = zip(compared.instance_ids, self._predicted(), strict=True)
+        return [(name, forecast) for name, forecast in pairs if forecast is not None and name not in self._others]
+
+    def _status_of_compared(self) -> CandidateStatus:
+        if self.policy.needs_forecast:
+            return CandidateStatus.FORECAST
+        return CandidateStatus.UNASKED if self.policy.is_blind else CandidateStatus.INDICATORS
+
+    def _candidate_at(self, position: int) -> Candidate:
+        compared = self._compared
+        assert compared is not None
+        name = compared.instance_id(position)
+        candidate = Candidate(instance_id=name, status=self._status_of_compared())
+        if name in self._indicators:
+            candidate.indicators, candidate.age_s, candidate.num_unseen = self._indicators[name]
+        if self._scores is not None:
+            candidate.score = float(self._scores[position])
+        if self._admits is not None:
+            candidate.admits = bool(self._admits[position])
+        if self._forecasts is not None:
+            answer = self._forecasts[position]
+            candidate.forecast, candidate.version, candidate.epoch = answer.forecast, answer.version, answer.epoch
+            candidate.num_reserved_since = (self._since or [])[position]
+            candidate.answered_s = answer.answered_s
+        elif name in self._answers:
+            candidate.forecast, candidate.answered_s = self._answers[name].forecast, self._answers[name].answered_s
+        candidate.read = {read: float(column[position]) for read, column in self._reads.items()}
+        candidate.age_s = candidate.read.pop("age_s", candidate.age_s)
+        return candidate
+
+    def _keep_indicators(self, names: Sequence[str]) -> None:
+        """Keep the last known indicators of some instances; each report replaces them by another object."""
+        by_id = self.core.instances.by_id
+        statuses = [by_id[name] for name in names if name in by_id]
+        self._indicators = {one.instance_id: (one.indicators, one.age_s, one.num_unseen) for one in statuses}
+
+    def _keep_what_was_read(self, looked: Candidates) -> None:
+        """Copy the indicators that the policy read: the table is updated in place."""
+        reads = {name: looked[name].copy() for name in self.policy.needs}
+        if self._scores is not None:
+            self._scores = self._scores.copy()
+        age_s = looked["age_s"]
+        self._reads = {**reads, "age_s": np.where(age_s < math.inf, age_s, 0.0)} if reads else {}
+        names = looked.instance_ids
+        if self._scores is not None and len(names) > MAX_EXPLAINED:
+            best = self.policy.order(looked, self._scores)[:MAX_EXPLAINED].tolist()
+            names = tuple(names[position] for position in best)
+        self._keep_indicators(names)
+
+
+def _rows(candidates: Candidates) -> Rows:
+    return np.arange(len(candidates)) if candidates.rows is None else candidates.rows
+
+
+def _with_delays_of(before: Forecast | None, forecast: Forecast) -> Forecast:
+    """Complete a forecast that came with a conflict, for which no delays were asked, by those of the one before."""
+    if before is None or forecast.delay_sum_s is not None:
+        return forecast
+    return replace(
+        forecast,
+        delay_sum_s=before.delay_sum_s,
+        delay_worst_s=before.delay_worst_s,
+        others_preempted=before.others_preempted,
+    )

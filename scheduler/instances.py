@@ -1,0 +1,197 @@
+"""The instances that a scheduler chooses from: what each serves, what is known of it, and whether it is healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.candidate import Candidate, CandidateStatus
+from scheduler.candidates import Rows
+from scheduler.circuit import CircuitState
+from scheduler.instance_table import InstanceTable
+from scheduler.reservation_versions import ReservationVersions
+
+MAX_MODELS = 1024  # whose rows are remembered
+ROLES = ("both", "prefill", "decode")
+
+NOT_READY: Mapping[str, tuple[CandidateStatus, str]] = {
+    "starting": (CandidateStatus.DRAINING, "is starting"),
+    "draining": (CandidateStatus.DRAINING, "is draining"),
+    "down": (CandidateStatus.STOPPED, "its engine is down"),
+}
+
+
+class UnknownModelError(ValueError):
+    """No instance serves the model."""
+
+
+class NoInstanceError(ConnectionError):
+    """No instance can take the request now."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InstanceStatus:
+    """What is known of one instance; all of it may be lost without harm.
+
+    `connection` is shared by the instances behind one sidecar address. `reported_state` is the last state that the
+    sidecar reported. `num_unseen` counts requests sent there without a reservation since the last report.
+    """
+
+    instance_id: str
+    models: tuple[str, ...] = ()
+    role: str = "both"
+    tier: str = ""
+    is_draining: bool = False  # by the list of instances
+    connection: CircuitState = field(default_factory=CircuitState)
+    sidecar: CircuitState = field(default_factory=CircuitState)
+    engine: CircuitState = field(default_factory=CircuitState)  # fed by the callers that send requests there
+    versions: ReservationVersions = field(default_factory=ReservationVersions)
+    reported_state: str = "ready"
+    indicators: Mapping[str, float] = field(default_factory=dict)
+    reported_s: float = 0.0
+    age_s: float = 0.0
+    num_unseen: int = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing speaks against sending requests there."""
+        return not (
+            self.connection.is_open()
+            or self.sidecar.is_open()
+            or self.engine.is_open()
+            or self.is_draining
+            or self.reported_state in NOT_READY
+        )
+
+    @property
+    def pace(self) -> float:
+        """The last reported ratio of real to predicted step time."""
+        return self.indicators.get("pace") or 1.0
+
+    def candidate(self, status: CandidateStatus, note: str = "", now_s: float = 0.0) -> Candidate:
+        """Return the instance as a candidate with its last known indicators."""
+        return Candidate(
+            instance_id=self.instance_id,
+            status=status,
+            note=note,
+            indicators=self.indicators,
+            age_s=self.age_s + (now_s - self.reported_s) if self.indicators else 0.0,
+            num_unseen=self.num_unseen,
+        )
+
+    def unhealthy_candidate(self, now_s: float) -> Candidate | None:
+        """Return the instance with the reason why no policy compares it; None where it is to be compared."""
+        if self.is_draining:
+            candidate = self.candidate(CandidateStatus.DRAINING, "is draining", now_s)
+        elif self.reported_state in NOT_READY:
+            candidate = self.candidate(*NOT_READY[self.reported_state], now_s)
+        elif self.connection.is_open() or self.sidecar.is_open():
+            candidate = self.candidate(CandidateStatus.DOWN, "its sidecar failed recently, circuit open", now_s)
+        else:
+            candidate = self.candidate(CandidateStatus.UNASKED, "", now_s)
+        if not self.engine.may_try(now_s):
+            candidate.engine_failed = True
+            candidate.note = candidate.note or "its engine failed recently, circuit open"
+        return None if candidate.is_compared else candidate
+
+
+class InstanceDirectory:
+    """Follows the list of instances, and finds those that may serve a request.
+
+    `suspects` names all instances that may be unhealthy; an instance that is not among them is healthy.
+    """
+
+    def __init__(self, table: InstanceTable | None = None) -> None:
+        """Start without an instance, or with those of a table, all of them healthy."""
+        self.table = InstanceTable() if table is None else table
+        self.by_id: dict[str, InstanceStatus] = {
+            name: InstanceStatus(instance_id=name) for name in self.table.known.instance_ids
+        }
+        self.suspects: set[str] = set()
+        self._rows_of_model: dict[str, Rows | None] = {}
+
+    def update(self, statuses: Iterable[InstanceStatus]) -> None:
+        """Take a new list of instances; one whose status is another object than before is unknown again."""
+        before = self.by_id
+        self.by_id = {one.instance_id: one for one in sorted(statuses, key=lambda one: one.instance_id)}
+        self._rows_of_model.clear()
+        self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
+        self.table.follow(self.by_id)
+        self.suspects.intersection_update(self.by_id)
+        self.suspects.update(name for name, one in self.by_id.items() if not one.is_healthy)
+
+    def models(self) -> list[str]:
+        """Return the models that instances name."""
+        return sorted({name for one in self.by_id.values() for name in one.models})
+
+    def rows_of_model(self, model: str) -> Rows | None:
+        """Return the rows of the instances that may serve a model; None for all, no model for the only one there is."""
+        if not self.by_id:
+            raise NoInstanceError("no instance is known")
+        if model not in self._rows_of_model:
+            rows = self._look_up(model)
+            if len(self._rows_of_model) >= MAX_MODELS:
+                return rows
+            self._rows_of_model[model] = rows
+        return self._rows_of_model[model]
+
+    def _look_up(self, model: str) -> Rows | None:
+        models = self.models()
+        if not model:
+            if len(models) > 1:
+                raise ValueError(f"request.model: is missing; there are {', '.join(models)}")
+            return None
+        found = [name for name, one in self.by_id.items() if not one.models or model in one.models]
+        if not found:
+            raise UnknownModelError(f"request.model: {model!r} is served by no instance; there are {', '.join(models)}")
+        if len(found) == len(self.by_id):
+            return None
+        return np.array([self.table.row_of[name] for name in found], np.intp)
+
+    def unhealthy(self, rows: Rows | None, excluded: Collection[str], now_s: float) -> list[Candidate]:
+        """Return those in some rows that no policy compares, each with the reason."""
+        if not self.suspects and not excluded:
+            return []
+        row_of, candidates = self.table.row_of, []
+        serving = None if rows is None else set(rows.tolist())
+        for name in sorted(self.suspects.union(excluded)):
+            status = self.by_id.get(name)
+            if status is None or (serving is not None and row_of[name] not in serving):
+                continue
+            if status.is_healthy:
+                self.suspects.discard(name)
+            candidate: Candidate | None = None
+            if name in excluded:
+                candidate = status.candidate(CandidateStatus.EXCLUDED, "excluded by the caller", now_s)
+            else:
+                candidate = status.unhealthy_candidate(now_s)
+            if candidate is not None:
+                candidates.append(candidate)
+        return candidates
+
+    def rows_without(self, rows: Rows | None, candidates: Collection[Candidate]) -> Rows | None:
+        """Return rows without those of some candidates."""
+        if not candidates:
+            return rows
+        out = [self.table.row_of[candidate.instance_id] for candidate in candidates]
+        all_rows = np.arange(len(self.by_id)) if rows is None else rows
+        return all_rows[~np.isin(all_rows, out)]
+
+    def suspect(self, instance_id: str) -> None:
+        """Have an instance's health checked at the next decision."""
+        self.suspects.add(instance_id)
+
+    def engine_failed(self, instance_id: str, now_s: float) -> None:
+        """Record that a request that was sent to an instance failed there."""
+        status = self.by_id.get(instance_id)
+        if status is not None:
+            status.engine.failed(now_s)
+            self.suspects.add(instance_id)
+
+    def engine_succeeded(self, instance_id: str) -> None:
+        """Record that a request that was sent to an instance completed."""
+        status = self.by_id.get(instance_id)
+        if status is not None:
+            status.engine.succeeded()

@@ -1,0 +1,156 @@
+"""Processes of benches: stand-ins and Block's servers while a block of code runs, and their processor time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from scripts import stand_ins
+from scripts.stand_ins import PLACE
+
+ROOT = Path(__file__).parents[1]
+BLOCK = str(Path(sys.executable).with_name("block"))
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+START_S = 120.0  # longest wait for a server to serve: its kernels may have to be compiled
+END_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A process that serves something."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://{PLACE}:{self.port}"
+
+    def cpu_s(self) -> float:
+        """Processor time that it and its children have taken, all their threads, in user and system mode."""
+        return sum(own_cpu_s(pid) for pid in family_of(self.process.pid))
+
+
+def own_cpu_s(pid: int) -> float:
+    """Give the processor time of a process and of those children that have ended; 0 for one that is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return sum(int(field) for field in fields[11:15]) / TICKS_PER_S
+    return 0.0
+
+
+def family_of(pid: int) -> Iterator[int]:
+    """List a process, its children, and theirs."""
+    yield pid
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text(encoding="ascii").split():
+                yield from family_of(int(child))
+
+
+@contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **streams: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command until the block of code ends."""
+    own = {**os.environ, "PYTHONPATH": str(ROOT)} if environment is None else {**environment}
+    with subprocess.Popen(command, text=True, cwd=ROOT, env=own, **streams) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def stand_in(part: str, *arguments: str) -> Iterator[Running]:
+    """Run a stand-in that has one port."""
+    with stand_ins_at(part, *arguments) as (process, ports):
+        yield Running(process=process, port=ports[0])
+
+
+@contextmanager
+def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
+    """Run stand-ins for sidecars, all in one process, so many behind one port; give the port of each."""
+    with stand_ins_at("sidecars", str(num), str(together)) as (_, ports):
+        yield ports
+
+
+@contextmanager
+def stand_ins_at(part: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Run stand-ins; their first line is their ports."""
+    with started([sys.executable, stand_ins.__file__, part, *arguments], stdout=subprocess.PIPE) as process:
+        ports = [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
+        if not ports:
+            raise RuntimeError(f"the stand-in {part} did not start")
+        yield process, ports
+
+
+@contextmanager
+def block_serving(what: str, *arguments: str) -> Iterator[Running]:
+    """Run one of Block's servers as its users do; its log says where it listens."""
+    command = [BLOCK, "serve", what, "--port", "0", "--log-format", "json", *arguments]
+    with tempfile.NamedTemporaryFile() as log, started(command, stderr=log) as process:
+        yield Running(process=process, port=port_said(process, log, what))
+
+
+def port_said(process: subprocess.Popen[str], log: IO[bytes], what: str) -> int:
+    """Read in a server's log where it listens, once it does."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        ended = process.poll() is not None
+        lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        for line in lines:
+            if line.endswith("\n") and line.startswith("{") and (said := json.loads(line)).get("event") == "serving":
+                return int(said["port"])
+        if ended:
+            raise RuntimeError(f"block serve {what} ended: {last_words(log)}")
+        time.sleep(0.02)
+    raise RuntimeError(f"block serve {what} did not serve within {START_S:.0f} s")
+
+
+def last_words(log: IO[bytes]) -> str:
+    """Give the last line of a log."""
+    lines = Path(log.name).read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def instance_flags(sidecars: Sequence[int], engines: Sequence[str] = ()) -> list[str]:
+    """Tell a scheduler of instances: sidecars by port, and engines by URL, where there are any."""
+    urls = list(engines) or len(sidecars) * [f"http://{PLACE}:1"]
+    return [
+        f"--instance=i{place}={url},{PLACE}:{port}"
+        for place, (url, port) in enumerate(zip(urls, sidecars, strict=True))
+    ]
+
+
+def machine() -> dict[str, object]:
+    """Tell what this was measured on."""
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def report(bench: str, results: Sequence[Mapping[str, object]], *, as_json: bool, **more: object) -> None:
+    """Print one JSON object, or a line for each result."""
+    if as_json:
+        print(json.dumps({"bench": bench, "machine": machine(), **more, "results": results}))
+        return
+    for result in results:
+        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")

@@ -1,0 +1,55 @@
+"""Settings of an emulated engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from services.settings import PORTS, Option
+
+STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatorSettings:
+    """The server, the traffic and the pace of an emulated engine; an empty `state_file` exports nothing."""
+
+    host: Annotated[str, "Address to listen on; 0.0.0.0 listens on all interfaces."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen on; 0 selects any free port."] = PORTS["engine"]
+    model: Annotated[str, Option("Name of the served model.", name="served_model_name", unset="the profile's model")]
+    name: Annotated[
+        str, Option(f"Name of the engine: its state file is {STATE_FOLDER}/NAME.state.", unset="engine-PORT")
+    ] = ""
+    state_file: Annotated[
+        str,
+        Option("State file that the engine exports; 'none' exports nothing.", metavar="FILE", unset="given by --name"),
+    ] = ""
+    export_contents: Annotated[
+        bool, "Export the contents of KV blocks as well, so that sidecars predict prefix cache hits."
+    ] = True
+    speed: Annotated[float, "Engine seconds per second."] = 1.0
+    noise: Annotated[float, "Relative standard deviation of step times."] = 0.0
+    seed: Annotated[int, "Seed of the noise and of the response lengths."] = 0
+    output_median: Annotated[float, "Median response length in tokens, for requests that do not determine theirs."] = (
+        200.0
+    )
+    output_spread: Annotated[float, "Standard deviation of the logarithm of the response length."] = 0.8
+    max_num_queued_reqs: Annotated[
+        int, "Maximum number of unfinished requests; further requests are refused with status 503."
+    ] = 10_000
+    max_body_bytes: Annotated[int, "Maximum size of a request body; a larger one is refused with status 413."] = (
+        32 << 20
+    )
+    drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no server can have."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: must lie between 0 and 65535, not {self.port}")
+        for name in ("max_num_queued_reqs", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if not self.drain_s >= 0:
+            raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
+        if not self.model:
+            raise ValueError("model: must have a name")

@@ -1,0 +1,414 @@
+"""Drives decisions on the wall clock: asks sidecars, reserves, waits; passes placements and outcomes to listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
+from scheduler.candidate import CandidateStatus
+from scheduler.candidates import RequestIndicators
+from scheduler.core import SchedulerCore
+from scheduler.decision import Answer, Ask, Decision, Placed, Reserve, Shed, Wait
+from scheduler.instances import NOT_READY, UnknownModelError
+from scheduler.placement import Placement, PlacementRequest
+from scheduler.policy import Policy
+from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks, blocks_of_text
+from services.logs import log_event
+from services.placement.decision_log import DecisionLog
+from services.placement.decision_message import decision_message
+from services.placement.instance_handle import InstanceHandle, ReserveError
+from services.placement.instance_registry import InstanceRegistry
+from services.placement.length_resolution import LengthResolver
+from services.placement.listeners import COMPLETED, PlacementListener
+from services.placement.metrics import SchedulerMetrics
+from services.placement.replies import conflict_of, state_name
+from services.placement.settings import SchedulerSettings
+from services.placement.sidecar_connection import ForecastCall, SidecarConnection
+from services.rpc.errors import UnknownNameError
+from services.rpc.messages import forecast_message, request_from, require_name
+
+log = logging.getLogger(__name__)
+
+OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s")
+
+RESERVE_RESULTS = {
+    predictor_pb2.RESERVE_RESULT_RESERVED: "reserved",
+    predictor_pb2.RESERVE_RESULT_EXTENDED: "extended",
+    predictor_pb2.RESERVE_RESULT_CONFLICT: "conflict",
+    predictor_pb2.RESERVE_RESULT_REFUSED: "refused",
+}
+
+
+class PlacementDriver:
+    """Places requests, any number at once; it keeps nothing that a restart would lose."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        registry: InstanceRegistry,
+        lengths: LengthResolver,
+        metrics: SchedulerMetrics,
+        listeners: Sequence[PlacementListener] = (),
+    ) -> None:
+        """Place requests on the instances of a registry; listeners are called in their order."""
+        self.settings = settings
+        self.registry = registry
+        self.log = DecisionLog()
+        self.core = SchedulerCore(
+            settings.policy,
+            registry.directory,
+            random=np.random.default_rng().random,
+            rules=settings.rules(),
+            seed=settings.seed,
+        )
+        self._lengths = lengths
+        self._metrics = metrics
+        self._listeners = (*listeners, self.log)
+        self._fan_outs = asyncio.Semaphore(settings.max_deciding)
+        self._wakeups: dict[Decision, asyncio.Event] = {}
+        self._watch_for(self.core.policy)
+
+    # Policies.
+
+    @property
+    def policy(self) -> str:
+        """The policy of requests that name none."""
+        return self.core.policy.text
+
+    def use_policy(self, text: str) -> None:
+        """Decide by another policy from now on; decisions under way keep theirs."""
+        self._watch_for(self.core.use_policy(text))
+
+    def _watch_for(self, policy: Policy) -> None:
+        """Have instances report by themselves, where a policy reads that, or how large their caches are."""
+        if policy.needs_reported or policy.needs_prefix:
+            self.registry.watch()
+
+    # Placing.
+
+    async def schedule(
+        self, request: scheduler_pb2.ScheduleRequest, patience_s: float = math.inf
+    ) -> common_pb2.Decision:
+        """Decide where a request goes, and reserve there; the caller waits `patience_s` at most.
+
+        ConnectionError where no instance can take the request now, ValueError where none ever will.
+        """
+        _, message = await self.place(
+            request.request,
+            prompt=request.prompt,
+            policy=request.policy,
+            excluded=frozenset(request.exclude_instance_ids),
+            dry_run=request.dry_run,
+            patience_s=patience_s,
+            explain=request.explain,
+        )
+        return message
+
+    async def place(  # noqa: PLR0913 - what a request may ask for
+        self,
+        request: common_pb2.Request,
+        *,
+        prompt: bytes = b"",
+        policy: str = "",
+        excluded: frozenset[str] = frozenset(),
+        dry_run: bool = False,
+        patience_s: float = math.inf,
+        explain: bool = False,
+        arrived_s: float | None = None,
+    ) -> tuple[Placement, common_pb2.Decision]:
+        """Decide where a request goes, and reserve there; return the placement and its wire form."""
+        start_s = time.monotonic()
+        arrived_s = start_s if arrived_s is None else arrived_s
+        require_name("request.request_id", request.request_id)
+        chosen_policy = self.core.policy_named(policy) if policy else self.core.policy
+        self._watch_for(chosen_policy)
+        try:
+            self.registry.directory.rows_of_model(request.model)  # before any work is done for it
+        except UnknownModelError as error:
+            raise UnknownNameError(str(error)) from None
+        await self._complete(request, prompt, chosen_policy)
+        decision = self.core.decision(
+            PlacementRequest(
+                request_id=request.request_id,
+                model=request.model,
+                indicators=_indicators(request),
+                blocks=_blocks(request, prompt) if chosen_policy.needs_prefix else NO_BLOCKS,
+                excluded=excluded,
+                dry_run=dry_run,
+                arrived_s=arrived_s,
+                waited_s=request.waited_s,
+                patience_s=patience_s,
+            ),
+            policy,
+        )
+        handles: dict[str, InstanceHandle] = {}  # of the instances it dealt with, one of which may be removed meanwhile
+        placement = await self._drive(decision, request, handles)
+        placement.decision_s = time.monotonic() - start_s - placement.held_s
+        self._metrics.decision_s.labels(chosen_policy.name).observe(placement.decision_s)
+        self._metrics.decisions.labels(chosen_policy.name, placement.basis.value).inc()
+        return placement, self._announce(placement, request, handles, explain=explain)
+
+    async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
+        """Find out what forecasts need to know of the request, and refuse an invalid one."""
+        ask = policy.needs_forecast or policy.needs_tag or self.settings.forecast_always
+        await self._lengths.resolve(request, prompt, ask=ask)
+        try:
+            request_from(request)
+        except ValueError as error:
+            raise ValueError(f"request.{error}") from None
+
+    def _announce(
+        self, placement: Placement, request: common_pb2.Request, handles: Mapping[str, InstanceHandle], *, explain: bool
+    ) -> common_pb2.Decision:
+        """Convert a placement, and pass it to the listeners."""
+
+        def instance_of(instance_id: str) -> common_pb2.Instance | None:
+            handle = handles.get(instance_id) or self.registry.find(instance_id)
+            return None if handle is None else handle.message
+
+        message = decision_message(
+            placement,
+            request,
+            instance_of,
+            scheduler_id=self.settings.scheduler_id,
+            num_candidates=len(self.registry.directory.by_id),
+            explain=explain or (self.settings.record_candidates and bool(self.settings.record)),
+        )
+        if not placement.decision.request.dry_run:
+            for listener in self._listeners:
+                listener.on_placement(request, placement, message)
+        if log.isEnabledFor(logging.DEBUG):
+            log_event(
+                log, logging.DEBUG, "decided", request_id=message.request_id, instance=placement.instance_id,
+                policy=placement.policy, basis=placement.basis.value, decision_ms=round(placement.decision_s * 1e3, 3),
+                candidates=message.num_candidates, skipped=message.num_skipped, conflicts=placement.num_conflicts,
+                reserved=placement.reserved_for_s is not None, why=message.why,
+            )  # fmt: skip
+        return message
+
+    # The loop of one decision.
+
+    async def _drive(
+        self, decision: Decision, request: common_pb2.Request, handles: dict[str, InstanceHandle]
+    ) -> Placement:
+        """Carry out a decision's intentions until the request is placed."""
+        if self.registry.directory.suspects:
+            self.registry.probe_suspects()
+        intention = decision.start(time.monotonic())
+        try:
+            while not isinstance(intention, Placed):
+                self._wake()
+                if isinstance(intention, Ask):
+                    answers = await self._ask(intention, decision, request)
+                    intention = decision.answers(answers, time.monotonic())
+                elif isinstance(intention, Reserve):
+                    intention = await self._reserve(intention, decision, request, handles)
+                elif isinstance(intention, Wait):
+                    await self._wait(decision, intention.until_s)
+                    intention = decision.tick(time.monotonic())
+                elif isinstance(intention, Shed):
+                    raise self._shed(intention)
+        except BaseException:
+            decision.cancel(time.monotonic())
+            self._end_wait(decision, "left")
+            raise
+        finally:
+            self._wake()
+        placement = decision.placement
+        self._end_wait(decision, "admitted" if decision.is_admitted else "not_admitted")
+        if placement.reserved_for_s is None and not decision.request.dry_run:
+            handle = self.registry.find(placement.instance_id)
+            if handle is not None:
+                handle.sent_without_reservation(request.prompt_tokens)
+        return placement
+
+    def _shed(self, intention: Shed) -> Exception:
+        self._metrics.undecided.inc()
+        error = intention.error
+        return UnknownNameError(str(error)) if isinstance(error, UnknownModelError) else error
+
+    # Waiting.
+
+    async def _wait(self, decision: Decision, until_s: float) -> None:
+        """Wait in the admission queue until a time, or until it is the decision's turn."""
+        wakeup = self._wakeups.get(decision)
+        if wakeup is None:
+            wakeup = self._wakeups[decision] = asyncio.Event()
+            self._metrics.held.inc()
+        wakeup.clear()
+        if decision.wait_until_s == -math.inf:
+            return
+        try:
+            async with asyncio.timeout(None if until_s == math.inf else max(0.0, until_s - time.monotonic())):
+                await wakeup.wait()
+        except TimeoutError:
+            pass
+
+    def _wake(self) -> None:
+        """Wake the decisions whose turn it is."""
+        while self.core.ready:
+            wakeup = self._wakeups.get(self.core.ready.popleft())
+            if wakeup is not None:
+                wakeup.set()
+
+    def _end_wait(self, decision: Decision, end: str) -> None:
+        if self._wakeups.pop(decision, None) is not None:
+            self._metrics.held.dec()
+            self._metrics.holds.labels(end).inc()
+            self._metrics.held_s.observe(decision.held_s(time.monotonic()))
+
+    # Asking.
+
+    async def _ask(self, intention: Ask, decision: Decision, request: common_pb2.Request) -> dict[str, Answer]:
+        """Ask instances for forecasts, with one message for each sidecar address and one deadline for all."""
+        names = intention.instance_ids
+        handles = {name: handle for name in names if (handle := self.registry.find(name)) is not None}
+        answers = {
+            name: Answer(CandidateStatus.DOWN, note="instance was removed from the list")
+            for name in names
+            if name not in handles
+        }
+        if not handles:
+            return answers
+        async with self._fan_outs:
+            start_s = time.monotonic()
+            asked = decision.request
+            request.waited_s = asked.waited_s + start_s - asked.arrived_s
+            message = predictor_pb2.PredictRequest(requests=[request], with_delays=intention.with_delays)
+            calls = self._call(message.SerializeToString(), handles)
+            try:
+                await asyncio.wait([call.reply for call in calls.values()], timeout=self.settings.sidecar_deadline_s)
+            except asyncio.CancelledError:
+                for handle in handles.values():
+                    handle.ignore(calls[handle.connection])
+                raise
+        answered_s = time.monotonic() - start_s
+        self._metrics.fan_out_s.observe(answered_s)
+        for name, handle in handles.items():
+            answers[name] = handle.answer(calls[handle.connection], request.request_id, answered_s)
+        for connection, call in calls.items():
+            connection.note(call)
+        return answers
+
+    @staticmethod
+    def _call(message: bytes, handles: Mapping[str, InstanceHandle]) -> dict[SidecarConnection, ForecastCall]:
+        by_connection: dict[SidecarConnection, list[str]] = {}
+        for name, handle in handles.items():
+            by_connection.setdefault(handle.connection, []).append(name)
+        return {connection: connection.ask(message, names) for connection, names in by_connection.items()}
+
+    # Reserving.
+
+    async def _reserve(
+        self,
+        intention: Reserve,
+        decision: Decision,
+        request: common_pb2.Request,
+        handles: dict[str, InstanceHandle],
+    ) -> Ask | Reserve | Wait | Placed | Shed:
+        """Reserve at an instance; return what the decision makes of the reply."""
+        handle = self.registry.find(intention.instance_id)
+        if handle is None:
+            status, note = CandidateStatus.DOWN, "instance was removed from the list"
+            return decision.reservation_failed(status, note, time.monotonic())
+        handles[handle.name] = handle
+        message = predictor_pb2.ReserveRequest(
+            request=request,
+            ttl_s=self.settings.reservation_s,
+            holder=self.settings.scheduler_id,
+            forecast=None if intention.forecast is None else forecast_message(intention.forecast),
+            policy=decision.policy.text,
+            instance_id=intention.instance_id,
+            if_version=intention.if_version,
+            if_epoch=intention.if_epoch,
+        )
+        try:
+            response = await handle.reserve(message)
+        except ReserveError as error:
+            self._metrics.reserves.labels(error.status.value).inc()
+            return decision.reservation_failed(error.status, error.note, time.monotonic())
+        self._metrics.reserves.labels(RESERVE_RESULTS.get(response.result, "other")).inc()
+        if response.result == predictor_pb2.RESERVE_RESULT_CONFLICT:
+            return decision.conflict(conflict_of(response, request.request_id), time.monotonic())
+        if response.result == predictor_pb2.RESERVE_RESULT_REFUSED:
+            refusal = response.prediction.refusal
+            state = state_name(response.state)
+            if state in NOT_READY:
+                status, note = NOT_READY[state][0], refusal.reason
+            else:
+                status, note = CandidateStatus.REFUSED, f"{refusal.field}: {refusal.reason}"
+            return decision.reservation_failed(status, note, time.monotonic(), counts=False)
+        return decision.reserved(response.expires_in_s)
+
+    # Outcomes.
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        """Pass the end of a request on to its instance's sidecar, and its outcome to the listeners."""
+        require_name("request_id", request.request_id)
+        require_name("instance_id", request.instance_id)
+        if request.HasField("outcome"):
+            require_outcome(request.outcome)
+        handle = self.registry.find(request.instance_id)
+        if handle is None:
+            self._metrics.releases.labels("unknown_instance").inc()
+            return common_pb2.ReleaseResponse()
+        if request.HasField("outcome"):
+            outcome = request.outcome
+            outcome.request_id, outcome.instance_id = request.request_id, request.instance_id
+            self._learn(outcome)
+        else:
+            for listener in self._listeners:
+                listener.on_release(request.request_id, request.instance_id)
+        return await self._release(handle, request)
+
+    def ended(self, outcome: common_pb2.Outcome) -> None:
+        """Learn from the outcome of a request that was streamed here, and release it in the background."""
+        handle = self.registry.find(outcome.instance_id)
+        if handle is None:
+            self._metrics.releases.labels("unknown_instance").inc()
+            return
+        self._learn(outcome)
+        request = common_pb2.ReleaseRequest(
+            request_id=outcome.request_id, instance_id=outcome.instance_id, outcome=outcome
+        )
+        handle.start(self._release(handle, request))
+
+    def _learn(self, outcome: common_pb2.Outcome) -> None:
+        directory = self.registry.directory
+        if outcome.finish_reason == common_pb2.FINISH_REASON_FAILED:
+            directory.engine_failed(outcome.instance_id, time.monotonic())
+        elif outcome.finish_reason in COMPLETED:
+            directory.engine_succeeded(outcome.instance_id)
+        for listener in self._listeners:
+            listener.on_outcome(outcome)
+
+    async def _release(self, handle: InstanceHandle, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        response = await handle.release(request)
+        self._metrics.releases.labels("yes" if response.released else "no").inc()
+        return response
+
+
+def require_outcome(outcome: common_pb2.Outcome) -> None:
+    """Refuse times that are invalid."""
+    for name in OUTCOME_TIMES:
+        value = getattr(outcome, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"outcome.{name}: must be a time from 0 on, not {value}")
+
+
+def _indicators(request: common_pb2.Request) -> RequestIndicators:
+    tokens = request.tag.median_tokens if request.HasField("tag") else float(request.output_tokens or "nan")
+    return RequestIndicators(prompt_tokens=request.prompt_tokens, tag_tokens=tokens)
+
+
+def _blocks(request: common_pb2.Request, prompt: bytes) -> PromptBlocks:
+    """Name a prompt's blocks: by tokens where the caller did so, else by text."""
+    if request.prefix_hashes and request.prefix_block_tokens:
+        return PromptBlocks(names=tuple(request.prefix_hashes), block_tokens=request.prefix_block_tokens)
+    return blocks_of_text(prompt, request.prompt_tokens)

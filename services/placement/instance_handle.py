@@ -1,0 +1,278 @@
+"""One instance as a scheduler uses it: its status in the decision core, and the calls to its sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from protos.block.v1 import common_pb2, predictor_pb2
+from scheduler.backoff import Backoff
+from scheduler.candidate import CandidateStatus
+from scheduler.decision import Answer
+from scheduler.instances import NOT_READY, InstanceDirectory, InstanceStatus
+from scheduler.prefix.prompt import DEFAULT_BLOCK_TOKENS
+from services.instances import Instance
+from services.logs import log_event
+from services.placement.circuit_breaker import CircuitBreaker
+from services.placement.metrics import SchedulerMetrics
+from services.placement.replies import FAILURES, answer_of, note_of, require_consistent, state_name, status_of
+from services.placement.settings import SchedulerSettings
+from services.placement.sidecar_connection import RELEASE_S, UNREACHABLE, ForecastCall, SidecarConnection
+from services.rpc.messages import indicators_from
+from services.supervised_task import supervised
+
+log = logging.getLogger(__name__)
+
+
+class ReserveError(Exception):
+    """The call to reserve failed, so that it is unknown whether there is a reservation."""
+
+    def __init__(self, status: CandidateStatus, note: str) -> None:
+        """Keep what the failure says about the instance."""
+        super().__init__(note)
+        self.status = status
+        self.note = note
+
+
+class InstanceHandle:
+    """Asks, reserves at, releases at and watches one instance; keeps its status up to date."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        connection: SidecarConnection,
+        settings: SchedulerSettings,
+        metrics: SchedulerMetrics,
+        instances: InstanceDirectory,
+    ) -> None:
+        """Start without knowing anything about an instance whose sidecar is reached by a connection."""
+        self.instance = instance
+        self.connection = connection
+        self.name = instance.instance_id
+        self.message = instance_message(instance)
+        self.status = InstanceStatus(
+            instance_id=self.name,
+            models=instance.models,
+            role=instance.role,
+            tier=instance.tier,
+            is_draining=instance.state == "draining",
+            connection=connection.breaker.state,
+            sidecar=settings.circuit(),
+            engine=settings.circuit(),
+        )
+        self._breaker = CircuitBreaker(self.name, self.status.sidecar, metrics)
+        self._instances = instances
+        self._settings = settings
+        self._metrics = metrics
+        self._watching: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # Health.
+
+    def probe_if_due(self) -> None:
+        """Call the sidecar in the background, where its circuit is open and lets a trial through."""
+        open_breakers = [one for one in (self.connection.breaker, self._breaker) if one.is_open()]
+        if open_breakers and all(one.allows_trial() for one in open_breakers):
+            self.start(self._probe())
+
+    async def _probe(self) -> None:
+        call = self.connection.ask(b"", (self.name,))
+        await asyncio.wait([call.reply], timeout=self._settings.sidecar_deadline_s)
+        try:
+            self._take(call.response_of(self.name))
+        except FAILURES as error:
+            self.ignore(call)
+            self._failed(status_of(error))
+            log_event(log, logging.DEBUG, "sidecar probe failed", instance=self.name, reason=note_of(error))
+        self.connection.note(call)
+
+    def _failed(self, status: CandidateStatus) -> None:
+        """Count a failure; one too many opens the sidecar's own circuit."""
+        self._metrics.sidecar_failures.labels(self.name, status.value).inc()
+        self._instances.suspect(self.name)
+        if status not in UNREACHABLE:
+            self._breaker.failed(status.value)
+
+    # Forecasts.
+
+    def answer(self, call: ForecastCall, request_id: str, answered_s: float) -> Answer:
+        """Return what the instance answered to a call about one request."""
+        if not call.reply.done():
+            self.ignore(call)
+        try:
+            response = call.response_of(self.name)
+            answer = answer_of(response, request_id, answered_s)
+            self._take(response)
+        except FAILURES as error:
+            status = status_of(error)
+            if status is not CandidateStatus.REFUSED:
+                self._failed(status)
+            return Answer(status, note=note_of(error))
+        return answer
+
+    def ignore(self, call: ForecastCall) -> None:
+        """Take at least the indicators from a reply that comes too late."""
+        call.reply.add_done_callback(lambda _: self._take_late(call))
+
+    def _take_late(self, call: ForecastCall) -> None:
+        if call.failure() is not None or self.connection.breaker.is_open() or self._breaker.is_open():
+            return
+        try:
+            self._take_indicators(call.response_of(self.name))
+        except FAILURES as error:
+            log_event(log, logging.DEBUG, "invalid late reply dropped", instance=self.name, reason=str(error))
+
+    def _take(self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse) -> None:
+        """Keep what a timely reply reports about the instance; ValueError where it is malformed."""
+        self._take_indicators(response)
+        self.status.versions.report(response.version, response.epoch)
+        self._breaker.succeeded()
+
+    def _take_indicators(
+        self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse | common_pb2.ReleaseResponse
+    ) -> None:
+        if response.HasField("indicators"):
+            self._keep(indicators_from(response.indicators), response.indicators.age_s)
+
+    def _keep(self, indicators: Mapping[str, float], age_s: float) -> None:
+        status = self.status
+        status.indicators, status.age_s, status.reported_s = indicators, age_s, time.monotonic()
+        status.num_unseen = 0
+        if self._watching is not None:  # otherwise no policy reads the table
+            self._update_table()
+
+    def _update_table(self) -> None:
+        if self.name in self._instances.table.row_of:  # it may have been removed meanwhile
+            self._instances.table.replace(self.name, self.status.indicators, self.status.reported_s, self.status.age_s)
+
+    # What it reports by itself.
+
+    def watch(self, interval_s: float) -> None:
+        """Have it report every change, at most once per interval."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(supervised(f"watch of {self.name}", partial(self._follow, interval_s)))
+            if self.status.indicators:
+                self._update_table()
+
+    async def _follow(self, interval_s: float) -> None:
+        """Follow its reports; call again after a pause that grows while calls fail."""
+        backoff = Backoff(
+            first_s=self._settings.first_pause_s, max_s=self._settings.longest_pause_s, random=random.random
+        )
+        while True:
+            try:
+                request = predictor_pb2.WatchRequest(min_interval_s=interval_s, instance_id=self.name)
+                async for message in self.connection.watch(request):
+                    self._take_report(message)
+                    backoff.reset()
+            except FAILURES as error:
+                log_event(log, logging.DEBUG, "watch ended", instance=self.name, reason=note_of(error))
+            self.status.reported_state = "ready"  # as far as is known
+            await asyncio.sleep(backoff.next_s())
+
+    def _take_report(self, message: predictor_pb2.WatchResponse) -> None:
+        if message.instance_id != self.name:
+            raise ValueError(f"instance_id: {message.instance_id!r} answers there")
+        changed = indicators_from(message.indicators)
+        self._keep(changed if message.full else {**self.status.indicators, **changed}, message.indicators.age_s)
+        self.status.versions.report(message.version, message.epoch)
+        self.status.reported_state = state_name(message.state)
+        if self.status.reported_state in NOT_READY:
+            self._instances.suspect(self.name)
+
+    # Reservations.
+
+    async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        """Reserve; other decisions count the request as soon as the call is in flight. ReserveError where it fails."""
+        with self.status.versions.claimed(request.if_version if request.HasField("if_version") else None):
+            try:
+                response = await self._reserve(request)
+                require_consistent(response, request, self.name)
+                self._take(response)
+                if response.result == predictor_pb2.RESERVE_RESULT_REFUSED and state_name(response.state) in NOT_READY:
+                    self._instances.engine_failed(self.name, time.monotonic())
+            except asyncio.CancelledError:
+                self.forget(request.request.request_id)
+                raise
+            except FAILURES as error:
+                status = status_of(error)
+                if status is not CandidateStatus.REFUSED:
+                    self.connection.note_failure(status)
+                    self._failed(status)
+                    self.forget(request.request.request_id)
+                raise ReserveError(status, note_of(error)) from None
+        return response
+
+    async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        table = self._instances.table
+        if self.name not in table.row_of:  # it was removed meanwhile
+            return await self.connection.reserve(request)
+        tokens = request.request.prompt_tokens
+        blocks = -(-tokens // DEFAULT_BLOCK_TOKENS)
+        with table.in_flight(self.name, time.monotonic(), prefill_tokens=tokens, blocks=blocks):
+            return await self.connection.reserve(request)
+
+    def sent_without_reservation(self, prompt_tokens: int) -> None:
+        """Count a request that goes there although it is not reserved."""
+        self.status.num_unseen += 1
+        if self.name in self._instances.table.row_of:
+            self._instances.table.sent(self.name, time.monotonic(), prefill_tokens=prompt_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Release, in the background, a reservation that may have been made."""
+        self.start(self.release(common_pb2.ReleaseRequest(request_id=request_id, instance_id=self.name)))
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        """End a reservation, and report the outcome; if the call fails, there is none or it will expire."""
+        try:
+            response = await self.connection.release(request)
+            self._take_indicators(response)
+        except FAILURES as error:
+            if (status := status_of(error)) is not CandidateStatus.REFUSED:
+                self.connection.note_failure(status)
+                self._failed(status)
+            log_event(
+                log, logging.DEBUG, "release failed", request_id=request.request_id, instance=self.name,
+                reason=note_of(error),
+            )  # fmt: skip
+            return common_pb2.ReleaseResponse()
+        return response
+
+    # The end.
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something in the background."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Stop watching, and finish what is in flight."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        if self._background:
+            await asyncio.wait(self._background, timeout=RELEASE_S)
+        self._breaker.close()
+
+
+def instance_message(instance: Instance) -> common_pb2.Instance:
+    """Convert an instance to its wire form."""
+    draining = instance.state == "draining"
+    message = common_pb2.Instance(
+        instance_id=instance.instance_id,
+        engine_url=instance.engine_url,
+        sidecar_address=instance.sidecar_address,
+        models=instance.models,
+        state=common_pb2.INSTANCE_STATE_DRAINING if draining else common_pb2.INSTANCE_STATE_READY,
+    )
+    if instance.role != "both":
+        message.labels["role"] = instance.role
+    if instance.tier:
+        message.labels["tier"] = instance.tier
+    return message

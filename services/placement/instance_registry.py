@@ -1,0 +1,110 @@
+"""The instances that there are now, with a handle each and a connection per sidecar address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from scheduler.instances import InstanceDirectory
+from services.instances import Instances
+from services.placement.instance_handle import InstanceHandle
+from services.placement.metrics import SchedulerMetrics
+from services.placement.settings import SchedulerSettings
+from services.placement.sidecar_connection import SidecarConnection
+
+MAX_REPORTS_PER_S = 1000  # of all sidecars together
+
+
+class InstanceRegistry:
+    """Follows a list of instances: those that stay keep their connection and history, those that go are closed."""
+
+    def __init__(self, settings: SchedulerSettings, metrics: SchedulerMetrics) -> None:
+        """Start without an instance."""
+        self.directory = InstanceDirectory()
+        self._settings = settings
+        self._metrics = metrics
+        self._connections: dict[str, SidecarConnection] = {}  # by address
+        self._handles: dict[str, InstanceHandle] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_watched = False
+
+    def update(self, instances: Instances) -> None:
+        """Take a new list."""
+        before = dict(self._handles)
+        self._handles = {}  # a new one: decisions under way go on with theirs
+        for instance in sorted(instances, key=lambda one: one.instance_id):
+            known = before.get(instance.instance_id)
+            if known is not None and known.instance == instance:
+                self._handles[instance.instance_id] = before.pop(instance.instance_id)
+            else:
+                connection = self._connection_to(instance.sidecar_address)
+                self._handles[instance.instance_id] = InstanceHandle(
+                    instance, connection, self._settings, self._metrics, self.directory
+                )
+        self.directory.update(handle.status for handle in self._handles.values())
+        self._metrics.instances.set(len(self._handles))
+        unused = self._unused_connections()
+        for connection in unused:
+            connection.stop_reserving()
+        self._start(self._close(list(before.values()), unused))
+        if self._is_watched:
+            self._watch_all()
+
+    def _connection_to(self, address: str) -> SidecarConnection:
+        if address not in self._connections:
+            self._connections[address] = SidecarConnection(
+                address, self._settings, self._metrics, self.directory.suspects
+            )
+        return self._connections[address]
+
+    def _unused_connections(self) -> list[SidecarConnection]:
+        """Update which instances each connection reaches; return those without any."""
+        names: dict[str, list[str]] = {address: [] for address in self._connections}
+        for handle in self._handles.values():
+            names[handle.instance.sidecar_address].append(handle.name)
+        for address, connection in self._connections.items():
+            connection.names = names[address]
+        return [self._connections.pop(address) for address, those in names.items() if not those]
+
+    def _start(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    async def _close(handles: Sequence[InstanceHandle], connections: Sequence[SidecarConnection]) -> None:
+        """Let handles finish, and then close their connections."""
+        await asyncio.gather(*(handle.close() for handle in handles))
+        await asyncio.gather(*(connection.close() for connection in connections))
+
+    def watch(self) -> None:
+        """Have all sidecars report by themselves from now on; the more of them, the more rarely each."""
+        if not self._is_watched:
+            self._is_watched = True
+            self._watch_all()
+
+    def _watch_all(self) -> None:
+        interval_s = max(self._settings.watch_s, len(self._handles) / MAX_REPORTS_PER_S)
+        for handle in self._handles.values():
+            handle.watch(interval_s)
+
+    def probe_suspects(self) -> None:
+        """Probe the sidecars whose circuits are open, if it is time for a trial."""
+        for name in self.directory.suspects:
+            handle = self._handles.get(name)
+            if handle is not None:
+                handle.probe_if_due()
+
+    def handles(self) -> list[InstanceHandle]:
+        """Return all handles, by instance id."""
+        return list(self._handles.values())
+
+    def find(self, instance_id: str) -> InstanceHandle | None:
+        """Return the handle of an instance, if there is one."""
+        return self._handles.get(instance_id)
+
+    async def close(self) -> None:
+        """Close all handles and connections."""
+        self.update(())
+        await asyncio.gather(*self._closing)

@@ -1,0 +1,70 @@
+"""Starts and stops a placement driver with all that it needs: instances, lengths, reports, a recorder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from services.instances import FromName, InstanceSource, watch
+from services.placement.decision_recorder import DecisionRecorder
+from services.placement.driver import PlacementDriver
+from services.placement.forecast_calibration import ForecastCalibration
+from services.placement.instance_registry import InstanceRegistry
+from services.placement.length_resolution import LengthResolver
+from services.placement.listeners import PlacementListener
+from services.placement.metrics import SchedulerMetrics
+from services.placement.provisioner_reports import ProvisionerReports
+from services.placement.settings import SchedulerSettings
+from services.supervised_task import supervised
+
+MEBIBYTE = 2**20
+
+
+@asynccontextmanager
+async def placement_driver(
+    settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
+) -> AsyncIterator[PlacementDriver]:
+    """Follow the instances while the block runs; a bad list is refused at the start, a DNS name may resolve later."""
+    metrics = SchedulerMetrics(registry)
+    instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
+    reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
+    watching = recorder = None
+    try:
+        recorder = _recorder(settings, metrics)
+        try:
+            instances.update(await source.poll() or ())
+        except ValueError:
+            if not isinstance(source, FromName):
+                raise
+
+        def pace_of(instance_id: str) -> float:
+            status = instances.directory.by_id.get(instance_id)
+            return 1.0 if status is None else status.pace
+
+        listeners: list[PlacementListener] = [ForecastCalibration(metrics, pace_of), lengths, reports]
+        if recorder is not None:
+            listeners.append(recorder)
+        watching = asyncio.create_task(supervised("instance list", partial(watch, source, poll_s, instances.update)))
+        yield PlacementDriver(settings, instances, lengths, metrics, listeners)
+    finally:
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        await instances.close()
+        await lengths.close()
+        await reports.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
+
+
+def _recorder(settings: SchedulerSettings, metrics: SchedulerMetrics) -> DecisionRecorder | None:
+    """Start to record, if settings ask for it."""
+    if not settings.record:
+        return None
+    max_bytes = round(settings.record_mib * MEBIBYTE)
+    return DecisionRecorder(settings.record, share=settings.record_share, max_bytes=max_bytes, metrics=metrics)

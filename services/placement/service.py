@@ -1,0 +1,200 @@
+"""block.v1.Scheduler: schedule, schedule and stream, release, explain."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter
+
+from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scheduler.prefix.prompt import BYTES_PER_TOKEN
+from services.http.client import HttpClient
+from services.http.openai_body import OpenAIRequest
+from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.instances import Instance
+from services.logs import log_event
+from services.placement.driver import PlacementDriver
+from services.placement.generation_tracker import GenerationTracker
+from services.placement.upstream_engine import EngineError, EngineRequest, answer, question_from
+from services.rpc.errors import NotAllowedError
+from services.rpc.messages import require_name
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
+
+
+class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
+    """Any scheduler may serve any request, and release what another one reserved."""
+
+    def __init__(self, driver: PlacementDriver, client: HttpClient, registry: CollectorRegistry) -> None:
+        """Serve the decisions of a driver; `client` sends requests to engines."""
+        settings = driver.settings
+        self._driver = driver
+        self._settings = settings
+        self._client = client
+        self._attempts = Counter(
+            "block_generate_attempts", "Engines tried for streams, by how it ended.", ("result",), registry=registry
+        )
+        self._prompts = PromptTokens(
+            PromptSizes(BYTES_PER_TOKEN),
+            tokenizer=settings.tokenizer,
+            chat_template=settings.chat_template,
+            block_tokens=settings.block_tokens,
+            seed=settings.hash_seed,
+        )
+
+    async def Schedule(
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        context: Context,
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide, and reserve at the chosen instance."""
+        decision = await self._driver.schedule(request, patience_s(context.time_remaining(), self._deadline_s))
+        return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._settings.sidecar_deadline_s
+
+    async def Generate(
+        self,
+        request: scheduler_pb2.GenerateRequest,
+        context: Context,
+    ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
+        """Decide, send the request, and stream its answer; until the first token another engine may be tried."""
+        arrived_s = time.monotonic()
+        question = question_from(request)
+        ask = question.read()
+        facts = request.request
+        waited_s = facts.waited_s
+        await self._measure(facts, ask)
+        excluded: frozenset[str] = frozenset()
+        for attempt in range(1, self._settings.attempts + 1):
+            facts.waited_s = waited_s
+            placement, decision = await self._driver.place(
+                facts,
+                prompt=question.prompt,
+                policy=request.policy,
+                excluded=excluded,
+                explain=request.explain,
+                arrived_s=arrived_s,
+            )
+            instance_id = placement.instance_id
+            handle = self._driver.registry.find(instance_id)
+            progress = GenerationTracker(decision=decision, request=facts, born_s=arrived_s - waited_s)
+            try:
+                yield scheduler_pb2.GenerateResponse(decision=decision)
+                if handle is None:
+                    raise EngineError("instance was removed from the list")
+                async with aclosing(self._streamed(handle.instance, question, progress)) as chunks:
+                    async for chunk in chunks:
+                        yield scheduler_pb2.GenerateResponse(chunk=chunk)
+            except (ConnectionError, TimeoutError) as error:
+                progress.failed()
+                self._attempts.labels("broken" if progress.num_chunks else "failed").inc()
+                if progress.num_chunks or attempt == self._settings.attempts or not placement.next_best:
+                    raise EngineError(f"{instance_id}: {error}") from None
+                log_event(
+                    log, logging.INFO, "engine failed, trying another", request_id=facts.request_id,
+                    instance=instance_id, reason=str(error),
+                )  # fmt: skip
+                excluded = excluded | {instance_id}
+            else:
+                self._attempts.labels("ended").inc()
+                self._prompts.sizes.learn(ask, progress.prompt_tokens)
+                yield scheduler_pb2.GenerateResponse(outcome=progress.outcome())
+                return
+            finally:
+                self._driver.ended(progress.outcome())
+
+    async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
+        """Find out the length of a prompt and the names of its blocks, as far as the client did not give them."""
+        if request.prompt_tokens and request.prefix_hashes:
+            return
+        num_tokens, names = await self._prompts.read_aside(ask)
+        request.prompt_tokens = request.prompt_tokens or num_tokens
+        if names and not request.prefix_hashes:
+            request.prefix_hashes.extend(names)
+            request.prefix_block_tokens = self._settings.block_tokens
+
+    async def _streamed(
+        self, instance: Instance, question: EngineRequest, progress: GenerationTracker
+    ) -> AsyncGenerator[scheduler_pb2.Chunk]:
+        waits = (self._settings.first_token_s, self._settings.idle_s)
+        pieces = answer(self._client, instance, question, waits)
+        async with aclosing(pieces) as open_pieces:
+            async for piece in open_pieces:
+                progress.received(piece)
+                if piece.is_answer():
+                    yield scheduler_pb2.Chunk(
+                        text=piece.text,
+                        token_ids=piece.token_ids,
+                        num_tokens=len(piece.token_ids),
+                        finish_reason=piece.finish_reason,
+                    )
+        progress.require_end()
+
+    async def Release(
+        self,
+        request: common_pb2.ReleaseRequest,
+        context: Context,
+    ) -> common_pb2.ReleaseResponse:
+        """Pass the end of a request on to its instance's sidecar, and its outcome to the tagger."""
+        return await self._driver.release(request)
+
+    async def Explain(
+        self,
+        request: scheduler_pb2.ExplainRequest,
+        context: Context,
+    ) -> scheduler_pb2.ExplainResponse:
+        """Return a decision once more, with all its candidates."""
+        require_name("request_id", request.request_id)
+        return scheduler_pb2.ExplainResponse(decision=self._driver.log.explained(request.request_id))
+
+    async def ListInstances(
+        self,
+        request: scheduler_pb2.ListInstancesRequest,
+        context: Context,
+    ) -> scheduler_pb2.ListInstancesResponse:
+        """Return all instances, and the policy by which they are chosen."""
+        return scheduler_pb2.ListInstancesResponse(
+            instances=[handle.message for handle in self._driver.registry.handles()],
+            policy=self._driver.policy,
+            scheduler_id=self._settings.scheduler_id,
+        )
+
+    async def UsePolicy(
+        self,
+        request: scheduler_pb2.UsePolicyRequest,
+        context: Context,
+    ) -> scheduler_pb2.UsePolicyResponse:
+        """Decide by another policy from now on."""
+        if not is_local(context.peer()):
+            raise NotAllowedError("the policy can be switched from the scheduler's own machine only")
+        before = self._driver.policy
+        self._driver.use_policy(request.policy)
+        log_event(log, logging.WARNING, "policy switched", policy=self._driver.policy, before=before)
+        return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
+
+
+def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:
+    """Return how long a request may be held so that its caller, whose deadline is in `left_s`, still gets the reply."""
+    if left_s is None:
+        return math.inf
+    return float(left_s) - min(left_s / 2, DEADLINES_PER_DECISION * sidecar_deadline_s)
+
+
+def is_local(peer: str) -> bool:
+    """Return whether a caller, as gRPC names it, is on this machine."""
+    kind, _, address = unquote(peer).partition(":")
+    return kind == "unix" or address.startswith(("127.", "[::1]"))

@@ -1,0 +1,155 @@
+"""Settings of the component that places requests: the scheduler, and a gateway that decides in its own process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from length_tagger.settings import TaggerSettings
+from scheduler.circuit import CircuitState
+from scheduler.core import DecisionRules
+from scheduler.policies import POLICIES
+from scheduler.policy import policy_from
+from scheduler.prefix.kv_block_hash import SEED
+from services.instances import require_address
+from services.settings import Nested, Option
+
+MAX_RESERVATION_S = 600.0
+MAX_RECORD_MIB = 2.0**20
+MINIMA = {"most_conflicts": 0, "most_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
+POLICY_HELP = (
+    "Policy that ranks instances, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', or a formula: "
+    f"'expr: p_tokens * batch_size'. Known policies: {', '.join(POLICIES)}; `block policies` describes them."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """The policy, the deadlines of other components, and the fallbacks without them."""
+
+    policy: Annotated[str, POLICY_HELP] = "block"
+    seed: Annotated[int | None, Option("Seed of policies that draw random numbers.", unset="random")] = None
+    scheduler_id: Annotated[str, Option("Name of this scheduler in decisions.", unset="HOSTNAME/PID")] = ""
+    forecast_always: Annotated[
+        bool, "Request a forecast of the chosen instance also for policies that need no forecasts."
+    ] = False
+
+    sidecar_deadline_s: Annotated[
+        float, Option("Deadline of calls to sidecars, in milliseconds.", name="sidecar_deadline_ms", unit="ms")
+    ] = 0.05
+    watch_s: Annotated[
+        float, "Interval between indicator updates of a sidecar, in seconds, for policies that read indicators."
+    ] = 0.1
+    reservation_s: Annotated[
+        float, "Lifetime of a reservation whose request the engine has not shown yet, in seconds."
+    ] = 10.0
+    most_conflicts: Annotated[
+        int,
+        Option(
+            "Maximum number of times that a request is decided again because another scheduler was faster; then it "
+            "reserves regardless.",
+            name="max_conflicts",
+            deprecated=("most_conflicts",),
+        ),
+    ] = 10
+    most_held: Annotated[
+        int,
+        Option(
+            "Maximum number of requests of a model in the admission queue.",
+            name="max_held",
+            deprecated=("most_held",),
+        ),
+    ] = 1000
+    max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
+    failures_to_open: int = 2  # consecutive failures of a component that open its circuit
+    first_pause_s: float = 0.25  # how long a circuit stays open at first
+    longest_pause_s: float = 8.0
+
+    provisioners: Annotated[
+        tuple[str, ...],
+        Option(
+            "host:port of a provisioner that receives forecasts and outcomes. Repeatable: name every replica.",
+            name="provisioner",
+            metavar="ADDRESS",
+        ),
+    ] = ()
+    tagger: Annotated[str, Option("host:port of the length tagger.", metavar="ADDRESS")] = ""
+    tagger_deadline_s: Annotated[
+        float, Option("Deadline of calls to the length tagger, in milliseconds.", name="tagger_deadline_ms", unit="ms")
+    ] = 0.01
+    without_tagger: Annotated[TaggerSettings, Nested(only=("constant_tokens", "constant_spread"))] = field(
+        default_factory=TaggerSettings
+    )  # response lengths without a tagger
+
+    record: Annotated[str, Option("File to record decisions and outcomes in, as JSON lines.", metavar="FILE")] = ""
+    record_share: Annotated[float, "Share of the requests that are recorded, selected by request id."] = 1.0
+    record_mib: Annotated[float, "Maximum size of the recording and its predecessor FILE.1 together, in mebibytes."] = (
+        256.0
+    )
+    record_candidates: Annotated[bool, "Record all candidates of each decision."] = False
+
+    tokenizer: Annotated[
+        str,
+        Option(
+            "The model's tokenizer.json: counts prompt tokens and finds prompts in the engines' prefix caches.",
+            metavar="FILE",
+        ),
+    ] = ""
+    chat_template: Annotated[
+        str,
+        Option("Chat template that the engines use.", metavar="FILE", unset="the one beside the tokenizer"),
+    ] = ""
+    block_tokens: Annotated[int, "Tokens per KV block of the engines."] = 16
+    hash_seed: Annotated[str, "PYTHONHASHSEED of the engines, if they have one."] = SEED
+    attempts: Annotated[int, "Maximum number of engines that Generate tries for one request."] = 3
+    first_token_s: Annotated[float, "Maximum time that Generate waits for the first token, in seconds."] = 120.0
+    idle_s: Annotated[float, "Maximum pause between two tokens of a stream, in seconds."] = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no scheduler can have."""
+        policy_from(self.policy)
+        for name in (
+            "sidecar_deadline_s",
+            "watch_s",
+            "reservation_s",
+            "first_pause_s",
+            "longest_pause_s",
+            "tagger_deadline_s",
+            "first_token_s",
+            "idle_s",
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be a time above 0, not {value}")
+        if self.reservation_s > MAX_RESERVATION_S:
+            raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
+        for name, minimum in MINIMA.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")
+        if not 0 < self.record_share <= 1:
+            raise ValueError(f"record_share: must be above 0 and at most 1, not {self.record_share}")
+        if not 0 < self.record_mib < MAX_RECORD_MIB:
+            raise ValueError(f"record_mib: must be above 0 and below {MAX_RECORD_MIB:g}, not {self.record_mib}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed: must be at least 0, not {self.seed}")
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens: must be at least 1, not {self.block_tokens}")
+        if self.tagger:
+            require_address("tagger", self.tagger)
+        for address in self.provisioners:
+            require_address("provisioner", address)
+
+    def circuit(self) -> CircuitState:
+        """Make the circuit of a component that may fail."""
+        return CircuitState(
+            failures_to_open=self.failures_to_open,
+            first_pause_s=self.first_pause_s,
+            longest_pause_s=self.longest_pause_s,
+        )
+
+    def rules(self) -> DecisionRules:
+        """Make the rules by which decisions deal with conflicts and waiting requests."""
+        return DecisionRules(
+            max_conflicts=self.most_conflicts, max_held=self.most_held, forecast_always=self.forecast_always
+        )

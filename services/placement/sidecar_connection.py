@@ -1,0 +1,147 @@
+"""The connection to the sidecars behind one address: one channel, one stream for each kind of call, for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from scheduler.candidate import CandidateStatus
+from services.placement.circuit_breaker import CircuitBreaker
+from services.placement.metrics import SchedulerMetrics
+from services.placement.pipelined_call import PipelinedCall
+from services.placement.replies import FAILURES, predict_responses, reserve_response, status_of
+from services.placement.settings import SchedulerSettings
+from services.rpc.channels import open_channel
+
+UNREACHABLE = (CandidateStatus.LATE, CandidateStatus.DOWN)  # states that all sidecars behind one address share
+RELEASE_S = 5.0  # deadline of calls that no request waits for
+
+
+class ForecastCall:
+    """A call that asks several instances behind one address for forecasts; each reads its part of the reply."""
+
+    def __init__(self, names: Sequence[str], reply: asyncio.Future[bytes], deadline_s: float) -> None:
+        """Wait for the reply."""
+        self.reply = reply
+        self._names = names
+        self._deadline_s = deadline_s
+        self._responses: Mapping[str, predictor_pb2.PredictResponse] | None = None
+
+    def response_of(self, name: str) -> predictor_pb2.PredictResponse:
+        """Return an instance's part of the reply; without one, raise what went wrong: one of FAILURES."""
+        if self._responses is None:
+            self._responses = predict_responses(self._raw(), self._names)
+        if name not in self._responses:
+            raise ValueError(f"instance_id: {', '.join(map(repr, self._responses)) or 'no instance'} answers there")
+        return self._responses[name]
+
+    def _raw(self) -> bytes:
+        if not self.reply.done():
+            raise TimeoutError(f"no reply within {self._deadline_s * 1e3:g} ms")
+        return self.reply.result()
+
+    def failure(self) -> CandidateStatus | None:
+        """Return what went wrong with the call as a whole, if anything did."""
+        try:
+            self._raw()
+        except FAILURES as error:
+            return status_of(error)
+        return None
+
+
+class SidecarConnection:
+    """A channel to one address, and its circuit breaker. Calls in flight end before it is closed."""
+
+    def __init__(
+        self, address: str, settings: SchedulerSettings, metrics: SchedulerMetrics, suspects: set[str]
+    ) -> None:
+        """Make the channel, which connects by itself; instances that cannot be reached become suspects."""
+        self.names: Collection[str] = ()  # of the instances whose sidecars answer here
+        self.breaker = CircuitBreaker(address, settings.circuit(), metrics)
+        self._suspects = suspects
+        self._deadline_s = settings.sidecar_deadline_s
+        self._channel = open_channel(address)
+        stub = predictor_pb2_grpc.PredictorStub(self._channel)
+        self._release, self._watch = stub.Release, stub.Watch
+        self._predict = PipelinedCall(self._channel, "Predict", self._deadline_s)
+        self._reserve = PipelinedCall(self._channel, "Reserve", self._deadline_s)
+        self._asked: tuple[Sequence[str], bytes] = ((), b"")
+        self._num_calls = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_removed = False
+
+    def ask(self, request: bytes, names: Sequence[str]) -> ForecastCall:
+        """Send a serialised PredictRequest that names no instance; concatenated messages are merged by protobuf."""
+        if names != self._asked[0]:
+            if len(names) == 1:
+                whom = predictor_pb2.PredictRequest(instance_id=names[0])
+            else:
+                whom = predictor_pb2.PredictRequest(instance_ids=names)
+            self._asked = (names, whom.SerializeToString())
+        return ForecastCall(names, self._predict.send(request + self._asked[1]), self._deadline_s)
+
+    def note(self, call: ForecastCall) -> None:
+        """Count whether a call was answered in time."""
+        failure = call.failure()
+        if failure is None:
+            self.breaker.succeeded()
+        else:
+            self.note_failure(failure)
+
+    def note_failure(self, status: CandidateStatus) -> None:
+        """Count a failed call; one too many opens the circuit and ends the streams."""
+        if status in UNREACHABLE:
+            self._suspects.update(self.names)
+            if self.breaker.failed(status.value):
+                self._predict.cancel()
+                self._reserve.cancel()
+
+    async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
+        """Have an instance reserve a request."""
+        reply = self._reserve.send(request.SerializeToString())
+        await asyncio.wait([reply], timeout=self._deadline_s)
+        if not reply.done():
+            raise TimeoutError(f"no reply within {self._deadline_s * 1e3:g} ms")
+        return reserve_response(reply.result())
+
+    def stop_reserving(self) -> None:
+        """Refuse reservations from now on."""
+        self._reserve.stop()
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
+        """End a reservation."""
+        with self._calling():
+            response: common_pb2.ReleaseResponse = await self._release(request, timeout=RELEASE_S)
+        return response
+
+    async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
+        """Follow what an instance reports by itself."""
+        if self._is_removed:
+            raise ConnectionError("instance was removed from the list")
+        async for message in self._watch(request):
+            yield message
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Keep the channel open: closing it would cancel the calls on it."""
+        if self._is_removed:
+            raise ConnectionError("instance was removed from the list")
+        self._num_calls += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._is_idle.set()
+
+    async def close(self) -> None:
+        """Accept no more calls, finish those in flight, and close the channel."""
+        self._is_removed = True
+        await asyncio.gather(self._predict.close(), self._reserve.close())
+        await self._is_idle.wait()  # every call has a deadline
+        await self._channel.close()
+        self.breaker.close()

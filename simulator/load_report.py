@@ -1,0 +1,156 @@
+"""Reports of a load: latencies, goodput and failures, as numbers, as a table and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, TextIO
+
+import numpy as np
+
+from predictor.request import Slo
+from simulator.load_plan import Planned, target_of
+
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+COLUMNS = (
+    "request_id", "due_s", "sent_s", "prompt_tokens", "asked_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s",
+    "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestResult:
+    """The outcome of one request; times are seconds since it was due, None if it did not get that far."""
+
+    plan: Planned
+    sent_s: float = 0.0  # how late it was sent
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int = 0
+    failure: str | None = None  # the kind of failure
+    note: str = ""  # the server's error message
+    instance: str = ""
+    predicted_ttft_s: float | None = None  # from the decision on
+    predicted_e2e_s: float | None = None
+    decision_s: float | None = None  # by the wall clock
+
+
+def meets_slo(result: RequestResult, slo: Slo) -> bool:
+    """Whether a request succeeded and met its SLO targets."""
+    for name in ("ttft_s", "tpot_s"):
+        target_s = target_of(name, result.plan, slo)
+        if target_s is not None and (getattr(result, name) or 0.0) > target_s:
+            return False
+    return result.failure is None
+
+
+def summary(results: Sequence[RequestResult], slo: Slo) -> dict[str, Any]:
+    """Summarise a run; times are in seconds."""
+    successful = [result for result in results if result.failure is None]
+    begin_s = min((result.plan.due_s for result in results), default=0.0)
+    end_s = max((result.plan.due_s + (result.e2e_s or result.sent_s) for result in results), default=0.0)
+    last_due_s = max((result.plan.due_s for result in results), default=0.0)
+    duration_s = max(end_s - begin_s, 1e-9)
+    num_met = sum(meets_slo(result, slo) for result in results)
+    wrong_length = sum(result.output_tokens != result.plan.output_tokens for result in successful)
+    spread_s = last_due_s - begin_s
+    return {
+        "num_requests": len(results),
+        "num_ok": len(successful),
+        "num_failed": len(results) - len(successful),
+        "failures": dict(Counter(result.failure for result in results if result.failure is not None).most_common()),
+        "failure_notes": {result.failure: result.note for result in reversed(results) if result.failure is not None},
+        "num_wrong_length": wrong_length,
+        "duration_s": duration_s,
+        "offered_requests_per_s": (len(results) - 1) / spread_s if spread_s > 0 else None,
+        "requests_per_s": len(successful) / duration_s,
+        "output_tokens_per_s": sum(result.output_tokens for result in successful) / duration_s,
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        "goodput_requests_per_s": num_met / duration_s,
+        "goodput_share": num_met / len(results) if results else 0.0,
+        **{name: spread(getattr(result, name) for result in successful) for name in LATENCIES},
+        "sent_late_s": spread(result.sent_s for result in results),
+        "forecast_error": forecast_error(successful),
+        "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
+    }
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return mean and percentiles; None without values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
+    return {"mean": fmean(known), "p50": p50, "p90": p90, "p99": p99}
+
+
+def forecast_error(results: Sequence[RequestResult]) -> dict[str, Any] | None:
+    """Compare the forecasts in reply headers with the latencies from sending on; None without forecasts."""
+    errors: dict[str, Any] = {}
+    for name in ("ttft_s", "e2e_s"):
+        pairs = [
+            (predicted, actual - result.sent_s)
+            for result in results
+            if (predicted := getattr(result, f"predicted_{name}")) is not None
+            and math.isfinite(predicted)
+            and (actual := getattr(result, name)) is not None
+            and actual > result.sent_s
+        ]
+        if pairs:
+            relative = [(predicted - actual) / actual for predicted, actual in pairs]
+            errors[name] = {"median": median(map(abs, relative)), "bias": median(relative), "n": len(pairs)}
+    return errors or None
+
+
+def table(total: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a summary for people."""
+    yield f"{'':12}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99"))
+    for name in LATENCIES:
+        if total[name] is not None:
+            cells = "".join(f"{1000 * value:>12.1f}" for value in total[name].values())
+            yield f"{name.removesuffix('_s').upper().replace('E2E', 'e2e') + ' ms':12}{cells}"
+    yield ""
+    yield from _lines(total)
+
+
+def _lines(total: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{total['num_ok']} of {total['num_requests']} requests in {total['duration_s']:.1f} s: "
+        f"{total['requests_per_s']:.2f} requests/s, {total['output_tokens_per_s']:.0f} tokens/s"
+    )
+    targets = [f"{name[:4].upper()} {1000 * value:g} ms" for name, value in total["slo"].items() if value is not None]
+    if targets:
+        share, rate = total["goodput_share"], total["goodput_requests_per_s"]
+        yield f"within {' and '.join(targets)}: {100 * share:.1f} %, {rate:.2f} requests/s"
+    for name, error in (total["forecast_error"] or {}).items():
+        label = name.removesuffix("_s")
+        yield f"predicted {label}: median error {100 * error['median']:.1f} %, bias {100 * error['bias']:+.1f} %"
+    if total["instances"]:
+        yield "requests by instance: " + ", ".join(f"{name} {num}" for name, num in total["instances"].items())
+    if total["num_wrong_length"]:
+        yield f"{total['num_wrong_length']} responses did not have the requested length"
+    late = total["sent_late_s"]
+    if late is not None and late["p99"] > 0.05:
+        yield f"sent late: p99 {1000 * late['p99']:.0f} ms (latencies count from when a request was due)"
+    for kind, num in total["failures"].items():
+        note = total["failure_notes"][kind]
+        yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
+
+
+def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
+    """Write one line per request."""
+    writer = csv.writer(out)
+    writer.writerow(COLUMNS)
+    column: Callable[[float | None], str] = lambda value: "" if value is None else f"{value:.6f}"  # noqa: E731
+    for result in sorted(results, key=lambda result: result.plan.due_s):
+        writer.writerow((
+            result.plan.request_id, column(result.plan.due_s), column(result.sent_s), result.plan.prompt_tokens,
+            result.plan.output_tokens, result.output_tokens, column(result.ttft_s), column(result.tpot_s),
+            column(result.e2e_s), int(meets_slo(result, slo)), result.instance, column(result.predicted_ttft_s),
+            column(result.predicted_e2e_s), result.failure or "", result.note,
+        ))  # fmt: skip

@@ -1,0 +1,56 @@
+"""Parsing of an engine's /metrics and /v1/models."""
+
+from __future__ import annotations
+
+import pytest
+
+from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics
+
+TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="a, \\"b\\""} 3.0
+vllm:num_requests_waiting{engine="0"} 1e+00
+vllm:gpu_cache_usage_perc{engine="0"} 0.25
+vllm:generation_tokens_total{engine="0"} 1.5e+03
+vllm:generation_tokens_total{engine="1"} 500.0
+vllm:prompt_tokens_total NaN
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="2048",x="None"} 1.0
+process_start_time_seconds 17
+"""
+
+
+def test_metrics_are_parsed() -> None:
+    """Old spellings are accepted, several engines are added up, and invalid values are left out."""
+    metrics = parse_metrics(TEXT)
+    assert (metrics.running, metrics.waiting, metrics.kv_usage) == (3, 1, 0.25)
+    assert metrics.generation_tokens == 2000
+    assert metrics.prompt_tokens is None
+    assert metrics.settings == {"num_gpu_blocks": 2048, "block_size": 16, "enable_prefix_caching": True}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage\n\x00", "vllm:num_requests_running{ 1", 'vllm:cache_config_info{block_size="None"} 1']
+)
+def test_text_without_metrics_is_an_empty_scrape(text: str) -> None:
+    """Garbage is neither a metric nor an error."""
+    assert parse_metrics(text) == ScrapedMetrics()
+
+
+def test_lower_or_newer_counters_show_a_restart() -> None:
+    """Counters only grow while an engine runs."""
+    before = ScrapedMetrics(generation_tokens=100, created_s=5.0)
+    assert ScrapedMetrics(generation_tokens=99).shows_restart_since(before)
+    assert ScrapedMetrics(generation_tokens=200, created_s=6.0).shows_restart_since(before)
+    assert not ScrapedMetrics(generation_tokens=100, created_s=5.0).shows_restart_since(before)
+    assert ScrapedMetrics(generation_tokens=101).shows_progress_since(before)
+
+
+@pytest.mark.parametrize(
+    ("body", "length"),
+    [
+        (b'{"data": [{"id": "a", "max_model_len": 512}, {"id": "lora", "max_model_len": null}]}', 512),
+        (b'{"data": []}', None), (b"[]", None), (b"nonsense", None), (b'{"data": [{"max_model_len": "x"}]}', None),
+    ],
+)  # fmt: skip
+def test_max_model_len_is_parsed(body: bytes, length: int | None) -> None:
+    """The largest of all models counts."""
+    assert parse_max_model_len(body) == length

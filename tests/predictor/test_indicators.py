@@ -1,0 +1,77 @@
+"""The indicators of a view, against a plain reading of the same engine model; and counters of the last minute."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor.engine_view import EngineView
+from predictor.forecast import Forecaster
+from predictor.indicators import MINUTE_S, EngineCounters, indicators_of
+from tests.strategies import AFFINE, Load, examples, loads
+
+
+@examples(150)
+@given(load=loads("vllm_v1"), steps=st.integers(0, 12))
+def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
+    """Whatever runs, waits, or is reserved, after any number of steps."""
+    engine = load.loaded(AFFINE)
+    for _ in range(steps):
+        if engine.next_step() is None:
+            break
+    view = EngineView(
+        engine=engine, forecaster=Forecaster(engine), now_s=engine.now_s, clock_rate=1.0, age_s=0.0, overdue_s=0.0,
+        serial=1, counters={"pace": 1.25},
+    )  # fmt: skip
+    indicators = indicators_of(view, 3)
+    state, head = engine.state, engine.state.engine[0]
+    running = [state.requests[slot] for slot in state.running[: head.num_running]]
+    waiting = [
+        state.requests[state.waiting[(head.waiting_head + n) % len(state.waiting)]] for n in range(head.num_waiting)
+    ]
+    pending = [
+        state.requests[state.pending[(head.pending_head + n) % len(state.pending)]] for n in range(head.num_pending)
+    ]
+
+    def blocks(tokens: int) -> int:
+        return (int(tokens) + load.config.block_size - 1) // load.config.block_size
+
+    assert indicators == {
+        "num_running": len(engine.running()),
+        "num_waiting": len(engine.waiting()),
+        "num_reserved": 3,
+        "num_total_blocks": engine.num_blocks,
+        "num_free_blocks": head.num_free_blocks,
+        "num_reserved_blocks": sum(blocks(one.prompt_tokens) for one in pending),
+        "num_waiting_blocks": sum(blocks(one.prompt_tokens + one.output_tokens) for one in waiting),
+        "queued_prefill_tokens": (
+            sum(max(0, int(one.prefill_tokens) - int(one.computed_tokens)) for one in running)
+            + sum(int(one.prompt_tokens) + int(one.output_tokens) for one in waiting)
+            + sum(int(one.prompt_tokens) for one in pending)
+        ),
+        "context_tokens": sum(int(one.computed_tokens) for one in running),
+        "remaining_tokens": sum(
+            int(one.final_tokens) - int(one.output_tokens) for one in (*running, *waiting, *pending)
+        ),
+        "pace": 1.25,
+    }
+    assert len(running) == len(engine.running())
+
+
+def test_counters_are_of_the_last_minute() -> None:
+    """Arrivals and prefix hits from before do not count; the engine's own totals do."""
+    counters = EngineCounters()
+    assert counters.values(1.0) == {"requests_per_minute": 0.0}
+    counters.count_arrivals(3, 0.0)
+    totals = {"prefix_queries": 0, "prefix_hits": 0, "num_preemptions": 2, "num_outcomes": 7, "last_step_s": 0.5}
+    counters.update(totals, 0.0)
+    counters.count_arrivals(1, 50.0)
+    counters.update({**totals, "prefix_queries": 100, "prefix_hits": 90}, 50.0)
+    values = counters.values(10.0)
+    assert values == {
+        "requests_per_minute": 4.0, "num_preemptions_total": 2.0, "num_finished_total": 7.0, "step_s": 0.05,
+        "kv_hit_ratio": 0.9,
+    }  # fmt: skip
+    counters.update({**totals, "prefix_queries": 200, "prefix_hits": 90}, 51.0 + MINUTE_S)
+    values = counters.values(10.0)
+    assert (values["requests_per_minute"], values["kv_hit_ratio"]) == (0.0, 0.0)
