@@ -79,7 +79,7 @@ class LoadSender:
         self._origin = origin
         self._manner = manner
         self._timeout_s = limits.timeout_s
-        self._client = HttpClient(connect_s=min(5.0, limits.timeout_s), most_kept=limits.max_in_flight)
+        self._client = HttpClient(connect_s=min(5.0, limits.timeout_s), max_kept=limits.max_in_flight)
         self._run_id = uuid4().hex[:8]  # makes request ids unique to this run
 
     def close(self) -> None:

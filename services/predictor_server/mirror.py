@@ -202,7 +202,7 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
                     await _read_max_model_len(client, origin, source)
                     has_length = True
                 status, body = await client.get(
-                    origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, most_bytes=MAX_METRICS_BYTES
+                    origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
                 )
                 if status != 200:
                     raise ConnectionError(f"its /metrics returns {status}")

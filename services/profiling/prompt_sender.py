@@ -45,7 +45,7 @@ class PromptSender:
         self._headers = [(b"content-type", b"application/json")]
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
-        self._client = HttpClient(connect_s=TIMEOUT_S, most_kept=4096)
+        self._client = HttpClient(connect_s=TIMEOUT_S, max_kept=4096)
         self._model = ""
         self._token_ids: Sequence[int] = ()
         self._draw = random.Random(id_prefix)  # noqa: S311 - prompts need no secure randomness
