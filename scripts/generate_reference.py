@@ -102,7 +102,7 @@ def _option_row(option: click.Option, context: click.Context) -> str:
         flags += f" `{option.make_metavar(context)}`"
     help_text, _, default = (option.help or "").partition("  [default: ")
     default = default.removesuffix("]") or str(option.get_help_extra(context).get("default", ""))
-    return f"| {_cell(flags)} | {_code(default)} | {_cell(help_text)} |"
+    return f"| {_cell(flags)} | {_cell(_code(default))} | {_cell(help_text)} |"
 
 
 def configuration_page() -> str:

@@ -217,7 +217,7 @@ class InstanceSourceSettings:
         ),
     ] = ()
     instances_file: Annotated[
-        str, Option("TOML or JSON file with a list `instances`; changes are applied at once.", metavar="FILE")
+        str, Option("TOML or JSON file with a list `instances`; it is read again when it changes.", metavar="FILE")
     ] = ""
     instances_dns: Annotated[
         str,
