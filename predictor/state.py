@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +92,12 @@ REQUEST = np.dtype(
         ("num_preemptions", "i4"),
         ("hit_tokens", "i4"),
         ("prefill_tokens", "i4"),  # that it was admitted to compute before it decodes
+        # the facts that a local scheduler may read beside priority and arrival; they never change
+        ("ttft_slo_s", "f8"),  # NaN: no target
+        ("tpot_slo_s", "f8"),  # NaN: no target
+        ("weight", "f8"),
+        ("tenant", "i8"),  # `request.tenant_number` of the client id; 0: unknown
+        ("request_class", "i8"),  # index in `request.CLASSES`
     ],
     align=True,
 )
@@ -118,12 +125,18 @@ def new_request(
     prefill_tokens: int = 0,
     scheduled_s: float = NOBODY,
     first_token_s: float = NOBODY,
+    ttft_slo_s: float = math.nan,
+    tpot_slo_s: float = math.nan,
+    weight: float = 1.0,
+    tenant: int = 0,
+    request_class: int = 0,
 ) -> tuple[float, ...]:
     """Make a row of `requests`, to be assigned at once, as each field by itself would be slow."""
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
         final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, scheduled_s, first_token_s,
         NOBODY, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, prefill_tokens,
+        ttft_slo_s, tpot_slo_s, weight, tenant, request_class,
     )  # fmt: skip
 
 
