@@ -13,7 +13,7 @@ from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.request import CLASSES, NO_TENANT, RequestFacts, tenant_number
+from predictor.request import NO_TENANT, REAL_TIME, RequestFacts, tenant_number
 from predictor.state import FINISHED, NOBODY, State, allocate, new_request, widen
 from predictor.step_time import StepTime, tabulate
 
@@ -123,7 +123,6 @@ class Engine:
         final_tokens, max_tokens = self.lengths(request, int(progress.get("output_tokens", 0)))
         self._require_possible(request, final_tokens)
         slot = self._take_slot(request, final_tokens)
-        slo = request.slo
         num_hashes = 0
         if request.prefix_hashes and self.tracks_blocks:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
@@ -138,13 +137,9 @@ class Engine:
             arrival_s=request.arrival_s,
             num_hashes=num_hashes,
             serial=self._num_added,
-            ttft_slo_s=math.nan if slo is None or slo.ttft_s is None else slo.ttft_s,
-            tpot_slo_s=math.nan if slo is None or slo.tpot_s is None else slo.tpot_s,
-            weight=request.weight,
-            tenant=tenant_number(request.client_id) if request.client_id else NO_TENANT,
-            request_class=CLASSES.index(request.request_class),
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
+        self.state.facts[slot] = _facts_row(request)
         self._num_added += 1
         return slot
 
@@ -300,6 +295,20 @@ class Engine:
         self._requests[slot] = request
         self.slots[request.request_id] = slot
         return slot
+
+
+def _facts_row(request: RequestFacts) -> tuple[float, ...]:
+    """Return a request's row of `state.facts`."""
+    ttft_s = tpot_s = None
+    if request.slo is not None:
+        ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    return (
+        math.nan if ttft_s is None else ttft_s,
+        math.nan if tpot_s is None else tpot_s,
+        request.weight,
+        tenant_number(request.client_id) if request.client_id else NO_TENANT,
+        0 if request.request_class == REAL_TIME else 1,
+    )
 
 
 def _happened(time_s: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The facts of one request, as its client gave them: lengths, service level, class, priority, weight, tenant, session."""
+"""The facts of one request that never change: lengths, service level, class, priority, weight, tenant, session."""
 
 from __future__ import annotations
 

@@ -116,10 +116,8 @@ class InstanceEndpoint:
     ) -> list[predictor_pb2.Prediction]:
         """Forecast what makes sense, refuse what does not, in the order of the questions."""
         sidecar = self._sidecar
-        block_size = picture.engine.config.block_size
         read: list[Request | Refused] = [
-            _request_or_refusal(one, picture.now_s, block_size, known_as=f"candidate/{place}")
-            for place, one in enumerate(messages)
+            _request_or_refusal(one, picture, known_as=f"candidate/{place}") for place, one in enumerate(messages)
         ]
         requests = [one for one in read if isinstance(one, Request)]
         made = await sidecar.forecast(picture, requests, delays=delays) if simulate else [None] * len(requests)
@@ -164,7 +162,7 @@ class InstanceEndpoint:
         picture: EngineView,
         response: predictor_pb2.ReserveResponse,
     ) -> None:
-        promised = _request_or_refusal(request.request, picture.now_s, picture.engine.config.block_size)
+        promised = _request_or_refusal(request.request, picture)
         if isinstance(promised, Request):
             promise = Promise(
                 request=promised,
@@ -219,11 +217,15 @@ def _refused(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_
     return response
 
 
-def _request_or_refusal(
-    message: common_pb2.Request, now_s: float, block_size: int, known_as: str = ""
-) -> Request | Refused:
+def _request_or_refusal(message: common_pb2.Request, picture: EngineView, known_as: str = "") -> Request | Refused:
     try:
-        return request_from(message, now_s=now_s, block_size=block_size, known_as=known_as)
+        return request_from(
+            message,
+            now_s=picture.now_s,
+            clock_rate=picture.clock_rate,
+            block_size=picture.engine.config.block_size,
+            known_as=known_as,
+        )
     except ValueError as error:
         field, _, reason = str(error).partition(": ")
         return Refused(field=field, reason=reason)

@@ -34,6 +34,8 @@ def shown_from(tracker: Tracker, lengths: Mapping[str, Length], now_s: float, mo
         live[name] = rows[name][slots]
     for name in FACTS:
         facts[name] = rows[name][slots]
+    for name in state.facts.dtype.names or ():
+        facts[name] = state.facts[name][slots]
     known, median, spread = np.zeros(num, np.int64), np.full(num, np.nan), np.zeros(num)
     for place, slot in enumerate(slots.tolist()):
         tokens, tag = lengths.get(tracker.engine.id_of(slot), (0, None))

@@ -19,6 +19,7 @@ from deploy.vllm_plugin.block_vllm_export.settings import state_file
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
+from predictor.request import Slo
 from services.engine_state.identity import short_hash
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
@@ -27,6 +28,11 @@ from services.predictor_server.exported import ExportedEngine
 
 PLUGIN, EXPORT = Path(plugin.__file__).parent, Path(services.engine_state.__file__).parent
 NUM_BLOCKS, BLOCK_SIZE = 17, 4
+
+
+XARGS = {
+    "block_tag_tokens": 5, "block_tag_spread": "x", "block_ttft_s": 0.25, "block_weight": 3, "block_client_id": "alice",
+}  # fmt: skip
 
 
 class FullAttentionSpec:
@@ -121,7 +127,7 @@ class Scheduler:
             request_id=f"cmpl-{name}-0-0123abcd", num_prompt_tokens=prompt_tokens, num_tokens=prompt_tokens,
             num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0, num_in_flight_tokens=0,
             num_stale_output_tokens=0, num_preemptions=0, max_tokens=8, priority=0, arrival_time=time.time(),
-            sampling_params=SimpleNamespace(extra_args={"block_tag_tokens": 5, "block_tag_spread": "x"}),
+            sampling_params=SimpleNamespace(extra_args=XARGS, min_tokens=2),
             status=SimpleNamespace(name="WAITING"), block_hashes=list(hashes), is_prefill_chunk=False,
         )  # fmt: skip
         request.is_finished = lambda: request.status.name.startswith("FINISHED")
@@ -187,7 +193,7 @@ def complaints(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-@pytest.mark.parametrize("name", ["layout.py", "process.py", "writer.py"])
+@pytest.mark.parametrize("name", ["layout.py", "process.py", "writer.py", "xargs.py"])
 def test_its_writer_is_ours(name: str) -> None:
     """The plug-in's copies are the same to the byte: what one writes the other's reader understands."""
     assert (PLUGIN / name).read_bytes() == (EXPORT / name).read_bytes(), f"cp services/engine_state/{name} {PLUGIN}"
@@ -213,7 +219,8 @@ def test_it_shows_a_scheduler(path: Path) -> None:
     snapshot = snapshot_from_view(reader.read(contents=True))
     (live,) = snapshot.running
     assert (live.request.request_id, live.request.prompt_tokens, live.computed_tokens) == (first.request_id, 6, 6)
-    assert live.request.tag.median_tokens == 5
+    assert (live.request.tag.median_tokens, live.request.min_tokens, live.request.weight) == (5, 2, 3.0)
+    assert (live.request.slo, live.request.client_id) == (Slo(ttft_s=0.25), "alice")
     assert (live.block_ids, live.full_blocks, live.prefill_tokens) == ((0, 1), 1, 6)
     assert live.request.prefix_hashes == (short_hash(b"abcdefgh"),)
     assert snapshot.steps[0].scheduled == {first.request_id: 6}

@@ -342,7 +342,7 @@ def test_who_watches_hears_of_every_change_and_that_there_was_none(tmp_path: Pat
             call = asked.stub.Watch(predictor_pb2.WatchRequest(min_interval_s=0.02, with_snapshots=True))
             first = await call.read()
             assert (first.sequence, first.full, first.indicators.num_free_blocks) == (1, True, 32)
-            assert b'"version":1' in first.snapshot_json
+            assert b'"version":2' in first.snapshot_json
             second = await call.read()
             assert (second.sequence, second.full, second.version) == (2, False, 0)
             assert not second.indicators.HasField("num_reserved")
