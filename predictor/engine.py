@@ -116,7 +116,14 @@ class Engine:
         announce(self.state, slot)
         return slot
 
-    def place(self, request: RequestFacts, *, tie_break: int | None = None, **progress: float) -> int:
+    def place(
+        self,
+        request: RequestFacts,
+        *,
+        arrival_s: float | None = None,
+        tie_break: int | None = None,
+        **progress: float,
+    ) -> int:
         """Give a request a slot, without letting it arrive; `progress` are fields of `new_request`."""
         if request.request_id in self.slots:
             raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
@@ -134,7 +141,7 @@ class Engine:
             max_tokens=max_tokens,
             priority=request.priority,
             tie_break=self._num_added if tie_break is None else tie_break,
-            arrival_s=request.arrival_s,
+            arrival_s=request.arrival_s if arrival_s is None else arrival_s,
             num_hashes=num_hashes,
             serial=self._num_added,
             **progress,  # type: ignore[arg-type]  # all fields are numbers

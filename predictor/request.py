@@ -42,7 +42,8 @@ class RequestFacts:
     knows only `max_tokens`, at which it cuts the response, and `min_tokens`, before which it does not end it.
     `prefix_hashes` are the names of the contents of the leading full blocks; each name stands for all tokens up to
     the end of its block. `client_id` is the tenant, `session_id` is shared by the requests of one conversation, and
-    `weight` is the value of each token that is delivered by its deadline.
+    `weight` is the value of each token that is delivered by its deadline. `arrival_s` is on an engine's clock; `in_s`
+    is above 0 for a request that will arrive at the engine this long after it is forecast, or reserved.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -62,6 +63,7 @@ class RequestFacts:
     session_id: str = ""
     model: str = ""
     min_tokens: int | None = None
+    in_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could serve."""
@@ -82,6 +84,8 @@ class RequestFacts:
             raise ValueError(f"priority: must lie within 32 bits, not {self.priority}")
         if self.request_class not in CLASSES:
             raise ValueError(f"request_class: {self.request_class!r} is neither {REAL_TIME} nor {BEST_EFFORT}")
+        if not (math.isfinite(self.in_s) and self.in_s >= 0):
+            raise ValueError(f"in_s: must be a time from 0 on, not {self.in_s}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight: must be above 0, not {self.weight}")
 

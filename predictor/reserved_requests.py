@@ -55,7 +55,7 @@ class ReservedRequest:
         """Let one stand in the model; tell whether it is new. ValueError where the engine could never serve it."""
         if request.request_id in self._requests:
             return False
-        mine = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s)
+        mine = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s + request.in_s, in_s=0.0)
         engine.add(mine)
         self._requests[request.request_id] = mine
         return True

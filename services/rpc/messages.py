@@ -78,6 +78,7 @@ def request_from(
         weight=message.weight if message.HasField("weight") else 1.0,
         client_id=message.client_id,
         session_id=message.session_id,
+        in_s=message.in_s * clock_rate,
     )
 
 
@@ -103,6 +104,7 @@ def request_message(request: RequestFacts, *, now_s: float | None = None, block_
         weight=None if request.weight == 1.0 else request.weight,
         client_id=request.client_id,
         session_id=request.session_id,
+        in_s=request.in_s,
     )
 
 

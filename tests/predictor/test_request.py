@@ -19,6 +19,7 @@ FACTS = RequestFacts(
     request_id="r", model="m", prompt_tokens=48, tag=Tag(median_tokens=90.5, spread=0.5), arrival_s=3.0, max_tokens=200,
     min_tokens=4, priority=-2, prefix_hashes=("a1", "b2", "c3"), request_class=BEST_EFFORT,
     slo=Slo(ttft_s=0.5, tpot_s=0.04), weight=2.5, client_id="alice", session_id="chat-7",
+    in_s=0.125,
 )  # fmt: skip
 KNOWN_LENGTH = replace(FACTS, output_tokens=90, tag=None)
 
@@ -43,6 +44,8 @@ def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
         ({"arrival_s": -1.0}, "arrival_s: must be a time"),
         ({"priority": MAX_PRIORITY + 1}, "priority: must lie within"),
         ({"request_class": "urgent"}, "request_class: 'urgent' is neither"),
+        ({"in_s": -0.5}, "in_s: must be a time from 0 on"),
+        ({"in_s": math.inf}, "in_s: must be a time from 0 on"),
         ({"weight": 0.0}, "weight: must be above 0"),
         ({"weight": math.inf}, "weight: must be above 0"),
         ({"weight": math.nan}, "weight: must be above 0"),

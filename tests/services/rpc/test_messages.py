@@ -55,7 +55,7 @@ def test_spans_are_converted_to_the_engines_clock() -> None:
     """On a clock that counts ten seconds per second, the age and the targets are ten times as long."""
     message = messages.request_message(REQUEST, now_s=5.0, block_size=16)
     read = messages.request_from(message, now_s=50.0, clock_rate=10.0, block_size=16)
-    assert (read.arrival_s, read.slo) == (30.0, Slo(ttft_s=5.0, tpot_s=0.4))
+    assert (read.arrival_s, read.slo, read.in_s) == (30.0, Slo(ttft_s=5.0, tpot_s=0.4), 1.25)
 
 
 def test_a_bare_request_stays_bare() -> None:
@@ -99,6 +99,8 @@ def test_names_of_blocks_are_spelled_alike_by_all() -> None:
         (request(waited_s=math.nan), "waited_s"),
         (request(waited_s=-1.0), "waited_s"),
         (request(waited_s=math.inf), "waited_s"),
+        (request(in_s=-1.0), "in_s"),
+        (request(in_s=math.nan), "in_s"),
         (request(weight=0.0), "weight"),
         (request(weight=math.nan), "weight"),
         (request(slo=common_pb2.Slo(ttft_s=0.0)), "slo.ttft_s"),
