@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 from length_tagger.cached import CachedTagger
@@ -32,6 +31,15 @@ FIXED = ("linear", "roberta")  # they do not learn from outcomes by themselves: 
 DEFAULT_ORDER = ("client", "cached", "linear|history", "constant")
 
 
+class UnknownEstimatorError(ValueError):
+    """No estimator has this `name`."""
+
+    def __init__(self, name: str) -> None:
+        """Name the known ones."""
+        super().__init__(f"estimator: {name!r} is none of {', '.join(TAGGERS)}")
+        self.name = name
+
+
 def chained(names: Iterable[str], settings: TaggerSettings | None = None) -> Chain:
     """Make the named estimators, to be asked in this order; of those joined by `|`, the closest lately is believed."""
     order = list(names)
@@ -40,9 +48,7 @@ def chained(names: Iterable[str], settings: TaggerSettings | None = None) -> Cha
     seen: set[str] = set()
     for name in (name for place in order for name in place.split("|")):
         if name not in TAGGERS:
-            near = difflib.get_close_matches(name, TAGGERS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"estimator: {name!r} is none of {', '.join(TAGGERS)}{hint}")
+            raise UnknownEstimatorError(name)
         if name in seen:
             raise ValueError(f"estimator: {name!r} is there twice")
         seen.add(name)

@@ -85,7 +85,8 @@ PORT = 50053
 )
 def tagger(estimator: str, encoder: str, record: str, **flags: Any) -> None:
     """Tell how long answers will be: gRPC, block.v1.LengthTagger."""
-    from length_tagger import chained
+    from length_tagger import TAGGERS, UnknownEstimatorError, chained
+    from predictor.suggestions import did_you_mean
     from services.tagger_server.batches import ENCODER, Encoder
     from services.tagger_server.server import serve
 
@@ -98,8 +99,12 @@ def tagger(estimator: str, encoder: str, record: str, **flags: Any) -> None:
         raise ValueError(f"estimator: with an encoder {ENCODER} must be there, as in client,cached,{ENCODER}|linear")
     reading = {name: flags.pop(f"encoder_{name}") for name in ("threads", "runtime", "deadline_s")}
     settings = TaggerSettings(**flags)
+    try:
+        chain = chained(order, settings)
+    except UnknownEstimatorError as error:
+        raise ValueError(f"{error}{did_you_mean(error.name, TAGGERS)}") from None
     serve(
-        chained(order, settings),
+        chain,
         server,
         linear_model=settings.linear_model,
         encoder=Encoder(folder=encoder, **reading) if encoder else None,

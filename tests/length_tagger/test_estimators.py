@@ -188,7 +188,7 @@ def test_keys_do_not_depend_on_the_process_and_keep_parts_apart() -> None:
     ("names", "message"),
     [
         ([], "estimator: name at least one"),
-        (["clint"], "did you mean client?"),
+        (["clint"], "estimator: 'clint' is none of client, cached, linear"),
         (["history", "history"], "estimator: 'history' is there twice"),
     ],
 )
