@@ -1,4 +1,5 @@
 """Adds the writer of state files, whose source is `services/engine_state`, to the plug-in's wheel and sdist."""
+# ruff: noqa: INP001 - hatchling runs this file by itself
 
 from __future__ import annotations
 
