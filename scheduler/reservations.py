@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from predictor.forecast_result import Forecast
-from predictor.request import Request
+from predictor.request import RequestFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """A place for a request until some time, what it was told to expect there, by which policy, and by whom."""
 
-    request: Request
+    request: RequestFacts
     until_s: float
     forecast: Forecast | None = None
     policy: str = ""
