@@ -264,9 +264,8 @@ class Decision:
 
     @property
     def position(self) -> int:
-        """The position of the chosen instance among the compared."""
-        assert isinstance(self._chosen, int)
-        return self._chosen
+        """The position of the chosen instance among the compared; -1 where the policy did not compare it."""
+        return self._chosen if isinstance(self._chosen, int) else NONE
 
     @property
     def num_compared(self) -> int:

@@ -321,8 +321,9 @@ class Simulation:
         num_sends[number] += 1
         if self._needs_forecast:
             best = decision.position
-            predicted_ttft_s[number] = self.results["first_token_s"][best]
-            predicted_e2e_s[number] = self.results["finished_s"][best]
+            if best >= 0:
+                predicted_ttft_s[number] = self.results["first_token_s"][best]
+                predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
                 self.decided(number, index, now_s, self.results["finished_s"][: decision.num_compared])
         reserved_s = now_s + conditions.decision_s
