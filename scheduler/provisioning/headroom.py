@@ -132,9 +132,7 @@ def projection_of(state: PoolState, objectives: ScalingObjectives) -> LoadProjec
 
 def _is_alarming(state: PoolState, objectives: ScalingObjectives) -> bool:
     """Return whether forecasts exceed the threshold although no instance is starting or has recently started."""
-    return (
-        state.forecast_p_s > objectives.threshold_s and state.num_starting == 0 and state.since_growth_s >= RECENT_S
-    )
+    return state.forecast_p_s > objectives.threshold_s and state.num_starting == 0 and state.since_growth_s >= RECENT_S
 
 
 def _finite(value: float) -> float:

@@ -239,8 +239,6 @@ class PoolHistory:
         objectives = self._objectives
         load = load_model_of(prompts, outputs, objectives.quantile, periods, objectives.capacity)
         self._load = load = load.slowed(self._lateness())
-        self._max_concurrency = load.max_concurrency(
-            objectives.capacity, threshold_s=objectives.threshold_s, share=1.0
-        )
+        self._max_concurrency = load.max_concurrency(objectives.capacity, threshold_s=objectives.threshold_s, share=1.0)
         if math.isfinite(self._max_concurrency):
             self._settling_s = SETTLING * load.tail_tokens * (load.token_s + load.slowdown_s * self._max_concurrency)

@@ -137,17 +137,13 @@ class Planner:
         chosen = instances_to_drain(ready, costs, num)
         if not chosen:
             return _nothing(state, target.why, target.numbers)
-        why = (
-            f"more instances than max_instances {maximum}" if is_over else f"{num_needed} are enough: {target.why}"
-        )
+        why = f"more instances than max_instances {maximum}" if is_over else f"{num_needed} are enough: {target.why}"
         numbers = {
             **target.numbers,
             "added_latency_s": sum(costs[name][0] for name in chosen),
             "remaining_s": sum(costs[name][1] for name in chosen),
         }
-        return ScalingDecision(
-            kind=DRAIN, instance_ids=chosen, num_present=state.num_present, why=why, numbers=numbers
-        )
+        return ScalingDecision(kind=DRAIN, instance_ids=chosen, num_present=state.num_present, why=why, numbers=numbers)
 
 
 def instances_to_drain(

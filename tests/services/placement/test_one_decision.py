@@ -304,7 +304,9 @@ def wall_clock_script(policy: str = "block", num: int = 4, **arrival: Any) -> Sc
     """Requests that come one after the other to three instances."""
     return Script(
         policy=policy,
-        instances=[ScriptedInstance(name=name, e2e_s=e2e_s) for name, e2e_s in zip("abc", (2.0, 2.15, 2.7), strict=True)],
+        instances=[
+            ScriptedInstance(name=name, e2e_s=e2e_s) for name, e2e_s in zip("abc", (2.0, 2.15, 2.7), strict=True)
+        ],
         arrivals=[Arrival(after_s=10.0 * number, **arrival) for number in range(num)],
         max_conflicts=2,
     )
@@ -321,7 +323,9 @@ SCRIPTS = {
     "none can be asked": wall_clock_script(forecasts={**FAILING, "c": [Reply(status=DOWN)]}),
     "all refuse": wall_clock_script(forecasts={name: [Reply(status=REFUSED)] for name in "abc"}),
     "the best refuses reservations": wall_clock_script(reservations={"a": [Reply(status=REFUSED)]}),
-    "others reserve first": wall_clock_script(reservations={"a": [Reply(others_first=1)], "b": [Reply(others_first=1)]}),
+    "others reserve first": wall_clock_script(
+        reservations={"a": [Reply(others_first=1)], "b": [Reply(others_first=1)]}
+    ),
     "excluded": wall_clock_script(excluded=frozenset("a")),
     "held": replace(
         wall_clock_script('hold: hold = "predicted_queue_s < 0.1", hold_s = 0.2'),
@@ -348,7 +352,11 @@ def test_the_grpc_service_decides_as_the_reference_does(name: str) -> None:
                     request = client.request(request_id=request_id, prompt_tokens=PROMPT_TOKENS, model="")
                     deciding = client.decide(request, explain=True, exclude_instance_ids=sorted(arrival.excluded))
                     if kind == "Shed":
-                        code = grpc.StatusCode.INVALID_ARGUMENT if details[0] == "ValueError" else grpc.StatusCode.UNAVAILABLE
+                        code = (
+                            grpc.StatusCode.INVALID_ARGUMENT
+                            if details[0] == "ValueError"
+                            else grpc.StatusCode.UNAVAILABLE
+                        )
                         await refused(deciding, code)
                         continue
                     assert on_the_wire(await deciding) == from_the_core(details)
