@@ -22,6 +22,9 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
+import services  # noqa: F401 - sets options of gRPC, which it reads when it is imported
+
+# isort: split
 import grpc
 import uvloop
 from prometheus_client import CollectorRegistry
