@@ -107,7 +107,7 @@ async def measured_in_process(
         return await numbers_of(schedule, driver.release, (time.process_time, sidecars.cpu_s), name, rate, seconds)
 
 
-async def numbers_of(
+async def numbers_of(  # noqa: PLR0917 - what a load is made of
     schedule: Schedule,
     release: Release,
     clocks: tuple[Callable[[], float], Callable[[], float]],
@@ -139,7 +139,7 @@ async def numbers_of(
     return [{"name": name, "value": value, "unit": unit, "n": n} for name, value, unit in numbers]
 
 
-async def load(
+async def load(  # noqa: PLR0917 - what a load is made of
     schedule: Schedule,
     release: Release,
     rng: random.Random,
