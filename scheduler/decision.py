@@ -179,14 +179,14 @@ class Decision:
         compared = [answers.get(name, late) for name in looked.instance_ids]
         for position, answer in enumerate(compared):
             if answer.status is not CandidateStatus.FORECAST:
-                self._set_aside(looked.instance_id(position), answer)
+                self._set_aside(looked.instance_id(position), answer, now_s)
         for name in others:
             self._answer_of_other(self._others[name], answers.get(name, late))
         kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
         self._forecasts = [compared[position] for position in kept]
         self._compared = looked if len(kept) == len(compared) else looked.only(np.array(kept, np.intp))
         if self.core.rules.explains:
-            self._keep_indicators(self._compared.instance_ids)
+            self._keep_indicators(self._compared.instance_ids, now_s)
         self._rank_forecasts()
         return self._decide(now_s)
 
@@ -211,6 +211,8 @@ class Decision:
             return self._failed_at(answer.status, answer.note, now_s)
         if isinstance(chosen, Candidate):
             chosen.version, chosen.epoch = answer.version, answer.epoch
+            status = self.core.instances.by_id.get(chosen.instance_id)
+            chosen.num_reserved_since = 0 if status is None else status.versions.since(answer.version, answer.epoch)
             chosen.forecast = _with_delays_of(chosen.forecast, answer.forecast)
         else:
             assert self._forecasts is not None
@@ -393,7 +395,7 @@ class Decision:
         assert compared is not None
         instance_id = compared.instance_id(best)
         instances = self.core.instances
-        if instances.suspects:
+        if instances.suspects and instance_id in instances.by_id:
             instances.by_id[instance_id].engine.allows(now_s)
         if self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None)
@@ -425,7 +427,7 @@ class Decision:
             status.engine.allows(now_s)
         if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None)
-        return self._reserve(candidate.instance_id, self.core.instances.table.row_of[candidate.instance_id])
+        return self._reserve(candidate.instance_id, self.core.instances.table.row_of.get(candidate.instance_id, NONE))
 
     def _forecast_of_chosen(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take the forecast of an instance that was chosen without one."""
@@ -484,19 +486,19 @@ class Decision:
         compared, admits = self._compared, self._admits
         assert compared is not None
         assert admits is not None
-        if self._may_wait:
+        if self._may_wait and compared.known is self.core.instances.table.known:  # else these rows are of another list
             rows = _rows(compared)
             self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
 
     # Instances that no policy compared.
 
-    def _set_aside(self, instance_id: str, answer: Answer) -> None:
+    def _set_aside(self, instance_id: str, answer: Answer, now_s: float) -> None:
         """Record that an instance cannot be compared, and why."""
         status = self.core.instances.by_id.get(instance_id)
         if status is None:
             self._add_other(Candidate(instance_id=instance_id, status=answer.status, note=answer.note))
             return
-        candidate = status.candidate(answer.status, answer.note, self._looked.now_s if self._looked else 0.0)
+        candidate = status.candidate(answer.status, answer.note, now_s)
         candidate.answered_s = answer.answered_s
         candidate.forecast, candidate.version, candidate.epoch = answer.forecast, answer.version, answer.epoch
         self._add_other(candidate)
@@ -675,10 +677,11 @@ class Decision:
         named = {one.instance_id for one in compared}
         others = [one for one in self._others.values() if one.instance_id not in named]
         named.update(one.instance_id for one in others)
-        left_out = [] if self._looked is None else list(self._looked.left_out())
+        looked = self._looked
+        left_out = [] if looked is None else list(looked.left_out())
         by_id = self.core.instances.by_id
         rest = [
-            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note)
+            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note, 0.0 if looked is None else looked.now_s)
             if name in by_id
             else Candidate(instance_id=name, status=CandidateStatus.NOT_SHORTLISTED, note=note)
             for name, note in left_out
@@ -721,28 +724,34 @@ class Decision:
         candidate.age_s = candidate.read.pop("age_s", candidate.age_s)
         return candidate
 
-    def _keep_indicators(self, names: Sequence[str]) -> None:
+    def _keep_indicators(self, names: Sequence[str], now_s: float) -> None:
         """Keep the last known indicators of some instances; each report replaces them by another object."""
         by_id = self.core.instances.by_id
         statuses = [by_id[name] for name in names if name in by_id]
-        self._indicators = {one.instance_id: (one.indicators, one.age_s, one.num_unseen) for one in statuses}
+        self._indicators = {one.instance_id: (one.indicators, one.age_at(now_s), one.num_unseen) for one in statuses}
 
     def _keep_what_was_read(self, looked: Candidates) -> None:
         """Copy the indicators that the policy read: the table is updated in place."""
-        reads = {name: looked[name].copy() for name in self.policy.needs}
+        reads = {name: _own(looked[name]) for name in self.policy.needs}
+        looked.add(reads)  # a tie-break may be read again
         if self._scores is not None:
-            self._scores = self._scores.copy()
+            self._scores = _own(self._scores)
         age_s = looked["age_s"]
         self._reads = {**reads, "age_s": np.where(age_s < math.inf, age_s, 0.0)} if reads else {}
         names = looked.instance_ids
         if self._scores is not None and len(names) > MAX_EXPLAINED:
             best = self.policy.order(looked, self._scores)[:MAX_EXPLAINED].tolist()
             names = tuple(names[position] for position in best)
-        self._keep_indicators(names)
+        self._keep_indicators(names, looked.now_s)
 
 
 def _rows(candidates: Candidates) -> Rows:
     return np.arange(len(candidates)) if candidates.rows is None else candidates.rows
+
+
+def _own(column: Column) -> Column:
+    """Return a column that is no view of the table."""
+    return column if column.base is None else column.copy()
 
 
 def _with_delays_of(before: Forecast | None, forecast: Forecast) -> Forecast:

@@ -70,6 +70,10 @@ class InstanceStatus:
         """The last reported ratio of real to predicted step time."""
         return self.indicators.get("pace") or 1.0
 
+    def age_at(self, now_s: float) -> float:
+        """Return how old the last known indicators are at a time; those reported since are new."""
+        return self.age_s + max(0.0, now_s - self.reported_s) if self.indicators else 0.0
+
     def candidate(self, status: CandidateStatus, note: str = "", now_s: float = 0.0) -> Candidate:
         """Return the instance as a candidate with its last known indicators."""
         return Candidate(
@@ -77,7 +81,7 @@ class InstanceStatus:
             status=status,
             note=note,
             indicators=self.indicators,
-            age_s=self.age_s + (now_s - self.reported_s) if self.indicators else 0.0,
+            age_s=self.age_at(now_s),
             num_unseen=self.num_unseen,
         )
 
