@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,6 +115,10 @@ class Answer(NamedTuple):
     answered_s: float = 0.0
 
 
+STATUS_OF, FORECAST_IN = itemgetter(0), itemgetter(1)
+NO_ANSWER = Answer(CandidateStatus.LATE, note="no answer")
+
+
 class Decision:
     """The decision for one request. `ranking` and `candidates` explain it, as things were when it was made."""
 
@@ -130,7 +135,7 @@ class Decision:
     _asked: Ask | None = None
     _reads: Mapping[str, Column] = EMPTY
     _answers: Mapping[str, Answer] = EMPTY
-    _indicators: Mapping[str, tuple[Mapping[str, float], float, int]] = EMPTY  # with age and unseen
+    _indicators: Mapping[str, tuple[Mapping[str, float], float, int]] = EMPTY  # with their age and `num_unseen`
 
     # The decision's state.
     num_conflicts = 0
@@ -175,16 +180,21 @@ class Decision:
         looked, others = self._asked.candidates, self._asked.others
         self._asked = None
         self._answers = answers
-        late = Answer(CandidateStatus.LATE, note="no answer")
-        compared = [answers.get(name, late) for name in looked.instance_ids]
-        for position, answer in enumerate(compared):
-            if answer.status is not CandidateStatus.FORECAST:
-                self._set_aside(looked.instance_id(position), answer, now_s)
+        try:
+            compared = list(map(answers.__getitem__, looked.instance_ids))
+        except KeyError:
+            compared = [answers.get(name, NO_ANSWER) for name in looked.instance_ids]
         for name in others:
-            self._answer_of_other(self._others[name], answers.get(name, late))
-        kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
-        self._forecasts = [compared[position] for position in kept]
-        self._compared = looked if len(kept) == len(compared) else looked.only(np.array(kept, np.intp))
+            self._answer_of_other(self._others[name], answers.get(name, NO_ANSWER))
+        if list(map(STATUS_OF, compared)).count(CandidateStatus.FORECAST) == len(compared):
+            self._forecasts, self._compared = compared, looked
+        else:
+            for position, answer in enumerate(compared):
+                if answer.status is not CandidateStatus.FORECAST:
+                    self._set_aside(looked.instance_id(position), answer, now_s)
+            kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
+            self._forecasts = [compared[position] for position in kept]
+            self._compared = looked.only(np.array(kept, np.intp))
         if self.core.rules.explains:
             self._keep_indicators(self._compared.instance_ids, now_s)
         self._rank_forecasts()
@@ -346,30 +356,18 @@ class Decision:
         assert answers is not None
         if not answers:
             return
-        by_id = self.core.instances.by_id
-        self._since = [
-            by_id[name].versions.since(answer.version, answer.epoch) if name in by_id else 0
-            for name, answer in zip(compared.instance_ids, answers, strict=True)
-        ]
-        forecasts = self._predicted()
-        names = {*policy.forecasts_read, "predicted_e2e_s"}
-        if policy.needs_prefix:
-            names.add("prefix_hit_tokens")
-        known = compared.known
-        # What is derived from forecasts is derived anew.
-        self._compared = Candidates(
-            known=known,
-            now_s=compared.now_s,
-            request=compared.request,
-            rows=compared.rows,
-            columns={name: column for name, column in compared.columns.items() if name in INDEX_OF},
-            excluded_by=compared.excluded_by,
-        )
-        self._compared.add(forecast_columns(forecasts, names))
+        self._since = self.core.instances.reserved_since(compared, answers)
+        if self._scores is not None or policy.needs_prefix:  # what is derived from forecasts is derived anew
+            compared = self._compared = replace(
+                compared, columns={name: column for name, column in compared.columns.items() if name in INDEX_OF}
+            )
+        compared.add(forecast_columns(self._predicted(), policy.forecast_columns))
         self._score()
 
     def _predicted(self) -> list[Forecast | None]:
         answers, since = self._forecasts or [], self._since or []
+        if not any(since):
+            return list(map(FORECAST_IN, answers))
         return [
             answer.forecast if not num or answer.forecast is None else delayed(answer.forecast, num)
             for answer, num in zip(answers, since, strict=True)
@@ -445,7 +443,7 @@ class Decision:
         compared, scores = self._compared, self._scores
         if compared is None or scores is None:
             return NONE
-        if self._admits is None and self._order is None and self._forecasts is None and not self._others:
+        if self._admits is None and self._order is None and not self._others:
             best = self.policy.best(compared, scores)
             if not self._never_finishes(best):
                 return best  # the first of the order, found faster

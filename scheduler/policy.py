@@ -51,8 +51,10 @@ class Policy:
         self.is_blind = not roots  # it looks at nothing
         self.forecasts_read = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
         self.needs_forecast = bool(self.forecasts_read)
+        names = {*self.forecasts_read, "predicted_e2e_s"}  # the latter shows where a request would never finish
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
+        self.forecast_columns = tuple(sorted(names | {"prefix_hit_tokens"} if self.needs_prefix else names))
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
         self.needs_reported = self.holds or any(root.source is IndicatorSource.REPORTED for root in roots)
         if _is_foretold(_needs_of(self._filter)):

@@ -4,7 +4,9 @@ A request goes through the decision core: prefix look-up, shortlist, forecasts a
 choice, reservation; over a table of indicators that changes as requests are sent. The forecasts are values from a
 table: `bench_predictor.py` measures what it takes to make them, `bench_scheduler.py` what it takes to ask for them.
 
-- `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
+- `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round; forecasts come as columns.
+- `decision_served_cpu_us.{policy}.{instances}`: the same as live schedulers need it: forecasts come as one answer for
+  each instance, and what an explanation needs is kept.
 - `decision_cpu_growth.{policy}`: the cost with the most instances over the cost with the fewest.
 """
 
@@ -20,8 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from predictor.forecast import Forecast
-from scheduler.candidate import CandidateStatus
+from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.decision import Answer, Ask, Reserve
@@ -54,15 +58,10 @@ def main() -> None:
     parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12, 64 and 256 by default.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=2000, help="of a round")
-    parser.add_argument("--explains", action="store_true", help="Keep what explanations need, as live schedulers do.")
     arguments = parser.parse_args()
     results = list(
         measured(
-            arguments.policy or list(POLICIES),
-            arguments.instances or INSTANCES,
-            arguments.rounds,
-            arguments.requests,
-            explains=arguments.explains,
+            arguments.policy or list(POLICIES), arguments.instances or INSTANCES, arguments.rounds, arguments.requests
         )
     )
     if arguments.json:
@@ -79,11 +78,12 @@ def main() -> None:
 
 
 def measured(
-    names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int, *, explains: bool
+    names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
 ) -> Iterator[dict[str, object]]:
     """Measure in turns, so that a busy moment of the machine affects all alike."""
-    deciders = {(name, num): decider(POLICIES[name], num, explains=explains) for name in names for num in instances}
-    times: dict[tuple[str, int], list[float]] = {case: [] for case in deciders}
+    cases = [(name, num, served) for name in names for num in instances for served in (False, True)]
+    deciders = {case: decider(POLICIES[case[0]], case[1], served=case[2]) for case in cases}
+    times: dict[tuple[str, int, bool], list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):
         for case, decide in deciders.items():
             start_s = time.process_time()
@@ -93,14 +93,15 @@ def measured(
                 times[case].append(1e6 * (time.process_time() - start_s) / requests)
     n = rounds * requests
     medians = {case: statistics.median(values) for case, values in times.items()}
-    for (name, num), value in medians.items():
-        yield {"name": f"decision_cpu_us.{name}.{num}", "value": value, "unit": "us", "n": n}
+    for (name, num, served), value in medians.items():
+        kind = "decision_served_cpu_us" if served else "decision_cpu_us"
+        yield {"name": f"{kind}.{name}.{num}", "value": value, "unit": "us", "n": n}
     for name in names:
-        growth = medians[name, max(instances)] / medians[name, min(instances)]
+        growth = medians[name, max(instances), False] / medians[name, min(instances), False]
         yield {"name": f"decision_cpu_growth.{name}", "value": growth, "unit": "ratio", "n": n}
 
 
-def decider(text: str, num: int, *, explains: bool) -> Callable[[], int]:
+def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
     """Prepare a core over instances, and return a function that decides for one request after the other."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
@@ -111,14 +112,15 @@ def decider(text: str, num: int, *, explains: bool) -> Callable[[], int]:
         text,
         InstanceDirectory(table),
         random=rng.random,
-        rules=DecisionRules(explains=explains),
+        rules=DecisionRules(explains=served),
         prefixes=PromptPrefixes(table, dict.fromkeys(ids, 1056)),
         seed=1,
     )
     prompts = [prompt(number, rng.randint(4, MAX_BLOCKS)) for number in range(NUM_PROMPTS)]
     for one in prompts:
         core.prefixes.sent(rng.choice(ids), one)
-    answers = {name: Answer(CandidateStatus.FORECAST, forecast(rng)) for name in ids}
+    forecasts = np.array([forecast(rng) for _ in ids])
+    answers = {name: Answer(CandidateStatus.FORECAST, one) for name, one in zip(ids, forecasts, strict=True)}
     clock_s = 0.0
     pause_s = 1.0 / (3 * num)  # between two requests
 
@@ -129,8 +131,13 @@ def decider(text: str, num: int, *, explains: bool) -> Callable[[], int]:
         indicators = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(blocks.names) + 100)
         decision = core.decision(PlacementRequest(indicators=indicators, blocks=blocks, arrived_s=clock_s))
         intention = decision.start(clock_s)
-        if isinstance(intention, Ask):
+        if isinstance(intention, Ask) and served:
             intention = decision.answers(answers, clock_s)
+        elif isinstance(intention, Ask):
+            rows = intention.candidates.rows
+            asked = forecasts if rows is None else forecasts[rows]
+            columns = forecast_columns(asked.tolist(), {*decision.policy.forecasts_read, "predicted_e2e_s"})
+            intention = decision.answers_in_columns(columns, clock_s)
         assert isinstance(intention, Reserve)
         decision.reserved(10.0)
         name, row = intention.instance_id, intention.row
