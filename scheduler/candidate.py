@@ -142,6 +142,8 @@ UNKNOWN = SimpleNamespace(**dict.fromkeys((one.name for one in fields(Forecast))
 def forecast_columns(forecasts: Sequence[Forecast | None], names: Collection[str]) -> dict[str, Column]:
     """Return the named fields of forecasts as columns; NaN where a field is unknown."""
     try:
-        return {name: np.array(list(map(FORECAST_FIELDS[name], forecasts)), np.float64) for name in names}  # None is NaN
+        return {
+            name: np.array(list(map(FORECAST_FIELDS[name], forecasts)), np.float64) for name in names
+        }  # None is NaN
     except AttributeError:
         return forecast_columns([UNKNOWN if one is None else one for one in forecasts], names)

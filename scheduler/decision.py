@@ -36,7 +36,7 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import NoInstanceError
+from scheduler.instances import NoInstanceError, age_of
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
 from scheduler.policy import Policy
 
@@ -135,7 +135,8 @@ class Decision:
     _asked: Ask | None = None
     _reads: Mapping[str, Column] = EMPTY
     _answers: Mapping[str, Answer] = EMPTY
-    _indicators: Mapping[str, tuple[Mapping[str, float], float, int]] = EMPTY  # with their age and `num_unseen`
+    _indicators: Mapping[str, tuple[Mapping[str, float], float, float, int]] = EMPTY  # age, time, `num_unseen`
+    _seen_s = 0.0  # when these were kept
 
     # The decision's state.
     num_conflicts = 0
@@ -706,7 +707,8 @@ class Decision:
         name = compared.instance_id(position)
         candidate = Candidate(instance_id=name, status=self._status_of_compared())
         if name in self._indicators:
-            candidate.indicators, candidate.age_s, candidate.num_unseen = self._indicators[name]
+            candidate.indicators, age_s, reported_s, candidate.num_unseen = self._indicators[name]
+            candidate.age_s = age_of(candidate.indicators, age_s, reported_s, self._seen_s)
         if self._scores is not None:
             candidate.score = float(self._scores[position])
         if self._admits is not None:
@@ -725,8 +727,12 @@ class Decision:
     def _keep_indicators(self, names: Sequence[str], now_s: float) -> None:
         """Keep the last known indicators of some instances; each report replaces them by another object."""
         by_id = self.core.instances.by_id
-        statuses = [by_id[name] for name in names if name in by_id]
-        self._indicators = {one.instance_id: (one.indicators, one.age_at(now_s), one.num_unseen) for one in statuses}
+        self._seen_s = now_s
+        self._indicators = {
+            name: (one.indicators, one.age_s, one.reported_s, one.num_unseen)
+            for name in names
+            if (one := by_id.get(name)) is not None
+        }
 
     def _keep_what_was_read(self, looked: Candidates) -> None:
         """Copy the indicators that the policy read: the table is updated in place."""

@@ -79,7 +79,7 @@ class InstanceStatus:
 
     def age_at(self, now_s: float) -> float:
         """Return how old the last known indicators are at a time; those reported since are new."""
-        return self.age_s + max(0.0, now_s - self.reported_s) if self.indicators else 0.0
+        return age_of(self.indicators, self.age_s, self.reported_s, now_s)
 
     def candidate(self, status: CandidateStatus, note: str = "", now_s: float = 0.0) -> Candidate:
         """Return the instance as a candidate with its last known indicators."""
@@ -106,6 +106,11 @@ class InstanceStatus:
             candidate.engine_failed = True
             candidate.note = candidate.note or "its engine failed recently, circuit open"
         return None if candidate.is_compared else candidate
+
+
+def age_of(indicators: Mapping[str, float], age_s: float, reported_s: float, now_s: float) -> float:
+    """Return how old indicators are at a time, which were as old as `age_s` when they were reported."""
+    return age_s + max(0.0, now_s - reported_s) if indicators else 0.0
 
 
 class InstanceDirectory:

@@ -14,7 +14,9 @@ from scheduler.instance_table import InstanceTable
 LETTERS = "abcdefghijklmnop"
 
 
-def fleet(*, now_s: float = 0.0, request: RequestIndicators = ANY_REQUEST, **columns: Sequence[float | None]) -> Candidates:
+def fleet(
+    *, now_s: float = 0.0, request: RequestIndicators = ANY_REQUEST, **columns: Sequence[float | None]
+) -> Candidates:
     """Instances a, b, c and so on, with these indicators, reported or of the request; None is what is not known."""
     (num,) = {len(values) for values in columns.values()}
     reported = {name: values for name, values in columns.items() if name in INDEX_OF}
@@ -42,7 +44,9 @@ def random_fleet(rng: np.random.Generator, *, unknown: float = 0.1) -> Candidate
     table.known.reported[:] = values
     table.known.reported_s[:] = -rng.integers(0, 90, num)
     prompt_tokens = int(rng.integers(1, 100))
-    candidates = table.candidates(RequestIndicators(prompt_tokens=prompt_tokens, tag_tokens=float(rng.integers(1, 500))))
+    candidates = table.candidates(
+        RequestIndicators(prompt_tokens=prompt_tokens, tag_tokens=float(rng.integers(1, 500)))
+    )
     hits = rng.integers(0, prompt_tokens + 1, num).astype(float)
     forecasts_read = rng.choice([0.5, 1.0, 2.0, math.inf, math.nan], (4, num))
     candidates.add({"prefix_hit_tokens": hits})

@@ -417,7 +417,9 @@ class ReferenceDriver:
         if result == "reserved":
             return decision.reserved(10.0)
         if result == "conflict":
-            return decision.conflict(Answer(CandidateStatus.FORECAST, sidecar.forecast(), sidecar.version, EPOCH), self.now_s)
+            return decision.conflict(
+                Answer(CandidateStatus.FORECAST, sidecar.forecast(), sidecar.version, EPOCH), self.now_s
+            )
         counts = reply.status is not CandidateStatus.STOPPED
         return decision.reservation_failed(reply.status, NOTES[reply.status], self.now_s, counts=counts)
 

@@ -8,7 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.candidate import Candidate, CandidateStatus, delay_of_reservation_s, delayed, fallback_key, forecast_columns
+from scheduler.candidate import (
+    Candidate,
+    CandidateStatus,
+    delay_of_reservation_s,
+    delayed,
+    fallback_key,
+    forecast_columns,
+)
 from tests.scheduler.scripted import forecast_of
 
 

@@ -39,7 +39,11 @@ HOLD = 'hold: hold = "predicted_queue_s < 1", hold_s = 5'
 
 
 def core_over(
-    instances: str | Mapping[str, float], policy: str = "block", *, models: Mapping[str, str] | None = None, **rules: Any
+    instances: str | Mapping[str, float],
+    policy: str = "block",
+    *,
+    models: Mapping[str, str] | None = None,
+    **rules: Any,
 ) -> SchedulerCore:
     """A core over instances, that runs so many requests each."""
     directory = InstanceDirectory()
@@ -197,7 +201,9 @@ def test_an_engine_that_failed_recently_comes_last_whatever_its_forecast() -> No
     decision.reserved(10.0)
     assert decision.placement.basis is DecisionBasis.LAST_RESORT
     assert decision.placement.forecast is None
-    assert why(decision.placement, 2).startswith("no instance could be compared: its engine failed recently, circuit open")
+    assert why(decision.placement, 2).startswith(
+        "no instance could be compared: its engine failed recently, circuit open"
+    )
 
 
 def test_a_conflict_at_an_engine_that_failed_is_counted_from_the_new_forecast() -> None:
@@ -402,9 +408,7 @@ def test_a_late_instance_is_the_last_resort_and_gets_no_reservation() -> None:
     decision, intention = answered(core_over({"a": 3.0, "b": 1.0}), {"a": LATE, "b": LATE})
     assert placed_at(intention) == "b"
     assert decision.placement.reserved_for_s is None
-    assert why(decision.placement, 2) == (
-        "no instance could be compared: is late; without a: is late; b: is late"
-    )
+    assert why(decision.placement, 2) == ("no instance could be compared: is late; without a: is late; b: is late")
 
 
 def test_an_instance_that_was_removed_meanwhile_is_no_error() -> None:
@@ -491,7 +495,9 @@ def test_only_instances_that_serve_the_model_are_asked() -> None:
     decision, intention = begun(core, model="n")
     assert isinstance(intention, Ask)
     assert intention.instance_ids == ("b", "c")
-    assert decision.answers(replies(intention, {"b": 2.0, "c": 1.0}), 0.0) == Reserve("c", 2, 0, EPOCH, forecast_of(1.0))
+    assert decision.answers(replies(intention, {"b": 2.0, "c": 1.0}), 0.0) == Reserve(
+        "c", 2, 0, EPOCH, forecast_of(1.0)
+    )
     _, intention = begun(core, model="o")
     assert isinstance(intention, Shed)
     assert isinstance(intention.error, UnknownModelError)
@@ -590,8 +596,8 @@ def test_a_request_that_no_instance_admits_waits_for_the_next_attempt() -> None:
     assert core.num_waiting == 0
     assert core.queue("") is None
     assert decision.placement.held_s == pytest.approx(0.2)
-    assert why(decision.placement, 1) == "hold: hold = \"predicted_queue_s < 1\", hold_s = 5 over 1: " \
-        "e2e 9.000 s, ttft 0.100 s; held 0.200 s"  # fmt: skip
+    times = "e2e 9.000 s, ttft 0.100 s; held 0.200 s"
+    assert why(decision.placement, 1) == f"{HOLD} over 1: {times}"
 
 
 def test_an_instance_where_a_request_finished_is_asked_at_the_next_attempt() -> None:
@@ -781,7 +787,9 @@ def test_policies_keep_their_state_and_are_bounded_in_number() -> None:
     assert core.decision(PlacementRequest(), "round_robin").policy is first
 
 
-@pytest.mark.parametrize("text", [*POLICIES, HOLD, "jsq: hold = 'batch_size < 4'", "expr: score = '1', tie_break = 'num_running'"])
+@pytest.mark.parametrize(
+    "text", [*POLICIES, HOLD, "jsq: hold = 'batch_size < 4'", "expr: score = '1', tie_break = 'num_running'"]
+)
 def test_the_best_is_the_first_of_the_full_order(text: str) -> None:
     """The fast choice equals the first of all sorted: those that admit before others, those that never finish last."""
     rng, num_infinite = np.random.default_rng(11), 0
@@ -815,7 +823,12 @@ def plainly_best(decision: Decision) -> int:
 
     def key(position: int) -> tuple[Any, ...]:
         score, tie = float(decision._scores[position]), float(tie_break[position])
-        unknown = (math.isnan(score), 0.0 if math.isnan(score) else score, math.isnan(tie), 0.0 if math.isnan(tie) else tie)
+        unknown = (
+            math.isnan(score),
+            0.0 if math.isnan(score) else score,
+            math.isnan(tie),
+            0.0 if math.isnan(tie) else tie,
+        )
         return (e2e_s[position] == math.inf, not admits[position], *unknown, position)
 
     return min(range(len(compared)), key=key)

@@ -178,7 +178,9 @@ def batches_under(text: str) -> np.ndarray:
             reported = table.known.reported
             reported[INDEX_OF["num_running"]] = [min(SEATS, len(server.jobs)) for server in servers]
             reported[INDEX_OF["num_waiting"]] = [max(0, len(server.jobs) - SEATS) for server in servers]
-            reported[INDEX_OF["queued_prefill_tokens"]] = [sum(job.prefill for job in server.jobs) for server in servers]
+            reported[INDEX_OF["queued_prefill_tokens"]] = [
+                sum(job.prefill for job in server.jobs) for server in servers
+            ]
             hits = index.look_up(blocks, ids)
             request = RequestIndicators(prompt_tokens=100 * len(blocks), prefix_class=hits.deepest)
             candidates = table.candidates(request, tick * 0.05)

@@ -95,7 +95,11 @@ def test_instances_that_stay_are_known_and_those_that_changed_are_not() -> None:
         (lambda one: setattr(one, "reported_state", "starting"), "draining", "is starting"),
         (lambda one: setattr(one, "reported_state", "down"), "stopped", "its engine is down"),
         (lambda one: [one.sidecar.failed(0.0) for _ in range(2)], "down", "its sidecar failed recently, circuit open"),
-        (lambda one: [one.connection.failed(0.0) for _ in range(2)], "down", "its sidecar failed recently, circuit open"),
+        (
+            lambda one: [one.connection.failed(0.0) for _ in range(2)],
+            "down",
+            "its sidecar failed recently, circuit open",
+        ),
     ],
 )
 def test_an_unhealthy_instance_is_not_compared(harm: object, status: str, note: str) -> None:

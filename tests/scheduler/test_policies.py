@@ -281,13 +281,17 @@ BEST: dict[str, Columns] = {  # what makes an instance better than one of which 
 
 def test_stale_cases_cover_all_that_read_what_instances_tell() -> None:
     """A policy that joins them needs one."""
-    assert set(BEST) == {name for name in POLICIES if any(root.source is IndicatorSource.REPORTED for root in _roots(name))}
+    assert set(BEST) == {
+        name for name in POLICIES if any(root.source is IndicatorSource.REPORTED for root in _roots(name))
+    }
 
 
 @pytest.mark.parametrize("name", BEST)
 def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
     """The best one reported of itself long ago; a filter by age leaves it out, unless all are as old."""
-    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is IndicatorSource.REPORTED} | dict(BEST[name])
+    columns = {root.name: [5.0] * 3 for root in _roots(name) if root.source is IndicatorSource.REPORTED} | dict(
+        BEST[name]
+    )
 
     def first(text: str, ages_s: list[float]) -> str:
         policy, candidates = policy_from(text, seed=1), fleet(request=HUNDRED, **columns)

@@ -195,13 +195,13 @@ def simulate(script: Script) -> None:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock."""
     sidecars = [Sidecar(one, script) for one in script.instances]
 
-    def look(self: Simulation, now_s: float) -> None:
+    def look(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
     def forecast(
-        self: Simulation, among: Candidates, number: int, now_s: float, with_delays: bool
+        self: Simulation, among: Candidates, _number: int, _now_s: float, with_delays: bool
     ) -> dict[str, Column]:
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
         forecasts = [sidecars[row].forecast(delays=with_delays) for row in rows]
@@ -218,7 +218,7 @@ def simulate(script: Script) -> None:
         read = self.schedulers[0].policy.forecasts_read
         return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
 
-    def send(self: Simulation, scheduler: object, number: int, index: int, shown_s: float) -> None:
+    def send(_self: Simulation, _scheduler: object, _number: int, index: int, _shown_s: float) -> None:
         sidecars[index].reserve(Reply(), None)
 
     num = len(script.arrivals)
@@ -240,9 +240,10 @@ def simulate(script: Script) -> None:
 def in_both(record: Record) -> list[tuple[Any, ...]]:
     """What the simulator and live schedulers have in common: simulated reservations never fail, and are unconditional."""
     steps = []
-    for name, kind, *details in record.steps:
+    for name, kind, *all_details in record.steps:
+        details = all_details
         if kind == "Reserve":
-            details = details[:1]
+            details = all_details[:1]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = [(one.instance_id, one.score, one.admits) for one in decision.candidates()]
@@ -304,7 +305,9 @@ def wall_clock_script(policy: str = "block", num: int = 4, **arrival: Any) -> Sc
     """Requests that come one after the other to three instances."""
     return Script(
         policy=policy,
-        instances=[ScriptedInstance(name=name, e2e_s=e2e_s) for name, e2e_s in zip("abc", (2.0, 2.15, 2.7), strict=True)],
+        instances=[
+            ScriptedInstance(name=name, e2e_s=e2e_s) for name, e2e_s in zip("abc", (2.0, 2.15, 2.7), strict=True)
+        ],
         arrivals=[Arrival(after_s=10.0 * number, **arrival) for number in range(num)],
         max_conflicts=2,
     )
@@ -321,7 +324,9 @@ SCRIPTS = {
     "none can be asked": wall_clock_script(forecasts={**FAILING, "c": [Reply(status=DOWN)]}),
     "all refuse": wall_clock_script(forecasts={name: [Reply(status=REFUSED)] for name in "abc"}),
     "the best refuses reservations": wall_clock_script(reservations={"a": [Reply(status=REFUSED)]}),
-    "others reserve first": wall_clock_script(reservations={"a": [Reply(others_first=1)], "b": [Reply(others_first=1)]}),
+    "others reserve first": wall_clock_script(
+        reservations={"a": [Reply(others_first=1)], "b": [Reply(others_first=1)]}
+    ),
     "excluded": wall_clock_script(excluded=frozenset("a")),
     "held": replace(
         wall_clock_script('hold: hold = "predicted_queue_s < 0.1", hold_s = 0.2'),
@@ -348,7 +353,11 @@ def test_the_grpc_service_decides_as_the_reference_does(name: str) -> None:
                     request = client.request(request_id=request_id, prompt_tokens=PROMPT_TOKENS, model="")
                     deciding = client.decide(request, explain=True, exclude_instance_ids=sorted(arrival.excluded))
                     if kind == "Shed":
-                        code = grpc.StatusCode.INVALID_ARGUMENT if details[0] == "ValueError" else grpc.StatusCode.UNAVAILABLE
+                        code = (
+                            grpc.StatusCode.INVALID_ARGUMENT
+                            if details[0] == "ValueError"
+                            else grpc.StatusCode.UNAVAILABLE
+                        )
                         await refused(deciding, code)
                         continue
                     assert on_the_wire(await deciding) == from_the_core(details)
