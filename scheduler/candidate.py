@@ -146,4 +146,5 @@ def forecast_columns(forecasts: Sequence[Forecast | None], names: Collection[str
             name: np.array(list(map(FORECAST_FIELDS[name], forecasts)), np.float64) for name in names
         }  # None is NaN
     except AttributeError:
-        return forecast_columns([UNKNOWN if one is None else one for one in forecasts], names)
+        known: list[Any] = [UNKNOWN if one is None else one for one in forecasts]
+        return forecast_columns(known, names)

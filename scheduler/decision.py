@@ -324,17 +324,23 @@ class Decision:
                 return self._wait(now_s)
         self._looked = looked = policy.among(known) if num_known else known
         if policy.needs_forecast:
-            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
-            if len(looked) or others:
-                self._asked = Ask(looked, others, policy.needs_delays)
-                return self._asked
-            self._compared = looked
-            return self._decide(now_s)
+            return self._ask(looked, now_s)
         self._compared = looked
         if num_known:
             self._score()
             if core.rules.explains:
                 self._keep_what_was_read(looked)
+        return self._decide(now_s)
+
+    def _ask(self, looked: Candidates, now_s: float) -> Intention:
+        """Ask for forecasts: also engines that failed, which are compared with none."""
+        others: Sequence[str] = ()
+        if self._others:
+            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
+        if len(looked) or others:
+            self._asked = Ask(looked, others, self.policy.needs_delays)
+            return self._asked
+        self._compared = looked
         return self._decide(now_s)
 
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
@@ -479,7 +485,7 @@ class Decision:
             return False
         assert self._compared is not None
         e2e_s = self._compared.columns.get("predicted_e2e_s")
-        return e2e_s is not None and bool(e2e_s[position] == math.inf)
+        return e2e_s is not None and e2e_s.item(position) == math.inf
 
     def _note_refusals(self, now_s: float) -> None:
         compared, admits = self._compared, self._admits

@@ -98,9 +98,8 @@ class Policy:
         if score != score:  # noqa: PLR0124 - NaN
             return int(self.order(candidates, scores)[0])
         if self._tie_break is not None:
-            equal = scores == score
-            if np.count_nonzero(equal) > 1:
-                equals = np.flatnonzero(equal)
+            equals = (scores == score).nonzero()[0]
+            if len(equals) > 1:
                 first = int(equals[lowest(self._tie_break(candidates)[equals], 1)[0]])
         return first
 

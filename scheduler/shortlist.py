@@ -16,8 +16,10 @@ def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
     What is not known comes last. It costs little more for many than for few: nothing is sorted.
     """
     scores = np.fmin(scores, np.inf)
-    threshold = np.partition(scores, k - 1)[k - 1]
-    rows = np.flatnonzero(scores <= threshold)
+    sorted_to_k = scores.copy()
+    sorted_to_k.partition(k - 1)
+    threshold = sorted_to_k[k - 1]
+    rows: Rows = (scores <= threshold).nonzero()[0]
     if len(rows) == k:
         return rows
     at_threshold = scores[rows] == threshold
@@ -25,7 +27,9 @@ def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
     missing = k - len(below)
     if tie_break is not None:
         equals = equals[lowest(tie_break[equals], missing)]
-    return np.sort(np.concatenate((below, equals[:missing])))
+    kept = np.concatenate((below, equals[:missing]))
+    kept.sort()
+    return kept
 
 
 class Draws:

@@ -121,6 +121,7 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         core.prefixes.sent(rng.choice(ids), one)
     forecasts = np.array([forecast(rng) for _ in ids])
     answers = {name: Answer(CandidateStatus.FORECAST, one) for name, one in zip(ids, forecasts, strict=True)}
+    names = {*core.policy.forecasts_read, "predicted_e2e_s"}
     clock_s = 0.0
     pause_s = 1.0 / (3 * num)  # between two requests
 
@@ -136,9 +137,10 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         elif isinstance(intention, Ask):
             rows = intention.candidates.rows
             asked = forecasts if rows is None else forecasts[rows]
-            columns = forecast_columns(asked.tolist(), {*decision.policy.forecasts_read, "predicted_e2e_s"})
+            columns = forecast_columns(asked.tolist(), names)
             intention = decision.answers_in_columns(columns, clock_s)
-        assert isinstance(intention, Reserve)
+        if not isinstance(intention, Reserve):
+            raise TypeError(f"{intention} is no reservation")
         decision.reserved(10.0)
         name, row = intention.instance_id, intention.row
         table.sent(name, clock_s, prefill_tokens=100.0)
