@@ -309,26 +309,6 @@ def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
     assert first(f"{name}: filter = 'age_s >= 0'{everybody}", [30.0, 0.0, 1.0]) == "a"
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_where_none_is_healthy_the_last_resort_needs_no_policy(name: str) -> None:
-    """All are late, down or draining: those that may work come first, the less busy ones of them; none is scored."""
-    fates = {
-        "a": CandidateStatus.DRAINING,
-        "b": CandidateStatus.DOWN,
-        "c": CandidateStatus.LATE,
-        "d": CandidateStatus.LATE,
-        "e": CandidateStatus.STOPPED,
-    }
-    loads = dict(zip("abcde", (0.0, 0.0, 9.0, 4.0, 0.0), strict=True))
-    candidates = [
-        Candidate(instance_id=one, fate=fate, indicators={"num_running": loads[one]}) for one, fate in fates.items()
-    ]
-    ranking = by_forecasts(policy_from(name, seed=1), InstanceTable("abcde").candidates(HUNDRED))
-    assert "".join(one.instance_id for one in order(candidates, ranking)) == "dcba"
-    assert all(one.score is None for one in candidates)
-    assert order([], ranking) == []
-
-
 @pytest.mark.parametrize("name", ["llumnix", "infaas"])
 def test_who_is_short_of_blocks_never_comes_before_who_is_not(name: str) -> None:
     """Also where an engine tells of less than no free block, and whatever else it tells."""

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
 from scheduler.shortlist import Draws, lowest
 from scheduler.spec import spec_from
@@ -170,6 +171,22 @@ def test_a_table_that_is_no_policy_is_refused(table: dict) -> None:
     """By the name of what is wrong in it."""
     with pytest.raises(ValueError, match="^policy"):
         policy_from(table)
+
+
+def test_each_step_names_the_instances_that_it_left_out() -> None:
+    """Also where not all instances were there from the beginning; those that stay are not named."""
+    policy = policy_from("block: filter = 'num_running > 1', sample = 3, k = 2, shortlist = 'jsq'", seed=1)
+    table = InstanceTable("abcdef")
+    for number, name in enumerate("abcdef"):
+        table.replace(name, {"num_running": float(number), "num_waiting": 0.0}, now_s=10.0)
+    some = table.candidates(rows=np.array([1, 2, 3, 4, 5]))
+    looked = policy.among(some)
+    left_out = dict(looked.left_out())
+    assert left_out["b"] == "does not pass the filter"
+    assert sorted(left_out.values()) == ["does not pass the filter", "is not on the shortlist", "was not drawn"]
+    assert sorted([*left_out, *looked.instance_ids]) == list("bcdef")
+    assert dict(some.left_out()) == {}
+    assert dict(policy_from("block").among(some).left_out()) == {}
 
 
 def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:

@@ -195,13 +195,13 @@ def simulate(script: Script) -> None:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock."""
     sidecars = [Sidecar(one, script) for one in script.instances]
 
-    def look(self: Simulation, now_s: float) -> None:
+    def look(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
     def forecast(
-        self: Simulation, among: Candidates, number: int, now_s: float, with_delays: bool
+        self: Simulation, among: Candidates, _number: int, _now_s: float, with_delays: bool
     ) -> dict[str, Column]:
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
         forecasts = [sidecars[row].forecast(delays=with_delays) for row in rows]
@@ -215,10 +215,10 @@ def simulate(script: Script) -> None:
             "delay_worst_s": [one.delay_worst_s for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
-        read = self.schedulers[0].policy.forecasts_read
+        read = self.schedulers[0].policy.forecast_fields
         return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
 
-    def send(self: Simulation, scheduler: object, number: int, index: int, shown_s: float) -> None:
+    def send(_self: Simulation, _scheduler: object, _number: int, index: int, _shown_s: float) -> None:
         sidecars[index].reserve(Reply(), None)
 
     num = len(script.arrivals)
@@ -240,9 +240,10 @@ def simulate(script: Script) -> None:
 def in_both(record: Record) -> list[tuple[Any, ...]]:
     """What the simulator and live schedulers have in common: simulated reservations never fail, and are unconditional."""
     steps = []
-    for name, kind, *details in record.steps:
+    for name, kind, *all_details in record.steps:
+        details = all_details
         if kind == "Reserve":
-            details = details[:1]
+            details = all_details[:1]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = [(one.instance_id, one.score, one.admits) for one in decision.candidates()]
