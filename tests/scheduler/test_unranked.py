@@ -32,19 +32,19 @@ def test_each_step_says_whom_it_left_out() -> None:
     """Also where not all instances were there from the beginning; those who stay are not named."""
     policy = policy_from("block: filter = 'num_running > 1', sample = 3, k = 2, shortlist = 'jsq'", seed=1)
     some = table().candidates(places=np.array([0, 1, 2, 3, 4, 5])[1:])
-    looked = policy.among(some)
+    looked = policy.shortlist(some)
     why = left_out(looked)
     assert why["b"] == "does not pass the filter"
     assert sorted(why.values()) == ["does not pass the filter", "is not on the shortlist", "was not drawn"]
     assert sorted([*why, *looked.instance_ids]) == list("bcdef")
     assert left_out(some) == {}
-    assert left_out(policy_from("block").among(some)) == {}
+    assert left_out(policy_from("block").shortlist(some)) == {}
 
 
 def test_what_was_compared_in_columns_is_told_as_it_was() -> None:
     """Whatever instances tell later; those that are known already are not told of again."""
     there = table()
-    looked = policy_from("jsq").among(there.candidates(now_s=12.0))
+    looked = policy_from("jsq").shortlist(there.candidates(now_s=12.0))
     rest = unranked_of(looked, looked["num_running"], {"num_running": looked["num_running"]})
     there.tell("f", {"num_running": 99.0}, now_s=13.0)
     told = {one.instance_id: one for one in rest.candidates({"a", "b"})}

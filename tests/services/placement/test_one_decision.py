@@ -215,7 +215,7 @@ def simulate(script: Script) -> None:
             "delay_worst_s": [one.delay_worst_s for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
-        read = self.schedulers[0].policy.forecasts_read
+        read = self.schedulers[0].policy.forecast_fields
         return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
 
     def send(self: Simulation, scheduler: object, number: int, index: int, shown_s: float) -> None:
