@@ -6,7 +6,7 @@ making them is the sidecars' work, and `bench_predictor.py` measures it; request
 them is communication, and `bench_scheduler.py` measures that.
 
 - `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
-- `decision_cpu_growth.{policy}`: what it costs with the most instances over what it costs with the fewest.
+- `decision_cpu_growth.{policy}`: CPU time with the most instances over CPU time with the fewest.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ POLICIES = {
     "expr": "expr: p_tokens * batch_size",
 }
 INSTANCES = (12, 64, 256)
-NUM_TALKS = 400
+NUM_CONVERSATIONS = 400
 BLOCK_TOKENS = 16
-MOST_BLOCKS = 60  # of a prompt
+MAX_BLOCKS = 60  # of a prompt
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 def measured(
     names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
 ) -> Iterator[dict[str, object]]:
-    """Take turns, so that a busy moment of the machine falls on all alike."""
+    """Measure all cases in turns, so that other load on the machine affects all of them."""
     deciders = {(name, num): decider(POLICIES[name], num) for name in names for num in instances}
     times: dict[tuple[str, int], list[float]] = {case: [] for case in deciders}
     for number in range(rounds + 1):
@@ -95,24 +95,24 @@ def measured(
 
 
 def decider(text: str, num: int) -> Callable[[], int]:
-    """Prepare a policy over so many instances, and give what decides about one request after the other."""
+    """Return a function that decides about one request, by a policy over a number of instances."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
     table, policy = InstanceTable(ids), policy_from(text, seed=1)
     for name in ids:
         table.replace(name, reported(rng), now_s=0.0)
     index = PrefixIndex(dict.fromkeys(ids, 1056))
-    talks = [[(talk, block) for block in range(rng.randint(4, MOST_BLOCKS))] for talk in range(NUM_TALKS)]
+    talks = [[(talk, block) for block in range(rng.randint(4, MAX_BLOCKS))] for talk in range(NUM_CONVERSATIONS)]
     for talk in talks:
         index.sent(rng.choice(ids), talk)
     forecasts = np.array([forecast(rng) for _ in ids])
     clock_s = 0.0
-    least_s = 1.0 / (3 * num)  # between two requests
+    interval_s = 1.0 / (3 * num)  # between two requests
 
     def decide() -> int:
         nonlocal clock_s
-        clock_s += least_s
-        talk = talks[int(clock_s / least_s) % NUM_TALKS]
+        clock_s += interval_s
+        talk = talks[int(clock_s / interval_s) % NUM_CONVERSATIONS]
         request = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(talk) + 100)
         if policy.needs_prefix:
             hits = index.look_up(talk, ids)
