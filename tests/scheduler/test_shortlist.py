@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
-from scheduler.shortlist import Draws, lowest
+from scheduler.shortlist import RandomSampler, lowest
 from scheduler.spec import spec_from
 from tests.fleets import fleet, random_fleet
 
@@ -31,13 +31,13 @@ def test_the_lowest_are_those_that_a_full_sort_would_give() -> None:
 
 def test_every_set_is_drawn_as_often() -> None:
     """Pairs of five: ten of them, evenly; in order, never one twice; seeded."""
-    draws = Draws(np.random.default_rng(1))
-    counts = Counter(tuple(draws.some(2, of=5).tolist()) for _ in range(5000))
+    draws = RandomSampler(np.random.default_rng(1))
+    counts = Counter(tuple(draws.sample(2, of=5).tolist()) for _ in range(5000))
     assert set(counts) == set(combinations(range(5), 2))
     assert max(counts.values()) - min(counts.values()) < 150
-    again = Draws(np.random.default_rng(1))
-    assert Counter(tuple(again.some(2, of=5).tolist()) for _ in range(5000)) == counts
-    assert draws.some(3, of=3).tolist() == [0, 1, 2]
+    again = RandomSampler(np.random.default_rng(1))
+    assert Counter(tuple(again.sample(2, of=5).tolist()) for _ in range(5000)) == counts
+    assert draws.sample(3, of=3).tolist() == [0, 1, 2]
 
 
 FORECAST_FIELDS = {
@@ -51,7 +51,7 @@ FORECAST_FIELDS = {
 def decided(text: str) -> tuple[str, str]:
     """Who is forecast, and who is chosen."""
     policy = policy_from(text, seed=1)
-    among = policy.among(fleet(**FORECAST_FIELDS))
+    among = policy.shortlist(fleet(**FORECAST_FIELDS))
     return "".join(among.instance_ids), among.instance_id(policy.choose(among))
 
 
@@ -142,8 +142,8 @@ def test_the_same_policy_is_written_in_several_ways() -> None:
         ("block: k = 1.5", "k: must be a whole number"),
         ("block: k = true", "k: must be a whole number"),
         ("block: k = 'some'", "k: must be a whole number"),
-        ("block: shortlist = 'jsq'", "shortlist: says nothing without k"),
-        ("block: k = 'all', shortlist = 'jsq'", "shortlist: says nothing without k"),
+        ("block: shortlist = 'jsq'", "shortlist: has no effect without k"),
+        ("block: k = 'all', shortlist = 'jsq'", "shortlist: has no effect without k"),
         ("block: k = 3, shortlist = 'marginal'", "shortlist: marginal needs forecasts itself"),
         ("block: k = 3, shortlist = 'marginalia'", "did you mean marginal?"),
         ("block: k = 3, shortlist = 'block: k = 3'", "needs forecasts itself"),
@@ -198,7 +198,7 @@ def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:
         policy = policy_from(extra, seed=3)
         for _ in range(200):
             candidates = random_fleet(rng)
-            among = policy.among(candidates)
+            among = policy.shortlist(candidates)
             assert 1 <= len(among) <= min(4, len(candidates))
             place = among.row(policy.choose(among))
             assert candidates.instance_ids[place] in among.instance_ids

@@ -1,4 +1,4 @@
-"""Work in the background outlasts what nobody has foreseen."""
+"""Supervised tasks are restarted after unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.services.waiting import PATIENCE_S
 
 
 def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None, None]], list[int]]:
-    """Work that fails so, one time after the other, and then ends; and how often it has been begun."""
+    """A task that fails with these exceptions, one after the other, and then ends; it counts its starts."""
     begun: list[int] = []
 
     async def work() -> None:
@@ -24,8 +24,8 @@ def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None
     return work, begun
 
 
-def test_it_is_told_and_begun_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Each failure is a line with its traceback; work that ends by itself has ended."""
+def test_failures_are_logged_and_the_task_is_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure is logged with its traceback; a task that returns is not restarted."""
     work, begun = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
     asyncio.run(supervised("counting", work, pause_s=0))
     assert begun == [0, 1, 2, 3]
@@ -33,8 +33,8 @@ def test_it_is_told_and_begun_again(caplog: pytest.LogCaptureFixture) -> None:
     assert all(one.exc_info for one in caplog.records)
 
 
-def test_who_cancels_it_ends_it() -> None:
-    """Not even within the pause does it go on, nor where it fails while it ends."""
+def test_a_cancelled_task_is_not_restarted() -> None:
+    """Neither within the pause nor after a failure while it ends."""
 
     async def test() -> None:
         working, ended, clumsily = asyncio.Event(), [], []

@@ -40,7 +40,7 @@ from tests.scheduler.scripted import (
     reference,
 )
 from tests.services.placement.scripted_connection import Entry, drive
-from tests.services.scheduler_server.running import fates, refused, run, scheduler
+from tests.services.scheduler_server.running import refused, run, scheduler, statuses
 from tests.services.stub_sidecars import StubSidecar
 from tests.simulator.small_clusters import units
 from tests.strategies import examples
@@ -292,11 +292,11 @@ def stub_of(instance: ScriptedInstance, script: Script) -> Crowded:
         name=instance.name,
         e2e_s=instance.e2e_s,
         ttft_s=TTFT_S,
-        per_promise_s=script.per_reservation_s,
+        per_reservation_s=script.per_reservation_s,
         state=common_pb2.INSTANCE_STATE_DOWN if forecast.status is STOPPED else common_pb2.INSTANCE_STATE_READY,
         refuse=grpc.StatusCode.UNAVAILABLE if forecast.status is DOWN else None,
         refuse_prompts_of=PROMPT_TOKENS if forecast.status is REFUSED else -1,
-        refuse_promises=reservation.status is REFUSED,
+        refuse_reservations=reservation.status is REFUSED,
         others_first=reservation.others_first,
     )
 
@@ -372,7 +372,7 @@ def on_the_wire(decision: common_pb2.Decision) -> tuple[Any, ...]:
     """What a caller gets to know of a decision."""
     scores = {one.instance_id: round(one.score, 6) if one.HasField("score") else None for one in decision.candidates}
     next_best = [one.instance_id for one in decision.next_best]
-    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), fates(decision), scores
+    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), statuses(decision), scores
 
 
 def from_the_core(details: Sequence[Any]) -> tuple[Any, ...]:
