@@ -30,7 +30,7 @@ PREFIX = "block_"
 # Which part a folder of services/ belongs to, in the order of the page.
 PARTS = {
     "gateway": "Gateway",
-    "scheduler_server": "Scheduler",
+    "placement": "Scheduler, and a gateway that decides in its own process",
     "predictor_server": "Sidecar",
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
@@ -20,6 +21,8 @@ from scheduler.candidates import Candidates
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
 from scheduler.policy import policy_from
+from services.gateway.in_process import InProcessScheduler
+from services.http.errors import ApiError
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
 from simulator.assembly import simulation
@@ -42,7 +45,7 @@ from tests.scheduler.scripted import (
 from tests.services.placement.scripted_connection import Entry, drive
 from tests.services.scheduler_server.running import refused, run, scheduler, statuses
 from tests.services.stub_sidecars import StubSidecar
-from tests.simulator.small_clusters import units
+from tests.simulator.small_clusters import specs
 from tests.strategies import examples
 
 HOLD = 'hold: hold = "predicted_queue_s < 0.5 and predicted_preemptions < 1", hold_s = 0.3'
@@ -79,7 +82,7 @@ FORECAST, LATE, DOWN, INVALID, REFUSED, STOPPED = (
 async def by_place(
     driver: PlacementDriver, request: common_pb2.Request, excluded: frozenset[str], dry_run: bool
 ) -> None:
-    """As a gateway that decides in its process."""
+    """As the gRPC service's Generate."""
     await driver.place(request, excluded=excluded, dry_run=dry_run)
 
 
@@ -93,7 +96,19 @@ async def by_schedule(
     await driver.schedule(message)
 
 
-ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule}
+async def by_gateway(
+    driver: PlacementDriver, request: common_pb2.Request, excluded: frozenset[str], dry_run: bool
+) -> None:
+    """Decide as a gateway does that decides in its own process."""
+    message = scheduler_pb2.ScheduleRequest(request=request, exclude_instance_ids=excluded, dry_run=dry_run)
+    failures = Counter("failures", "Failures.", ("scheduler", "code"), registry=None)
+    try:
+        await InProcessScheduler(driver, within_s=1e6, failures=failures).schedule(message)
+    except ApiError as error:
+        raise ConnectionError(str(error)) from None
+
+
+ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule, "gateway": by_gateway}
 
 
 # Scripts.
@@ -227,7 +242,7 @@ def simulate(script: Script) -> None:
         np.array([FIRST_S + one.after_s for one in script.arrivals]),
     )
     with mock.patch.multiple(Simulation, look=look, _forecast=forecast, _note_sent=send):
-        run = simulation(units(len(sidecars)), work, script.policy, Conditions(sample_s=0.0))
+        run = simulation(specs(len(sidecars)), work, script.policy, Conditions(sample_s=0.0))
         core = run.schedulers[0].core
         core.policy = policy_from(script.policy, script.seed)
         core.random = np.random.default_rng(script.seed).random
