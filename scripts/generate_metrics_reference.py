@@ -30,7 +30,8 @@ PREFIX = "block_"
 # Which part a folder of services/ belongs to, in the order of the page.
 PARTS = {
     "gateway": "Gateway",
-    "placement": "Scheduler, and a gateway that decides in its own process",
+    "placement": "Placement, in schedulers and in gateways that decide in their process",
+    "scheduler_server": "Scheduler",
     "predictor_server": "Sidecar",
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",

@@ -180,13 +180,13 @@ def test_each_step_names_the_instances_that_it_left_out() -> None:
     for number, name in enumerate("abcdef"):
         table.replace(name, {"num_running": float(number), "num_waiting": 0.0}, now_s=10.0)
     some = table.candidates(rows=np.array([1, 2, 3, 4, 5]))
-    looked = policy.among(some)
+    looked = policy.shortlist(some)
     left_out = dict(looked.left_out())
     assert left_out["b"] == "does not pass the filter"
     assert sorted(left_out.values()) == ["does not pass the filter", "is not on the shortlist", "was not drawn"]
     assert sorted([*left_out, *looked.instance_ids]) == list("bcdef")
     assert dict(some.left_out()) == {}
-    assert dict(policy_from("block").among(some).left_out()) == {}
+    assert dict(policy_from("block").shortlist(some).left_out()) == {}
 
 
 def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:
