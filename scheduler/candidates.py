@@ -120,7 +120,9 @@ class Candidates:
     def _look_up(self, name: str) -> Column:
         index = INDEX_OF.get(name)
         if index is not None:
-            reported = self._of_candidates(self.known.reported[index])
+            reported = self.known.reported[index]
+            if self.rows is not None:
+                reported = reported[self.rows]
             return reported if name != "requests_per_minute" else self._requests_per_minute(reported)
         indicator = INDICATORS.get(name) or require_indicator(name)
         if indicator.formula is not None:

@@ -66,21 +66,21 @@ class PromptPrefixes:
 
     def look_up(self, prompt: PromptBlocks, known: Candidates) -> None:
         """Add to candidates how much of a prompt they hold, and to the request which class it belongs to."""
-        self._follow()
+        if not self._fixed_sizes:
+            self._follow()
         hits = self._index.look_up(prompt.names, known.instance_ids)
-        known.add({"prefix_hit_tokens": hits.num_blocks * prompt.block_tokens})
+        known.columns["prefix_hit_tokens"] = hits.num_blocks * prompt.block_tokens
         known.request.prefix_class = hits.deepest
 
     def sent(self, instance_id: str, prompt: PromptBlocks) -> None:
         """Record that a prompt goes to an instance."""
         if prompt.names and instance_id in self._table.row_of:
-            self._follow()
+            if not self._fixed_sizes:
+                self._follow()
             self._index.sent(instance_id, prompt.names, prompt.num_blocks)
 
     def _follow(self) -> None:
         """Update the index when instances came, went, or reported another size."""
-        if self._fixed_sizes:
-            return
         known = self._table.known
         sizes = known.reported[INDEX_OF["num_total_blocks"]]
         if known.instance_ids is self._following and np.array_equal(sizes, self._sizes, equal_nan=True):

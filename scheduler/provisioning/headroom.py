@@ -95,8 +95,8 @@ def headroom(objectives: ScalingObjectives) -> Rule:
             numbers={
                 "arrivals_per_s": state.trend.level_per_s,
                 "arrivals_ahead_per_s": arrivals_per_s,
-                "instance_requests_per_s": _finite(projection.requests_per_s),
-                "instance_max_requests": _finite(projection.max_concurrency),
+                "instance_bears_per_s": _finite(projection.requests_per_s),
+                "instance_bears_requests": _finite(projection.max_concurrency),
                 "slowest_ahead_s": slowest_s,
                 "forecast_p_s": state.forecast_p_s,
                 "threshold_s": objectives.threshold_s,

@@ -140,8 +140,8 @@ class Planner:
         why = f"more instances than max_instances {maximum}" if is_over else f"{num_needed} are enough: {target.why}"
         numbers = {
             **target.numbers,
-            "added_latency_s": sum(costs[name][0] for name in chosen),
-            "remaining_s": sum(costs[name][1] for name in chosen),
+            "missed_s": sum(costs[name][0] for name in chosen),
+            "left_s": sum(costs[name][1] for name in chosen),
         }
         return ScalingDecision(kind=DRAIN, instance_ids=chosen, num_present=state.num_present, why=why, numbers=numbers)
 

@@ -62,7 +62,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ExperimentSetting:
     """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`."""
 
     name: str
@@ -85,7 +85,7 @@ class Experiment:
     baseline: str
     objective: Objective
     resolution: float
-    settings: tuple[Setting, ...]
+    settings: tuple[ExperimentSetting, ...]
     variants: tuple[Variant, ...]
     paper: Mapping[str, Mapping[str, float]]
     differences: tuple[str, ...]
@@ -99,11 +99,11 @@ class Experiment:
     turn: Turn | None = None
     bound: bool = False  # report also the upper bound for any placement
 
-    def baseline_of(self, setting: Setting) -> str:
+    def baseline_of(self, setting: ExperimentSetting) -> str:
         """Return the variant that gains are relative to."""
         return setting.baseline or self.baseline
 
-    def cases(self, setting: Setting) -> list[tuple[Variant, Scenario]]:
+    def cases(self, setting: ExperimentSetting) -> list[tuple[Variant, Scenario]]:
         """Return the variants of a setting, each with its scenario."""
         variants = [one for one in self.variants if not setting.variants or one.name in setting.variants]
         return [(one, setting.scenario.changed(**one.changes)) for one in variants]
@@ -205,12 +205,12 @@ def _variant(given: str | Mapping[str, Any]) -> Variant:
     return variant
 
 
-def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> Setting:
+def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> ExperimentSetting:
     rates = changes.pop("rates", table.get("rates", []))
     first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
     variants = changes.pop("only", [])
     baseline = str(changes.pop("baseline", table.get("baseline", "")))
-    return Setting(
+    return ExperimentSetting(
         name=name,
         scenario=base.changed(**changes),
         rates=tuple(float(rate) for rate in rates),

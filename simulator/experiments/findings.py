@@ -13,7 +13,14 @@ from simulator.assembly import simulate
 from simulator.capacity import Capacity, Search, capacities, gain, half_width
 from simulator.experiments import autoscaling_comparison, autoscaling_shapes
 from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluate, turning_points
-from simulator.experiments.experiment import CAPACITY, FORECASTS, PROVISIONING, Experiment, Setting, metrics_of
+from simulator.experiments.experiment import (
+    CAPACITY,
+    FORECASTS,
+    PROVISIONING,
+    Experiment,
+    ExperimentSetting,
+    metrics_of,
+)
 from simulator.forecast_accuracy import forecast_accuracy
 from simulator.metrics import cdf, latencies, summary
 from simulator.parallel import Runner
@@ -145,7 +152,7 @@ def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress)
     return Findings(rows=rows, curves={"capacity": bars})
 
 
-def _bound(experiment: Experiment, setting: Setting) -> Capacity:
+def _bound(experiment: Experiment, setting: ExperimentSetting) -> Capacity:
     scenario, rate = setting.scenario, setting.first_rate
     seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
     each = [sustained_rate(scenario.instance_specs(), scenario.workload(rate, seed), rate) for seed in seeds]

@@ -104,7 +104,7 @@ def test_the_instance_with_the_lowest_removal_cost_is_drained() -> None:
             ))  # fmt: skip
     decision = one.plan(10.0, names(3), 0)
     assert decision.instance_ids == ("i1",)
-    assert decision.numbers["added_latency_s"] == pytest.approx(10.0, abs=1.0)
+    assert decision.numbers["missed_s"] == pytest.approx(10.0, abs=1.0)
 
 
 @settings(max_examples=30, deadline=None)

@@ -54,10 +54,10 @@ def test_headroom_reads_capacity_from_forecasts_and_then_from_throughput() -> No
     """50 seats at 12.5 s each are 4 requests/s; 400 requests in 200 s on full instances are half of that."""
     rule = rule_from("headroom", OBJECTIVES)
     assert LOAD.requests_per_s(50.0) == pytest.approx(4.0)
-    assert rule(pool_state()).numbers["instance_requests_per_s"] == pytest.approx(4.0)
-    measured = rule(pool_state(num_ended_full=400, full_instance_s=200.0)).numbers["instance_requests_per_s"]
+    assert rule(pool_state()).numbers["instance_bears_per_s"] == pytest.approx(4.0)
+    measured = rule(pool_state(num_ended_full=400, full_instance_s=200.0)).numbers["instance_bears_per_s"]
     assert measured == pytest.approx(2.0, rel=0.05)
-    proven = rule(pool_state(num_ended=1000, ready_instance_s=200.0)).numbers["instance_requests_per_s"]
+    proven = rule(pool_state(num_ended=1000, ready_instance_s=200.0)).numbers["instance_bears_per_s"]
     assert proven == pytest.approx(5.0)  # at least the throughput of all instances
 
 
