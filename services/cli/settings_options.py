@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from predictor.suggestions import require_known
 from services.logs import LogSettings
 from services.rpc.settings import ServerSettings
-from services.settings import TABLES, CommandSettings, ExperimentSetting
+from services.settings import TABLES, CommandSettings, Setting
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -114,7 +114,7 @@ class LazyChoice(click.Choice[str]):
         """Ignore what the base class sets."""
 
 
-def _type_of(setting: ExperimentSetting) -> Any:
+def _type_of(setting: Setting) -> Any:
     if setting.option.unit:
         return float if setting.option.unit == "ms" else str
     if callable(setting.option.choices):
@@ -122,7 +122,7 @@ def _type_of(setting: ExperimentSetting) -> Any:
     return click.Choice(list(setting.choices)) if setting.option.choices else setting.kind
 
 
-def _declarations(setting: ExperimentSetting, name: str, former: str) -> list[str]:
+def _declarations(setting: Setting, name: str, former: str) -> list[str]:
     flag = f"--{former.replace('_', '-')}" if former else setting.flag
     assert flag is not None
     if setting.kind is bool:

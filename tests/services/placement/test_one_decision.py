@@ -103,7 +103,7 @@ async def by_gateway(
     message = scheduler_pb2.ScheduleRequest(request=request, exclude_instance_ids=excluded, dry_run=dry_run)
     failures = Counter("failures", "Failures.", ("scheduler", "code"), registry=None)
     try:
-        await InProcessScheduler(driver, within_s=1e6, failures=failures).schedule(message)
+        await InProcessScheduler(driver, within_s=100.0, failures=failures).schedule(message)
     except ApiError as error:
         raise ConnectionError(str(error)) from None
 
