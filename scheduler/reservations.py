@@ -74,4 +74,3 @@ class Reservations:
         return MappingProxyType(self._held)
 
 
-Promise = Reservation  # the name that services/predictor_server uses

@@ -234,10 +234,10 @@ async def serve_scheduler(urls: Sequence[str]) -> None:
 
 
 class StubSidecar:
-    """Forecasts a time that grows with each promise; all else that it says stays as it is."""
+    """Forecasts a latency that grows with each reservation; all else stays the same."""
 
     def __init__(self, name: str) -> None:
-        """Have promised nothing."""
+        """Start without reservations."""
         self._held: set[str] = set()
         self._answer = predictor_pb2.PredictResponse(
             instance_id=name,
@@ -270,7 +270,7 @@ class StubSidecar:
         return self._forecast(request.requests[0]) if request.requests else self._answer
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
-        """Tell of itself whenever a promise was made or taken back."""
+        """Report whenever a reservation was made or released."""
         sequence, told = 0, -1
         while True:
             if len(self._held) != told:
@@ -288,7 +288,7 @@ class StubSidecar:
             await asyncio.sleep(request.min_interval_s)
 
     def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
-        """Promise a place, unless others came first."""
+        """Reserve, unless another reservation came first."""
         response = predictor_pb2.ReserveResponse(
             instance_id=self._answer.instance_id, epoch=7, expires_in_s=request.ttl_s
         )
@@ -304,7 +304,7 @@ class StubSidecar:
         return response
 
     def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
+        """Release a reservation."""
         self._held.discard(request.request_id)
         return common_pb2.ReleaseResponse(released=True, indicators=self._answer.indicators)
 
@@ -334,16 +334,16 @@ class StubNode:
             yield response
 
     async def reserve(self, request: predictor_pb2.ReserveRequest, _: Any) -> predictor_pb2.ReserveResponse:
-        """Promise a place."""
+        """Reserve."""
         return self._sidecars[request.instance_id].reserve(request)
 
     async def reserve_stream(self, requests: Any, context: Any) -> Any:
-        """Promise one place after the other."""
+        """Make one reservation after the other."""
         async for request in requests:
             yield await self.reserve(request, context)
 
     async def release(self, request: common_pb2.ReleaseRequest, _: Any) -> common_pb2.ReleaseResponse:
-        """Take a promise back."""
+        """Release a reservation."""
         return self._sidecars[request.instance_id].release(request)
 
     async def release_stream(self, requests: Any, context: Any) -> Any:

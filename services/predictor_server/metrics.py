@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from predictor.engine_view import EndedRequest
-from scheduler.reservations import Promise
+from scheduler.reservations import Reservation
 
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
@@ -105,14 +105,14 @@ class ForecastErrors:
     def __init__(self, metrics: InstanceMetrics) -> None:
         """Start without forecasts."""
         self._metrics = metrics
-        self._pending: dict[str, Promise] = {}
+        self._pending: dict[str, Reservation] = {}
         self._bias: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return the number of forecasts that wait for the end of their request."""
         return len(self._pending)
 
-    def add(self, reservations: Iterable[Promise]) -> None:
+    def add(self, reservations: Iterable[Reservation]) -> None:
         """Keep the forecasts of requests that reached the engine; the oldest are dropped if there are too many."""
         for reservation in reservations:
             if reservation.forecast is None:

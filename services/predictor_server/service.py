@@ -12,7 +12,7 @@ from predictor.engine_view import EngineView
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from scheduler.reservations import Promise
+from scheduler.reservations import Reservation
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.sidecar import Refusal, Sidecar
 from services.rpc.errors import BusyError, MisdirectedError
@@ -255,7 +255,7 @@ class InstanceEndpoint:
         """Make or extend a reservation, or refuse a request that the engine could never serve."""
         request = _request_or_refusal(message.request, view)
         if isinstance(request, RequestFacts):
-            reservation = Promise(
+            reservation = Reservation(
                 request=request,
                 until_s=time.monotonic() + message.ttl_s,
                 forecast=forecast_from(message.forecast) if message.HasField("forecast") else None,

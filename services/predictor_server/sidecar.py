@@ -16,7 +16,7 @@ from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import RequestFacts
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
-from scheduler.reservations import Promise, Reservations
+from scheduler.reservations import Reservation, Reservations
 from services.engine_state.identity import short_hash
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError, EngineSource
@@ -165,7 +165,7 @@ class Sidecar:
 
     # Reservations.
 
-    def reserve(self, reservation: Promise) -> bool:
+    def reserve(self, reservation: Reservation) -> bool:
         """Make or extend a reservation; return whether it is new. ValueError if the engine could never serve it."""
         request = reservation.request
         if request.request_id not in self.reservations:
