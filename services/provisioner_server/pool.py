@@ -1,4 +1,4 @@
-"""What schedulers tell of a pool's requests, and what its rule makes of it."""
+"""A pool's requests, as schedulers report them, and the plans of its rule."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.settings import ProvisionerSettings
 from services.rpc.messages import require_name
 
-MOST_SCHEDULERS = 4096
+MAX_SCHEDULERS = 4096
 ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class Pool:
-    """One pool's requests. Time is this machine's own: when something was heard, not when it is said to have been."""
+    """One pool's requests. Times are those of receiving a report, by this machine's clock."""
 
-    def __init__(self, settings: ProvisionerSettings, measures: ProvisionerMetrics) -> None:
-        """Have heard nothing yet."""
+    def __init__(self, settings: ProvisionerSettings, metrics: ProvisionerMetrics) -> None:
+        """Start without requests."""
         self.settings = settings
         self.observed = Observed(settings.aims, settings.limits)
-        self._measures = measures
+        self._metrics = metrics
         self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.observed)
         self._sequences: dict[str, int] = {}
 
     def rule_named(self, name: str) -> Rule:
-        """Make a rule; that of the settings by its own settings."""
+        """Make a rule by its name."""
         return rule_from(name, self.settings.aims, self.settings.schedule if "schedule" in name else "")
 
-    def hear(self, report: pb.ReportRequest) -> bool:
-        """Take a report; what was heard already, or is of another pool, is left out."""
+    def receive(self, report: pb.ReportRequest) -> bool:
+        """Take a report; a repeated one, or one of another pool, is ignored."""
         require_name("scheduler_id", report.scheduler_id)
         event = report.WhichOneof("event") or "none"
-        taken = self._is_new(report) and self._heard(report, time.monotonic())
-        self._measures.reports.labels(event, "yes" if taken else "no").inc()
-        return taken
+        is_taken = self._is_new(report) and self._take(report, time.monotonic())
+        self._metrics.reports.labels(event, "yes" if is_taken else "no").inc()
+        return is_taken
 
     def _is_new(self, report: pb.ReportRequest) -> bool:
         if report.sequence and report.sequence <= self._sequences.get(report.scheduler_id, 0):
             return False
-        if report.scheduler_id not in self._sequences and len(self._sequences) >= MOST_SCHEDULERS:
+        if report.scheduler_id not in self._sequences and len(self._sequences) >= MAX_SCHEDULERS:
             del self._sequences[next(iter(self._sequences))]
         self._sequences[report.scheduler_id] = report.sequence
         return True
 
-    def _heard(self, report: pb.ReportRequest, now_s: float) -> bool:
+    def _take(self, report: pb.ReportRequest, now_s: float) -> bool:
         if report.HasField("placement"):
             return self._placed(report.placement, now_s)
         if report.HasField("outcome"):
@@ -83,20 +83,20 @@ class Pool:
         )
         return True
 
-    def situation(self, num_ready: int, num_starting: int) -> PoolState:
-        """Sum up what there is now."""
+    def state(self, num_ready: int, num_starting: int) -> PoolState:
+        """Return the present state of the pool."""
         return self.observed.situation(
             time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time()
         )
 
     def plan(self, ready: list[str], num_starting: int, rule: Rule | None = None) -> Decision:
-        """Say what is to be done now."""
+        """Return what is to be done now."""
         return self._planner.plan(time.monotonic(), ready, num_starting, unix_s=time.time(), rule=rule)
 
-    def begun(self, decision: Decision) -> None:
-        """Note that it is being done."""
+    def started(self, decision: Decision) -> None:
+        """Note that a decision is being carried out."""
         self._planner.done(time.monotonic(), decision)
 
     def cooldown_left_s(self) -> float:
-        """Tell how long nothing more will be started."""
+        """Return the time during which nothing more is started."""
         return self._planner.cooldown_left_s(time.monotonic())
