@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 from length_tagger.cached import CachedTagger
@@ -32,6 +31,15 @@ FIXED = ("linear", "roberta")  # they do not learn from outcomes, so their bias 
 DEFAULT_ORDER = ("client", "cached", "linear|history", "constant")
 
 
+class UnknownEstimatorError(ValueError):
+    """No estimator has this `name`."""
+
+    def __init__(self, name: str) -> None:
+        """Name the known ones."""
+        super().__init__(f"estimator: {name!r} is none of {', '.join(TAGGERS)}")
+        self.name = name
+
+
 def chained(names: Iterable[str], settings: TaggerSettings | None = None) -> Chain:
     """Create a chain of the named estimators; of those joined by `|`, the most accurate one lately is used."""
     order = list(names)
@@ -40,9 +48,7 @@ def chained(names: Iterable[str], settings: TaggerSettings | None = None) -> Cha
     seen: set[str] = set()
     for name in (name for entry in order for name in entry.split("|")):
         if name not in TAGGERS:
-            near = difflib.get_close_matches(name, TAGGERS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"estimator: {name!r} is none of {', '.join(TAGGERS)}{hint}")
+            raise UnknownEstimatorError(name)
         if name in seen:
             raise ValueError(f"estimator: {name!r} is named twice")
         seen.add(name)

@@ -10,7 +10,7 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
 from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, WAITING
@@ -314,6 +314,8 @@ class EditableEngine(Engine):
                 live[name] = rows[name][slots]
         for name in FACTS:
             facts[name] = rows[name][slots]
+        for name in self.state.facts.dtype.names or ():
+            facts[name] = self.state.facts[name][slots]
         known, median, spread = np.zeros(num, np.int64), np.full(num, np.nan), np.zeros(num)
         for index, slot in enumerate(slots.tolist()):
             known[index], tag = lengths.get(self.id_of(slot), NO_LENGTH)
@@ -346,7 +348,7 @@ class EditableEngine(Engine):
             sampled=entries["sampled"],
         )
 
-    def snapshot(self, lengths: Mapping[str, Length], reserved: tuple[Request, ...], now_s: float) -> Snapshot:
+    def snapshot(self, lengths: Mapping[str, Length], reserved: tuple[RequestFacts, ...], now_s: float) -> Snapshot:
         """Return the model as a snapshot, with predicted lengths by request id, and with more reserved requests."""
         for slot in self.slots.values():  # requests keep their corrected lengths
             row, request = self.state.requests[slot], self.request_in(slot)
@@ -375,6 +377,6 @@ def _remove_from_ring(ring: np.ndarray, head: int, length: int, slot: int) -> in
     return len(kept)
 
 
-def _with_length(request: Request, lengths: Mapping[str, Length]) -> Request:
+def _with_length(request: RequestFacts, lengths: Mapping[str, Length]) -> RequestFacts:
     tokens, tag = lengths.get(request.request_id, NO_LENGTH)
     return replace(request, output_tokens=tokens or None, tag=tag)

@@ -13,7 +13,7 @@ from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.request import Request
+from predictor.request import NO_TENANT, REAL_TIME, RequestFacts, tenant_number
 from predictor.state import FINISHED, NOBODY, State, allocate, new_request, widen
 from predictor.step_time import StepTime, tabulate
 
@@ -101,7 +101,7 @@ class Engine:
         self.residual = residual
         self.slots: dict[str, int] = {}
         self.contents: dict[int | str, int] = {}  # shared contents by hash, numbered
-        self._requests: list[Request | None] = [None] * len(self.state.requests)
+        self._requests: list[RequestFacts | None] = [None] * len(self.state.requests)
         self._free_slots = list(range(len(self.state.requests) - 1, -1, -1))
         self._num_added = 0
 
@@ -110,13 +110,20 @@ class Engine:
         """The end of the last step whose outputs the engine took."""
         return float(self.state.engine[0].now_s)
 
-    def add(self, request: Request, *, tie_break: int | None = None) -> int:
+    def add(self, request: RequestFacts, *, tie_break: int | None = None) -> int:
         """Let a request arrive at its `arrival_s`, or now if that is past; return its slot."""
         slot = self.place(request, tie_break=tie_break)
         announce(self.state, slot)
         return slot
 
-    def place(self, request: Request, *, tie_break: int | None = None, **progress: float) -> int:
+    def place(
+        self,
+        request: RequestFacts,
+        *,
+        arrival_s: float | None = None,
+        tie_break: int | None = None,
+        **progress: float,
+    ) -> int:
         """Give a request a slot, without letting it arrive; `progress` are fields of `new_request`."""
         if request.request_id in self.slots:
             raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
@@ -134,11 +141,12 @@ class Engine:
             max_tokens=max_tokens,
             priority=request.priority,
             tie_break=self._num_added if tie_break is None else tie_break,
-            arrival_s=request.arrival_s,
+            arrival_s=request.arrival_s if arrival_s is None else arrival_s,
             num_hashes=num_hashes,
             serial=self._num_added,
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
+        self.state.facts[slot] = _facts_row(request)
         self._num_added += 1
         return slot
 
@@ -156,7 +164,7 @@ class Engine:
         self._free_slots = list(range(len(self.state.requests) - 1, num_slots - 1, -1))
         self._num_added = num_slots  # their serials are their slots
 
-    def lengths(self, request: Request, produced_tokens: int = 0) -> tuple[int, int]:
+    def lengths(self, request: RequestFacts, produced_tokens: int = 0) -> tuple[int, int]:
         """Where the answer ends: really, or as is expected now; and at the latest, as far as the engine knows."""
         room = self.config.max_model_len - request.prompt_tokens
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -208,7 +216,7 @@ class Engine:
         engine = self.state.engine[0]
         return [self.id_of(queues.waiting_at(self.state, place)) for place in range(engine.num_waiting)]
 
-    def request_in(self, slot: int) -> Request:
+    def request_in(self, slot: int) -> RequestFacts:
         """Return the request in a slot."""
         request = self._requests[slot]
         assert request is not None
@@ -262,7 +270,7 @@ class Engine:
         """Make room for requests that hold so many blocks."""
         self.state = widen(self.state, num_slots=0, blocks_per_request=num_blocks, num_contents=0)
 
-    def _require_possible(self, request: Request, final_tokens: int) -> None:
+    def _require_possible(self, request: RequestFacts, final_tokens: int) -> None:
         """Refuse a request that this engine could never finish."""
         if request.prompt_tokens >= self.config.max_model_len:
             raise ValueError(
@@ -276,7 +284,7 @@ class Engine:
                 f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}"
             )
 
-    def _take_slot(self, request: Request, final_tokens: int) -> int:
+    def _take_slot(self, request: RequestFacts, final_tokens: int) -> int:
         if self.tracks_blocks and request.prefix_hashes:
             self.know_contents(request.prefix_hashes)
         old = len(self._requests)
@@ -294,6 +302,20 @@ class Engine:
         self._requests[slot] = request
         self.slots[request.request_id] = slot
         return slot
+
+
+def _facts_row(request: RequestFacts) -> tuple[float, ...]:
+    """Return a request's row of `state.facts`."""
+    ttft_s = tpot_s = None
+    if request.slo is not None:
+        ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    return (
+        math.nan if ttft_s is None else ttft_s,
+        math.nan if tpot_s is None else tpot_s,
+        request.weight,
+        tenant_number(request.client_id) if request.client_id else NO_TENANT,
+        0 if request.request_class == REAL_TIME else 1,
+    )
 
 
 def _happened(time_s: float) -> float | None:

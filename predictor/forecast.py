@@ -12,7 +12,7 @@ from predictor.batching import is_compiled
 from predictor.compiled import direct, inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.forecast_result import Forecast
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
 
 RESULT = np.dtype(
@@ -50,9 +50,9 @@ class Forecaster:
         self._results = np.empty(1, RESULT).view(np.recarray)
 
     def forecast(
-        self, candidates: Sequence[Request], now_s: float, *, delays: bool = True, serial: int | None = None
+        self, candidates: Sequence[RequestFacts], now_s: float, *, delays: bool = True, serial: int | None = None
     ) -> list[Forecast]:
-        """Forecast each candidate as if it alone came to the engine now.
+        """Forecast each candidate as if it alone came to the engine, now or `in_s` from now.
 
         All go through the same simulation up to where the first of them could be looked at. Without `delays` each
         simulation stops at its candidate's last token. The same `serial` as the last time says that the engine has
@@ -63,7 +63,7 @@ class Forecaster:
         num_placed = 0
         try:
             for candidate in candidates:
-                slots[num_placed] = self.engine.place(candidate)
+                slots[num_placed] = self.engine.place(candidate, arrival_s=now_s + candidate.in_s)
                 num_placed += 1
             return self._forecast_placed(slots, now_s, delays)
         finally:
@@ -143,7 +143,6 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
             slot = slots[place]
             copy_into(after, shared)
             after.requests[slot] = source.requests[slot]
-            after.requests[slot].arrival_s = now_s
             queues.announce(after, slot)
             drive(after, FOREVER, any_number, nobody if delays else slot)
             read_result(after, slot, now_s, results[place])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
+
+from predictor.suggestions import did_you_mean
 
 OVERDUE_TOKENS = 10  # Block §4.1: what is thought to be left of a request that has outlived its tag
 MOST_TOKENS = 2**31 - 1
@@ -77,9 +78,7 @@ QUANTILES = {"conditional_median": 0.5, "conditional_quartile": 0.25}  # of the 
 def expected_tokens(tag: Tag, tokens_so_far: int, residual: str = DEFAULT_RESIDUAL) -> int:
     """Round the whole response length that a rule expects, given what has been produced; always more than that."""
     if residual not in RESIDUALS:
-        near = difflib.get_close_matches(residual, RESIDUALS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"residual: {residual!r} is none of {', '.join(RESIDUALS)}{hint}")
+        raise ValueError(f"residual: {residual!r} is none of {', '.join(RESIDUALS)}{did_you_mean(residual, RESIDUALS)}")
     expected = RESIDUALS[residual](tag, tokens_so_far)
     return max(tokens_so_far + 1, min(MOST_TOKENS, math.ceil(expected - 0.5)))
 

@@ -49,11 +49,12 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
         queues.absorb_arrivals(state)
         if watched >= 0 and state.requests[watched].status == FINISHED:
             return False
+        has_room = engine.num_in_flight < engine.pipeline_depth
+        if watched == TAIL_OF_QUEUE and has_room and not has_tail_ahead(state):
+            return False  # a request at the tail would be in the step that is planned here
         unfinished = engine.num_running + engine.num_waiting
-        if unfinished > 0 and not engine.stuck and engine.num_in_flight < engine.pipeline_depth:
+        if unfinished > 0 and not engine.stuck and has_room:
             if engine.now_s > until_s:
-                return False
-            if watched == TAIL_OF_QUEUE and not has_tail_ahead(state):
                 return False
             if engine.steady and engine.num_in_flight == engine.pipeline_depth - 1:
                 num_repeats = min(count_repeats(state, until_s), last_step - engine.num_steps)

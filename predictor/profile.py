@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from predictor.config import require_count
 from predictor.step_time import CURVES, NUMBERS, Curve, StepTime, require_seconds
+from predictor.suggestions import did_you_mean
 
 VERSION = 1
 FITTED = "fitted"
@@ -147,8 +147,8 @@ def load_profile(name: str) -> Profile:
         return constant_profile()
     names = profile_names()
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"profile: there is none named {name!r}; the nearest is {nearest!r}")
+        hint = did_you_mean(name, names, f"; there are {', '.join(names)}")
+        raise ValueError(f"profile: there is none named {name!r}{hint}")
     text = (resources.files("predictor") / "profiles" / (name + SUFFIX)).read_text(encoding="utf-8")
     return profile_from_json(text)
 

@@ -1,20 +1,25 @@
-"""What a client asks for."""
+"""The facts of one request that never change: lengths, service level, class, priority, weight, tenant, session."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from predictor.config import require_count
 from predictor.lengths import DEFAULT_RESIDUAL, Tag, expected_tokens
 
 REAL_TIME, BEST_EFFORT = "real-time", "best-effort"
+CLASSES = (REAL_TIME, BEST_EFFORT)  # a class's number in the engine model and in state files is its index here
+MAX_PRIORITY = 2**31
+NO_TENANT = 0  # the tenant number of a request without a client id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """How late tokens may be; None where anything goes."""
+    """Targets for the time to the first token and the time per token after it; None where there is no target."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
@@ -22,7 +27,7 @@ class Slo:
     tpot_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse targets that nothing could meet."""
+        """Refuse targets that are not positive."""
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -30,12 +35,15 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request. Its answer is `output_tokens` long where that is known, else as long as its `tag` predicts.
+class RequestFacts:
+    """Everything about one request that does not change from its client to the engine model.
 
-    `max_tokens` is where the engine would cut the answer, and all that the engine knows of its length.
-    `prefix_hashes` names the content of the leading full blocks, each hash standing for all tokens up to the end of
-    its block.
+    The response has `output_tokens` tokens where its length is known, else as many as its `tag` predicts. The engine
+    knows only `max_tokens`, at which it cuts the response, and `min_tokens`, before which it does not end it.
+    `prefix_hashes` are the names of the contents of the leading full blocks; each name stands for all tokens up to
+    the end of its block. `client_id` is the tenant, `session_id` is shared by the requests of one conversation, and
+    `weight` is the value of each token that is delivered by its deadline. `arrival_s` is on an engine's clock; `in_s`
+    is above 0 for a request that will arrive at the engine this long after it is forecast, or reserved.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -50,13 +58,21 @@ class Request:
     prefix_hashes: tuple[int | str, ...] = ()
     request_class: str = REAL_TIME
     slo: Slo | None = None
+    weight: float = 1.0
+    client_id: str = ""
+    session_id: str = ""
+    model: str = ""
+    min_tokens: int | None = None
+    in_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what no engine could serve."""
+        """Refuse values that no engine could serve."""
         require_count("prompt_tokens", self.prompt_tokens, at_least=1)
         for name in ("output_tokens", "max_tokens"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), at_least=1)
+        if self.min_tokens is not None:
+            require_count("min_tokens", self.min_tokens, at_least=0)
         if isinstance(self.tag, int | float):
             try:
                 object.__setattr__(self, "tag", Tag(median_tokens=self.tag))
@@ -64,15 +80,34 @@ class Request:
                 raise ValueError(f"tag.{error}") from None
         if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
             raise ValueError(f"arrival_s: must be a time from 0 on, not {self.arrival_s}")
-        if abs(self.priority) > 2**31:
+        if abs(self.priority) > MAX_PRIORITY:
             raise ValueError(f"priority: must lie within 32 bits, not {self.priority}")
-        if self.request_class not in (REAL_TIME, BEST_EFFORT):
+        if self.request_class not in CLASSES:
             raise ValueError(f"request_class: {self.request_class!r} is neither {REAL_TIME} nor {BEST_EFFORT}")
+        if not (math.isfinite(self.in_s) and self.in_s >= 0):
+            raise ValueError(f"in_s: must be a time from 0 on, not {self.in_s}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight: must be above 0, not {self.weight}")
 
     def length(self, tokens_so_far: int = 0, residual: str = DEFAULT_RESIDUAL) -> int | None:
-        """How long the answer is, or is expected to be after so many tokens of it; None when nothing tells."""
+        """Return the known or predicted length of the response after `tokens_so_far` tokens; None without either."""
         if self.output_tokens is not None:
             return max(self.output_tokens, tokens_so_far + 1)
         if isinstance(self.tag, Tag):
             return expected_tokens(self.tag, tokens_so_far, residual)
         return None
+
+
+Request = RequestFacts  # callers that have not been renamed yet
+
+
+@lru_cache(maxsize=1 << 14)
+def tenant_number(client_id: str) -> int:
+    """Number a tenant, the same in every process: the first eight bytes of the BLAKE2b hash of its client id.
+
+    `services.engine_state.writer` numbers tenants in the same way; a test compares both.
+    """
+    if not client_id:
+        return NO_TENANT
+    digest = hashlib.blake2b(client_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from predictor.engine import Engine
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import RequestFacts
 
 PREFIX = "promised/"  # before the ids of promised requests, which are their clients'
 MOST_LENGTHS = 1 << 16
@@ -49,13 +49,13 @@ class ReservedRequest:
 
     def __init__(self) -> None:
         """Promise nothing yet."""
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestFacts] = {}
 
-    def add(self, request: Request, engine: Engine, now_s: float) -> bool:
+    def add(self, request: RequestFacts, engine: Engine, now_s: float) -> bool:
         """Let one stand in the model; tell whether it is new. ValueError where the engine could never serve it."""
         if request.request_id in self._requests:
             return False
-        mine = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s)
+        mine = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s + request.in_s, in_s=0.0)
         engine.add(mine)
         self._requests[request.request_id] = mine
         return True
@@ -80,6 +80,6 @@ class ReservedRequest:
             except ValueError:
                 del self._requests[name]
 
-    def as_reserved(self) -> tuple[Request, ...]:
+    def as_reserved(self) -> tuple[RequestFacts, ...]:
         """Give them under their clients' names."""
         return tuple(replace(one, request_id=name) for name, one in self._requests.items())

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from predictor.config import EngineConfig, require_count
-from predictor.request import Request
+from predictor.request import RequestFacts
 
-VERSION = 1
+VERSION = 2  # 2: requests carry service level, weight, tenant, session and model
+OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
@@ -23,7 +24,7 @@ class LiveRequest:
 
     __pydantic_config__: ClassVar = STRICT
 
-    request: Request
+    request: RequestFacts
     produced_tokens: int = 0
     computed_tokens: int = 0
     placeholders: int = 0
@@ -98,7 +99,7 @@ class Snapshot:
     num_free_blocks: int
     running: tuple[LiveRequest, ...] = ()
     waiting: tuple[LiveRequest, ...] = ()
-    reserved: tuple[Request, ...] = ()
+    reserved: tuple[RequestFacts, ...] = ()
     steps: tuple[StepUnderWay, ...] = ()
     kv_cache: KvCache | None = None
     decodes_since_look: int = 0

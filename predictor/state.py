@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,6 +128,17 @@ def new_request(
     )  # fmt: skip
 
 
+# What a local scheduler may read of a request beside its priority and arrival; the loop never writes it.
+FACTS = np.dtype(
+    [
+        ("ttft_slo_s", "f8"),  # NaN: no target
+        ("tpot_slo_s", "f8"),  # NaN: no target
+        ("weight", "f8"),
+        ("tenant", "i8"),  # `request.tenant_number` of the client id; 0: unknown
+        ("request_class", "i8"),  # index in `request.CLASSES`
+    ],
+    align=True,
+)
 STEP = np.dtype(
     [
         ("num_scheduled", "i8"),
@@ -175,13 +187,14 @@ class State(NamedTuple):
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
+    facts: np.recarray[Any, Any]  # FACTS per slot
     hashes: np.ndarray  # shared contents of each slot's blocks
     costs: Costs
 
 
 REQUEST_WORDS = REQUEST.itemsize // 8
 BLOCK_WORDS = BLOCK.itemsize // 8
-COPIED = State._fields.index("hashes")  # the loop writes what comes before, and only reads the rest
+COPIED = State._fields.index("facts")  # the loop writes what comes before, and only reads the rest
 
 
 def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bool, num_slots: int = 64) -> State:
@@ -198,6 +211,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
         batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
         blocks=np.zeros(tracked_blocks, BLOCK).view(np.recarray),
         tables=np.zeros((num_slots, 1), np.int32),
+        facts=no_facts(num_slots),
         hashes=np.zeros((num_slots, 1), np.int64),
         turn_starts=np.zeros(config.block_size + 2, np.int32),
         turns=np.zeros(num_slots, np.int32),
@@ -226,6 +240,11 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
     return state
 
 
+def no_facts(*shape: int) -> np.recarray[Any, Any]:
+    """Make an array of facts for requests whose clients give none."""
+    return np.full(shape, np.array((math.nan, math.nan, 1.0, 0, 0), FACTS)).view(np.recarray)
+
+
 def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents: int) -> State:
     """Return the state with room for at least so much; unchanged where it already has it."""
     old_slots, old_width = state.tables.shape
@@ -242,6 +261,7 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
         pending=_straightened(state.pending, state.engine[0].pending_head, slots),
         batch=_padded(state.batch, (2, slots)).view(np.recarray),
         tables=_padded(state.tables, (slots, width)),
+        facts=np.append(state.facts, no_facts(slots - old_slots)).view(np.recarray),
         hashes=_padded(state.hashes, (slots, width)),
         cached=_padded(state.cached, (_grown(len(state.cached), num_contents),), NOBODY),
     )
@@ -264,7 +284,7 @@ def layer(stack: State, source: State, index: int) -> State:
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.blocks[index], stack.tables[index], stack.cached[index], source.hashes, source.costs,
+        stack.blocks[index], stack.tables[index], stack.cached[index], source.facts, source.hashes, source.costs,
     )  # fmt: skip
 
 

@@ -17,10 +17,11 @@ from predictor.compiled import direct, kernel, small_kernel
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
+from predictor.request import CLASSES, MAX_PRIORITY
 from predictor.state import NOBODY, NOTHING, RUNNING, UNBORN, WAITING, State
 from predictor.step_time import StepTime, step_seconds
 
-FARTHEST_PRIORITY = 2**31
+NUM_CLASSES = len(CLASSES)
 
 # What can be wrong with an engine that shows itself, by the number that the kernels below return; 0 is nothing.
 COMPLAINTS = (
@@ -71,8 +72,9 @@ class Shown(NamedTuple):
     """An engine's state at `now_s`, in arrays by slot; nothing in them is trusted.
 
     `live` has a record per slot with the counts of `state.REQUEST`, `scheduled_s` and `first_token_s`; `facts` one
-    with `arrival_s`, `priority`, `prompt_tokens` and `max_tokens`. Of the length of an answer, `known_tokens` is what
-    is certain (0 where nothing is), else a tag's median and spread, NaN where there is none.
+    with `arrival_s`, `priority`, `prompt_tokens`, `max_tokens` and the fields of `state.FACTS`. Of the length of an
+    answer, `known_tokens` is what is certain (0 where nothing is), else a tag's median and spread, NaN where there is
+    none.
     """
 
     now_s: float
@@ -287,6 +289,16 @@ def complaint_about(engine: np.record, shown: np.record, fact: np.record, runs: 
     return FINE
 
 
+@small_kernel
+def put_facts(facts: np.record, reported: np.record) -> None:
+    """Copy a request's service level, weight, tenant and class; impossible values count as not given."""
+    facts.ttft_slo_s = reported.ttft_slo_s if 0 < reported.ttft_slo_s < np.inf else np.nan
+    facts.tpot_slo_s = reported.tpot_slo_s if 0 < reported.tpot_slo_s < np.inf else np.nan
+    facts.weight = reported.weight if 0 < reported.weight < np.inf else 1.0
+    facts.tenant = reported.tenant
+    facts.request_class = np.int64(reported.request_class) if 0 <= reported.request_class < NUM_CLASSES else 0
+
+
 @kernel
 def put_requests(
     state: State, slots: np.ndarray, num_running: int, num_slots: int, live: np.ndarray, facts: np.ndarray,
@@ -327,10 +339,11 @@ def put_requests(
         request.arrival_s = fact.arrival_s if 0 <= fact.arrival_s < np.inf else 0.0
         request.serial = slot
         request.tie_break = place
-        request.priority = min(FARTHEST_PRIORITY, max(-FARTHEST_PRIORITY, fact.priority))
+        request.priority = min(MAX_PRIORITY, max(-MAX_PRIORITY, fact.priority))
         request.expected_tokens = request.final_tokens
         request.num_preemptions = shown.num_preemptions
         request.hit_tokens = shown.hit_tokens
+        put_facts(state.facts[slot], fact)
         if shown.prefill_tokens >= 0:
             request.prefill_tokens = shown.prefill_tokens
         else:

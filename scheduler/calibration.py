@@ -1,7 +1,8 @@
-"""What forecasts cannot know: requests yet to come slow down those that run; how much, the last ones tell.
+"""Corrects the forecasts that clients get by how recent forecasts compared with their outcomes.
 
-A forecast lets an engine's present load drain. Under steady traffic it does not drain, so answers take longer than
-foretold, long ones more so than short ones. The order of instances hardly changes by this, what users are told does.
+A forecast assumes that no more requests arrive, so that the load of an engine drains. Under steady traffic it does not
+drain, and responses take longer than predicted, long ones more so than short ones. This hardly changes the ranking of
+instances, so that policies read uncorrected forecasts.
 """
 
 from __future__ import annotations
@@ -11,82 +12,82 @@ from dataclasses import dataclass, field, replace
 
 from predictor.forecast_result import Forecast
 
-ENOUGH = 8  # outcomes from which on a length class speaks for itself
-REMEMBERED = 0.95  # of what was known, from one outcome to the next
-LARGEST = math.log(4.0)  # one outcome may not say more than this
+MIN_OUTCOMES = 8  # of a length class, from which on it has a correction of its own
+DECAY = 0.95  # weight of the earlier mean at each further sample
+MAX_LOG_RATIO = math.log(4.0)  # a single outcome counts as at most this
 
 
 @dataclass(slots=True)
-class Average:
-    """A mean that forgets."""
+class DecayingMean:
+    """A mean in which later samples weigh more."""
 
     value: float = 0.0
     count: int = 0
 
     def add(self, sample: float) -> None:
-        """Take in one more."""
+        """Add a sample."""
         self.count += 1
-        kept = min(REMEMBERED, 1 - 1 / self.count)  # of the first few, the plain mean
+        kept = min(DECAY, 1 - 1 / self.count)  # the first samples weigh the same
         self.value = kept * self.value + (1 - kept) * sample
 
 
 @dataclass(slots=True)
-class Stretch:
-    """By how much one span of time turns out longer than foretold, by its foretold length in powers of two."""
+class TimeCorrection:
+    """The ratio of actual to predicted time, overall and by predicted time in powers of two."""
 
-    overall: Average = field(default_factory=Average)
-    by_length: dict[int, Average] = field(default_factory=dict)
+    overall: DecayingMean = field(default_factory=DecayingMean)
+    by_length: dict[int, DecayingMean] = field(default_factory=dict)
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
-        """Learn from what became of one forecast, uncorrected; what is no pair of positive times is left out."""
+        """Learn from the outcome of one uncorrected forecast; times that are not positive and finite are ignored."""
         if not (0 < predicted_s < math.inf and 0 < actual_s < math.inf):
             return
-        ratio = max(-LARGEST, min(LARGEST, math.log(actual_s) - math.log(predicted_s)))
+        ratio = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(actual_s) - math.log(predicted_s)))
         self.overall.add(ratio)
-        self.by_length.setdefault(_length_class(predicted_s), Average()).add(ratio)
+        self.by_length.setdefault(_length_class(predicted_s), DecayingMean()).add(ratio)
 
     def factor(self, predicted_s: float) -> float:
-        """What to multiply a foretold span with."""
+        """Return the factor by which to multiply a predicted time."""
         if not 0 < predicted_s < math.inf:
             return 1.0
-        average = self.by_length.get(_length_class(predicted_s))
-        if average is None or average.count < ENOUGH:
-            average = self.overall
-        return math.exp(average.value) if average.count >= ENOUGH else 1.0
+        mean = self.by_length.get(_length_class(predicted_s))
+        if mean is None or mean.count < MIN_OUTCOMES:
+            mean = self.overall
+        return math.exp(mean.value) if mean.count >= MIN_OUTCOMES else 1.0
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Corrects what users are told by what became of the last requests; policies compare the forecasts as they are."""
+    """Corrects forecasts for clients: the time to the first token, and the time from there to the last one."""
 
-    first: Stretch = field(default_factory=Stretch)
-    rest: Stretch = field(default_factory=Stretch)
+    ttft: TimeCorrection = field(default_factory=TimeCorrection)
+    decode: TimeCorrection = field(default_factory=TimeCorrection)
 
     def observe(self, forecast: Forecast, ttft_s: float | None, e2e_s: float | None, pace: float = 1.0) -> None:
-        """Learn from what became of an uncorrected forecast.
+        """Learn from the outcome of an uncorrected forecast.
 
-        `pace` is how many times as long its instance foretells steps to take by now: what is made up for by that is
-        not to be made up for once more.
+        `pace` is the factor by which the instance has corrected its predicted step time since the forecast, so that
+        the same error is not corrected twice.
         """
         if ttft_s is None:
             return
-        self.first.observe(forecast.ttft_s * pace, ttft_s)
+        self.ttft.observe(forecast.ttft_s * pace, ttft_s)
         if e2e_s is not None:
-            self.rest.observe((forecast.e2e_s - forecast.ttft_s) * pace, e2e_s - ttft_s)
+            self.decode.observe((forecast.e2e_s - forecast.ttft_s) * pace, e2e_s - ttft_s)
 
     def corrected(self, forecast: Forecast) -> Forecast:
-        """What to expect really."""
+        """Return a forecast with corrected times."""
         if forecast.e2e_s == math.inf:
             return forecast
-        first, rest_s = self.first.factor(forecast.ttft_s), forecast.e2e_s - forecast.ttft_s
-        rest = self.rest.factor(rest_s)
-        ttft_s = forecast.ttft_s * first
+        ttft_factor, decode_s = self.ttft.factor(forecast.ttft_s), forecast.e2e_s - forecast.ttft_s
+        decode_factor = self.decode.factor(decode_s)
+        ttft_s = forecast.ttft_s * ttft_factor
         return replace(
             forecast,
-            queue_s=min(forecast.queue_s * first, ttft_s),
+            queue_s=min(forecast.queue_s * ttft_factor, ttft_s),
             ttft_s=ttft_s,
-            e2e_s=ttft_s + rest_s * rest,
-            tpot_s=forecast.tpot_s * rest,
+            e2e_s=ttft_s + decode_s * decode_factor,
+            tpot_s=forecast.tpot_s * decode_factor,
         )
 
 

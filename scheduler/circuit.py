@@ -1,4 +1,4 @@
-"""When to stop asking a part that fails, and when to try it again."""
+"""A circuit breaker: when to stop calling a component that fails, and when to try it again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.backoff import Backoff
 
 @dataclass(slots=True, kw_only=True)
 class CircuitState:
-    """Opens after failures in a row, lets one call through after a pause that doubles, closes on a success."""
+    """Opens after consecutive failures, lets one trial call pass after a pause that doubles, closes on a success."""
 
     failures_to_open: int = 2
     first_pause_s: float = 0.25
@@ -19,15 +19,15 @@ class CircuitState:
     _on_trial: bool = False
 
     def is_open(self) -> bool:
-        """Tell whether the part is held to be down."""
+        """Return whether the component counts as down."""
         return self.num_failures >= self.failures_to_open
 
     def may_try(self, now_s: float) -> bool:
-        """Tell whether a call may be made."""
+        """Return whether a call may be made."""
         return not self.is_open() or now_s >= self.retry_at_s
 
     def allows(self, now_s: float) -> bool:
-        """Tell whether a call may be made; where the circuit is open, this one is the trial."""
+        """Return whether a call may be made; if the circuit is open, this call is the trial."""
         if not self.may_try(now_s):
             return False
         if self.is_open():
@@ -41,9 +41,9 @@ class CircuitState:
         self._on_trial = False
 
     def failed(self, now_s: float) -> bool:
-        """Count a failure; tell whether it is the one that opened the circuit.
+        """Count a failure; return whether it opened the circuit.
 
-        While it is open only the trial counts: many calls under way fail together with the one that opened it.
+        While it is open only the trial counts: calls in flight often fail together with the one that opened it.
         """
         was_open = self.is_open()
         if was_open and not self._on_trial:
@@ -54,6 +54,6 @@ class CircuitState:
         return self.is_open() and not was_open
 
     def pause_s(self) -> float:
-        """How long to leave the part alone."""
+        """Return the time from a failure to the next trial."""
         backoff = Backoff(first_s=min(self.first_pause_s, self.longest_pause_s), max_s=self.longest_pause_s)
         return backoff.pause_s(self.num_failures - self.failures_to_open)

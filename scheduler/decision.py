@@ -264,9 +264,8 @@ class Decision:
 
     @property
     def position(self) -> int:
-        """The position of the chosen instance among the compared."""
-        assert isinstance(self._chosen, int)
-        return self._chosen
+        """The position of the chosen instance among the compared; -1 where the policy did not compare it."""
+        return self._chosen if isinstance(self._chosen, int) else NONE
 
     @property
     def num_compared(self) -> int:
@@ -310,7 +309,7 @@ class Decision:
             num_known = len(known)
             if not num_known:
                 return self._wait(now_s)
-        self._looked = looked = policy.among(known) if num_known else known
+        self._looked = looked = policy.shortlist(known) if num_known else known
         if policy.needs_forecast:
             others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
             if len(looked) or others:
@@ -351,7 +350,7 @@ class Decision:
             for name, answer in zip(compared.instance_ids, answers, strict=True)
         ]
         forecasts = self._predicted()
-        names = {*policy.forecasts_read, "predicted_e2e_s"}
+        names = {*policy.forecast_fields, "predicted_e2e_s"}
         if policy.needs_prefix:
             names.add("prefix_hit_tokens")
         known = compared.known

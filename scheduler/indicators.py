@@ -1,6 +1,6 @@
-"""The numbers that policies read, each registered once: what it is, in which unit, who tells it, how old it may be.
+"""The numbers that policies read, each defined once: its meaning, unit and source, and how old it may be.
 
-What an instance's sidecar tells has the names of `Indicators` in protos/block/v1/common.proto.
+Indicators that sidecars report have the names of `Indicators` in protos/block/v1/common.proto.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ Column = npt.NDArray[np.float64]
 
 
 class Columns(Protocol):
-    """Indicators by name, a value per instance; and what is the same for all."""
+    """Indicators by name, one value per instance, and the request's own numbers."""
 
     @property
     def prompt_tokens(self) -> int:
-        """The request's."""
+        """The length of the request's prompt."""
 
     def __getitem__(self, name: str) -> Column:
-        """Find one."""
+        """Return an indicator."""
 
 
 class IndicatorSource(Enum):
-    """Who tells an indicator; the value says how old it is."""
+    """Where an indicator comes from, and how old it is."""
 
-    REPORTED = "the sidecar's last message, age_s ago: asked, with a reply, or from its stream"
-    PREFIX = "the sidecar's cache where it was asked about this request, else what this scheduler sent there"
-    FORECAST = "the sidecar's simulation of this request, asked now"
+    REPORTED = "the sidecar's last report, age_s ago: in a reply, or from its stream"
+    PREFIX = "the engine's prefix cache, if a forecast was made; else the prompts that this scheduler sent there"
+    FORECAST = "the sidecar's forecast of this request, made for this decision"
     REQUEST = "the request itself"
-    DERIVED = "others, as old as they are"
+    DERIVED = "other indicators, and as old as these"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indicator:
-    """One number about an instance; where nobody knows it, it is `otherwise`, and NaN means not known."""
+    """One number about an instance; `otherwise` is its value where it is unknown, NaN if none can be assumed."""
 
     name: str
     unit: str
@@ -53,11 +53,11 @@ class Indicator:
     otherwise: float = math.nan
 
 
-def _told(name: str, unit: str, meaning: str, otherwise: float = math.nan) -> Indicator:
+def _reported(name: str, unit: str, meaning: str, otherwise: float = math.nan) -> Indicator:
     return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.REPORTED, otherwise=otherwise)
 
 
-def _foretold(name: str, unit: str, meaning: str) -> Indicator:
+def _forecast(name: str, unit: str, meaning: str) -> Indicator:
     return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.FORECAST)
 
 
@@ -68,30 +68,30 @@ def _derived(
 
 
 REPORTED = (
-    _told("num_running", "requests", "in the running batch"),
-    _told("num_waiting", "requests", "in the engine's queue"),
-    _told("num_reserved", "requests", "promised, and not yet shown by the engine", 0.0),
-    _told("num_total_blocks", "blocks", "of the KV cache"),
-    _told("num_free_blocks", "blocks", "free, or free to be reused"),
-    _told("num_reserved_blocks", "blocks", "that the prompts of reserved requests will take", 0.0),
-    _told("num_waiting_blocks", "blocks", "that the prompts of waiting requests will take"),
-    _told("queued_prefill_tokens", "tokens", "of prompts still to be computed: running, waiting and reserved"),
-    _told("context_tokens", "tokens", "held in the KV cache by running requests"),
-    _told("remaining_tokens", "tokens", "of answers, expected to be produced yet"),
-    _told("requests_per_minute", "requests", "that came within the last sixty seconds"),
-    _told("kv_hit_ratio", "ratio", "of prompt tokens found in the prefix cache, lately, by all requests there"),
-    _told("pace", "ratio", "real over predicted step time, smoothed"),
-    _told("step_s", "s", "the last step"),
-    _told("drained_s", "s", "forecast until everything there has ended"),
-    _told("num_preemptions_total", "requests", "preempted since the engine started"),
-    _told("num_finished_total", "requests", "finished since the engine started"),
+    _reported("num_running", "requests", "in the running batch"),
+    _reported("num_waiting", "requests", "in the engine's queue"),
+    _reported("num_reserved", "requests", "reserved, and not yet shown by the engine", 0.0),
+    _reported("num_total_blocks", "blocks", "of the KV cache"),
+    _reported("num_free_blocks", "blocks", "free, or cached and free for reuse"),
+    _reported("num_reserved_blocks", "blocks", "that the prompts of reserved requests will take", 0.0),
+    _reported("num_waiting_blocks", "blocks", "that the prompts of waiting requests will take"),
+    _reported("queued_prefill_tokens", "tokens", "of prompts still to be computed: running, waiting and reserved"),
+    _reported("context_tokens", "tokens", "held in the KV cache by running requests"),
+    _reported("remaining_tokens", "tokens", "of responses, predicted to be generated yet"),
+    _reported("requests_per_minute", "requests", "that arrived within the last sixty seconds"),
+    _reported("kv_hit_ratio", "ratio", "of prompt tokens found in the prefix cache, by recent requests there"),
+    _reported("pace", "ratio", "actual over predicted step time, smoothed"),
+    _reported("step_s", "s", "duration of the last step"),
+    _reported("drained_s", "s", "predicted until all requests there have ended"),
+    _reported("num_preemptions_total", "requests", "preempted since the engine started"),
+    _reported("num_finished_total", "requests", "finished since the engine started"),
 )
 
 OTHERS = (
     Indicator(
         name="age_s",
         unit="s",
-        meaning="how old what the instance reported is",
+        meaning="age of the instance's last report",
         source=IndicatorSource.REPORTED,
         otherwise=math.inf,
     ),
@@ -106,14 +106,14 @@ OTHERS = (
         source=IndicatorSource.PREFIX,
         otherwise=0.0,
     ),
-    _foretold("predicted_ttft_s", "s", "until this request's first token"),
-    _foretold("predicted_e2e_s", "s", "until this request's last token"),
-    _foretold("predicted_tpot_s", "s", "between this request's tokens"),
-    _foretold("predicted_queue_s", "s", "until this request is scheduled"),
-    _foretold("predicted_preemptions", "times", "this request will be preempted"),
-    _foretold("others_preempted", "times", "requests there will be preempted because of this one"),
-    _foretold("delay_sum_s", "s", "added to the ends of all requests there, in sum"),
-    _foretold("delay_worst_s", "s", "added to the end of the request there that is hit worst"),
+    _forecast("predicted_ttft_s", "s", "until this request's first token"),
+    _forecast("predicted_e2e_s", "s", "until this request's last token"),
+    _forecast("predicted_tpot_s", "s", "between this request's tokens"),
+    _forecast("predicted_queue_s", "s", "until this request is scheduled"),
+    _forecast("predicted_preemptions", "times", "this request will be preempted"),
+    _forecast("others_preempted", "times", "requests there will be preempted because of this one"),
+    _forecast("delay_sum_s", "s", "added to the latencies of all requests there, in sum"),
+    _forecast("delay_worst_s", "s", "added to the latency of the request there that is delayed most"),
 )
 
 DERIVED = (
@@ -155,14 +155,14 @@ DERIVED = (
     _derived(
         "new_prefill_tokens",
         "tokens",
-        "of this request's prompt that would have to be computed; an engine computes the last one in any case",
+        "of this request's prompt to be computed; an engine always computes at least the last one",
         ("prefix_hit_tokens", "prompt_tokens"),
         lambda of: np.maximum(of.prompt_tokens - of["prefix_hit_tokens"], 1.0),
     ),
     _derived(
         "p_tokens",
         "tokens",
-        "to be computed until this request's prefill is done (LMetric's P-token)",
+        "to be computed until this request's prefill ends (LMetric's P-token)",
         ("queued_prefill_tokens", "new_prefill_tokens"),
         lambda of: of["queued_prefill_tokens"] + of["new_prefill_tokens"],
     ),
@@ -176,19 +176,19 @@ DERIVED = (
 )
 
 INDICATORS = {indicator.name: indicator for indicator in (*REPORTED, *OTHERS, *DERIVED)}
-INDEX_OF = {indicator.name: row for row, indicator in enumerate(REPORTED)}  # of what instances tell, in a table of it
+INDEX_OF = {indicator.name: row for row, indicator in enumerate(REPORTED)}  # rows of the table of reported values
 OTHERWISE = np.array([indicator.otherwise for indicator in REPORTED])
 
 
 def require_indicator(name: str) -> Indicator:
-    """Look an indicator up; an unknown name is refused with the nearest known one."""
+    """Return an indicator by name; ValueError with the most similar known name if there is none."""
     if name in INDICATORS:
         return INDICATORS[name]
     raise ValueError(f"{name}: is no known indicator{did_you_mean(name, INDICATORS)}")
 
 
 def roots_of(names: Iterable[str]) -> Iterator[Indicator]:
-    """Give the indicators that others are derived from, in the end."""
+    """Yield the underived indicators that these depend on."""
     for name in names:
         indicator = require_indicator(name)
         if indicator.source is IndicatorSource.DERIVED:

@@ -1,4 +1,4 @@
-"""Leaving few candidates of many: the lowest k by a score, or k that are drawn."""
+"""Reduces many candidates to few: the lowest k by a score, or k at random."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ import numpy as np
 from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
-MOST_BUFFERED = 1024
+BUFFER_SIZE = 1024  # random numbers that are generated at once
 
 
 def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
-    """Find the k lowest scores, in the order of their rows; of equals the lowest tie-break, then the first.
+    """Return the positions of the k lowest scores, in ascending order.
 
-    What is not known comes last. It costs little more for many than for few: nothing is sorted.
+    Of equal scores the lowest tie-break wins, then the first position; unknown scores count as the highest. Nothing is
+    sorted, so that many candidates cost little more than few.
     """
     scores = np.fmin(scores, np.inf)
     threshold = np.partition(scores, k - 1)[k - 1]
-    rows = np.flatnonzero(scores <= threshold)
-    if len(rows) == k:
-        return rows
-    at_threshold = scores[rows] == threshold
-    below, equals = rows[~at_threshold], rows[at_threshold]
+    positions = np.flatnonzero(scores <= threshold)
+    if len(positions) == k:
+        return positions
+    at_threshold = scores[positions] == threshold
+    below, equals = positions[~at_threshold], positions[at_threshold]
     missing = k - len(below)
     if tie_break is not None:
         equals = equals[lowest(tie_break[equals], missing)]
     return np.sort(np.concatenate((below, equals[:missing])))
 
 
-class Draws:
-    """Draws candidates with a seeded generator, which is asked for many numbers at once."""
+class RandomSampler:
+    """Samples candidates with a seeded generator; its random numbers are generated in batches, which is faster."""
 
     def __init__(self, generator: np.random.Generator) -> None:
-        """Draw nothing yet."""
+        """Start without buffered numbers."""
         self._generator = generator
         self._numbers: list[float] = []
 
-    def some(self, k: int, of: int) -> Rows:
-        """Draw k different rows of so many, each set as likely as any other (Floyd's algorithm), in their order."""
-        drawn: set[int] = set()
+    def sample(self, k: int, of: int) -> Rows:
+        """Return k different positions below `of` in ascending order, all sets equally likely (Floyd's algorithm)."""
+        sampled: set[int] = set()
         for last in range(of - k, of):
-            place = int(self._number() * (last + 1))
-            drawn.add(last if place in drawn else place)
-        return np.array(sorted(drawn), np.intp)
+            position = int(self._number() * (last + 1))
+            sampled.add(last if position in sampled else position)
+        return np.array(sorted(sampled), np.intp)
 
     def _number(self) -> float:
         if not self._numbers:
-            self._numbers = self._generator.random(MOST_BUFFERED).tolist()
+            self._numbers = self._generator.random(BUFFER_SIZE).tolist()
         return self._numbers.pop()

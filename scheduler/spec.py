@@ -1,4 +1,4 @@
-"""A policy as users write it: a name, and after a colon its parameters as they would stand in TOML.
+"""A policy as users write it: a name, and after a colon its parameters as in a TOML inline table.
 
     lmetric
     linear: lambda = 0.3
@@ -7,7 +7,7 @@
     expr: p_tokens * batch_size
     expr: score = "p_tokens * batch_size", filter = "age_s < 1"
 
-A table of TOML with a `name` says the same.
+A TOML table with a `name` is equivalent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scheduler.policies.entry import Parameter, PolicyEntry
 
 EXPRESSION = "expr"
 ALL = "all"
-LONGEST = 4000  # characters
-MOST = 1_000_000  # of k and sample
-HOLD_S = 10.0  # that a request is held at most
-OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s")  # that every policy has
-LONGEST_HOLD = Parameter(default=HOLD_S, meaning="seconds that a request is held at most")
+MAX_CHARACTERS = 4000
+MAX_COUNT = 1_000_000  # of k and sample
+HOLD_S = 10.0
+OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s")  # of every policy
+HOLD_PARAMETER = Parameter(default=HOLD_S, meaning="maximum time for which a request is held, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """Which policy, with which parameters; `k` is how many forecasts are made, None for all."""
+class PolicySpec:
+    """The name and parameters of a policy; `k` is the number of forecasts that are made, None for all."""
 
     text: str
     name: str
@@ -48,11 +48,11 @@ class Spec:
     hold_s: float = HOLD_S
 
 
-def spec_from(given: str | Mapping[str, Any]) -> Spec:
-    """Read a policy; what is unknown or makes no sense is refused by its name."""
+def spec_from(given: str | Mapping[str, Any]) -> PolicySpec:
+    """Read a policy; ValueError, naming the parameter, if one is unknown or invalid."""
     text = given if isinstance(given, str) else _as_text(given)
-    if len(text) > LONGEST:
-        raise ValueError(f"policy: is longer than {LONGEST} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"policy: is longer than {MAX_CHARACTERS} characters")
     if not text.isascii():  # it goes into headers and labels
         raise ValueError(f"policy: {text!r:.80} is not in plain ASCII")
     name, colon, body = text.partition(":")
@@ -61,29 +61,29 @@ def spec_from(given: str | Mapping[str, Any]) -> Spec:
     parameters = {"score": None} if name == EXPRESSION else entry_named(name).parameters
     for key in settings:
         if key not in parameters and key not in OPTIONS:
-            there = [*parameters, *OPTIONS]
-            hint = did_you_mean(key, there, otherwise=f"; there are {', '.join(there)}")
+            known = [*parameters, *OPTIONS]
+            hint = did_you_mean(key, known, otherwise=f"; there are {', '.join(known)}")
             raise ValueError(f"policy: {name}: {key} is no known parameter{hint}")
     try:
-        return Spec(
+        return PolicySpec(
             text=" ".join(text.split()),
             name=name,
             score=_score(settings) if name == EXPRESSION else "",
             parameters={} if name == EXPRESSION else _parameters(entry_named(name), settings),
             filter=_text("filter", settings.get("filter", "")),
             tie_break=_text("tie_break", settings["tie_break"]) if "tie_break" in settings else None,
-            sample=_count("sample", settings["sample"], least=1) if "sample" in settings else None,
-            k=None if settings.get("k", ALL) == ALL else _count("k", settings["k"], least=0),
+            sample=_count("sample", settings["sample"], minimum=1) if "sample" in settings else None,
+            k=None if settings.get("k", ALL) == ALL else _count("k", settings["k"], minimum=0),
             shortlist=_text("shortlist", settings["shortlist"]) if "shortlist" in settings else None,
             hold=_text("hold", settings["hold"]) if "hold" in settings else None,
-            hold_s=_within("hold_s", LONGEST_HOLD, settings.get("hold_s", HOLD_S)),
+            hold_s=_within("hold_s", HOLD_PARAMETER, settings.get("hold_s", HOLD_S)),
         )
     except ValueError as error:
         raise ValueError(f"policy: {name}: {error}") from None
 
 
 def _settings(name: str, body: str) -> dict[str, Any]:
-    """Read what follows the colon. A formula is no list of TOML settings, as it assigns nothing."""
+    """Read the text after the colon: TOML settings, or a bare formula, which assigns nothing."""
     try:
         settings: dict[str, Any] = tomllib.loads("settings = {" + body + "}")["settings"]
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -94,7 +94,7 @@ def _settings(name: str, body: str) -> dict[str, Any]:
 
 
 def _as_text(table: Mapping[str, Any]) -> str:
-    """Write a table down as text."""
+    """Return a TOML table as text."""
     if not isinstance(table.get("name"), str):
         raise ValueError("policy.name: is missing")
     settings = [f"{key} = {_as_toml(key, value)}" for key, value in table.items() if key != "name"]
@@ -126,8 +126,8 @@ def _parameters(entry: PolicyEntry, settings: Mapping[str, Any]) -> dict[str, fl
 
 def _within(name: str, parameter: Parameter, value: Any) -> float:
     if not isinstance(value, int | float) or not parameter.low <= value <= parameter.high or math.isinf(value):
-        most = f" to {parameter.high:g}" if parameter.high < math.inf else " on"
-        raise ValueError(f"{name}: must be a number from {parameter.low:g}{most}, not {value!r:.40}")
+        upper = f" to {parameter.high:g}" if parameter.high < math.inf else " on"
+        raise ValueError(f"{name}: must be a number from {parameter.low:g}{upper}, not {value!r:.40}")
     return float(value)
 
 
@@ -137,8 +137,8 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _count(name: str, value: Any, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+def _count(name: str, value: Any, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_COUNT:
         also = ' or "all"' if name == "k" else ""
-        raise ValueError(f"{name}: must be a whole number from {least} on{also}, not {value!r:.40}")
+        raise ValueError(f"{name}: must be a whole number from {minimum} on{also}, not {value!r:.40}")
     return value

@@ -45,7 +45,7 @@ from scipy.stats import spearmanr
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from predictor.profile import Profile, profile_from_json, profile_to_json
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
 from services.engine_state.reader import Reader
@@ -225,7 +225,7 @@ def lengths(generator: np.random.Generator, law: tuple[float, float], limit: int
 def capacity(instance: VllmInstance, prompts: Sequence[int], answers: Sequence[int]) -> float:
     """Return the requests per second that the engine model serves if all arrive at the beginning."""
     requests = [
-        Request(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
+        RequestFacts(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     reader = Reader(instance.engine.state_file)

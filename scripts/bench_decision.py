@@ -1,8 +1,8 @@
-"""What deciding costs by itself: processor time per request of what a scheduler and a simulator do alike.
+"""CPU time of a decision alone: what a scheduler and a simulator both do per request.
 
-From a request's request to the chosen instance: how much of its prompt everybody is likely to have cached, the shortlist,
-the scores, the choice, and taking note of it; over a table of indicators that changes as requests go there. The
-forecasts are numbers from a table: making them is the sidecars' work, and `bench_predictor.py` measures it; asking for
+From a request to the chosen instance: the look-up in the prefix cache index, the shortlist, the scores, the choice, and
+its effect on the table of indicators, which changes as requests are sent. The forecasts are numbers from a table:
+making them is the sidecars' work, and `bench_predictor.py` measures it; requesting
 them is communication, and `bench_scheduler.py` measures that.
 
 - `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from scheduler.candidate_ranking import forecast_columns
 
 from predictor.forecast_result import Forecast
+from scheduler.candidate import forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
@@ -100,12 +100,12 @@ def decider(text: str, num: int) -> Callable[[], int]:
     ids = tuple(f"i{number:03}" for number in range(num))
     table, policy = InstanceTable(ids), policy_from(text, seed=1)
     for name in ids:
-        table.tell(name, reported(rng), now_s=0.0)
+        table.replace(name, reported(rng), now_s=0.0)
     index = PrefixIndex(dict.fromkeys(ids, 1056))
     talks = [[(talk, block) for block in range(rng.randint(4, MOST_BLOCKS))] for talk in range(NUM_TALKS)]
     for talk in talks:
         index.sent(rng.choice(ids), talk)
-    forecasts_read = np.array([forecast(rng) for _ in ids])
+    forecasts = np.array([forecast(rng) for _ in ids])
     clock_s = 0.0
     least_s = 1.0 / (3 * num)  # between two requests
 
@@ -121,16 +121,16 @@ def decider(text: str, num: int) -> Callable[[], int]:
             known.add({"prefix_hit_tokens": BLOCK_TOKENS * hits.num_blocks})
         else:
             known = table.candidates(request, clock_s)
-        looked = policy.among(known)
+        looked = policy.shortlist(known)
         if policy.needs_forecast:
-            made = forecasts_read if looked.rows is None else forecasts_read[looked.rows]
-            looked.add(forecast_columns(made.tolist(), policy.forecasts_read))
-        chosen = looked.place(policy.choose(looked))
+            made = forecasts if looked.rows is None else forecasts[looked.rows]
+            looked.add(forecast_columns(made.tolist(), policy.forecast_fields))
+        chosen = looked.row(policy.choose(looked))
         table.sent(ids[chosen], clock_s, prefill_tokens=100.0)
         if policy.needs_prefix:
             index.sent(ids[chosen], talk)
         if table.known.reported[2, chosen] > 20:  # as many are reserved: it tells of itself
-            table.tell(ids[chosen], reported(rng), clock_s)
+            table.replace(ids[chosen], reported(rng), clock_s)
         return chosen
 
     return decide

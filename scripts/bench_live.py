@@ -33,7 +33,7 @@ import uvloop
 
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from
 from services.cluster import Cluster, ClusterSettings, running
@@ -208,7 +208,7 @@ def rank_of(sample: DecisionSample, results: Sequence[RequestResult], speed: flo
     for name, view in sample.views.items():
         snapshot = with_reservations(snapshot_from_view(view), name, sample, results, speed)
         engine = engine_from(with_lengths(snapshot, lengths), profile.step_time)
-        candidate = Request(
+        candidate = RequestFacts(
             request_id="candidate", prompt_tokens=chosen.plan.prompt_tokens, output_tokens=chosen.plan.output_tokens
         )
         (forecast,) = Forecaster(engine).forecast([candidate], snapshot.taken_s, delays=False)
@@ -229,7 +229,7 @@ def with_reservations(
         and (one.ttft_s is None or sample.after_s < one.plan.due_s + one.ttft_s)
     ]  # fmt: skip
     reserved = (
-        Request(request_id=f"-{one.request_id}", prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
+        RequestFacts(request_id=f"-{one.request_id}", prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
         for one in on_their_way
     )
     return replace(snapshot, reserved=tuple(reserved))
@@ -243,7 +243,7 @@ def plan_id(name: str) -> str:
 def with_lengths(snapshot: Snapshot, plans: dict[str, Planned]) -> Snapshot:
     """Set the true lengths of all requests of a snapshot."""
 
-    def known(request: Request) -> Request:
+    def known(request: RequestFacts) -> RequestFacts:
         plan = plans.get(plan_id(request.request_id))
         return request if plan is None else replace(request, output_tokens=plan.output_tokens, tag=None)
 

@@ -19,7 +19,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
@@ -92,11 +92,11 @@ def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool
     return engine
 
 
-def sharegpt_like(name: str, rng: random.Random, arrival_s: float = 0.0) -> Request:
+def sharegpt_like(name: str, rng: random.Random, arrival_s: float = 0.0) -> RequestFacts:
     """Draw lengths like ShareGPT's (medians 36 and 283 tokens, heavy tails)."""
     prompt = min(1000, 1 + int(rng.lognormvariate(3.6, 1.5)))
     answer = min(1000, 1 + int(rng.lognormvariate(5.5, 0.9)))
-    return Request(request_id=name, prompt_tokens=prompt, output_tokens=answer, arrival_s=arrival_s)
+    return RequestFacts(request_id=name, prompt_tokens=prompt, output_tokens=answer, arrival_s=arrival_s)
 
 
 def measure_replay(num_requests: int = 20_000) -> Iterator[dict[str, object]]:

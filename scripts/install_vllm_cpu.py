@@ -7,7 +7,6 @@ and the CPU server really need, and registers the distribution under the name th
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import tempfile
 import venv
@@ -18,6 +17,7 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 XGRAMMAR = "0.2.8"  # needed at import; its own dependencies would pull triton
 PLUGIN = Path(__file__).parents[1] / "deploy" / "vllm_plugin"
+BUILD_BACKEND = "hatchling>=1.27"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
 
 
@@ -87,10 +87,11 @@ def alias(python: Path) -> None:
 
 
 def plug_in(python: Path) -> None:
-    """Install the current plug-in, built beside its source without build isolation."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = shutil.copytree(PLUGIN, Path(folder, "plugin"), ignore=shutil.ignore_patterns("__pycache__"))
-        pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(source))
+    """Install the plug-in as it is now, built with what the environment has."""
+    probe = subprocess.run([python, "-c", "import hatchling"], capture_output=True, check=False)
+    if probe.returncode != 0:
+        pip(python, "install", BUILD_BACKEND)
+    pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(PLUGIN))
 
 
 if __name__ == "__main__":

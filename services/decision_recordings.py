@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict, ParseError
 
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 
 EVENTS = ("decision", "outcome")
@@ -36,7 +36,7 @@ def decisions_in(path: str) -> Iterator[common_pb2.Decision]:
             yield _parsed(place, line.get("decision"), common_pb2.Decision())
 
 
-def requests_in(path: str, *, block_size: int | None = None) -> list[Request]:
+def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFacts]:
     """Give the requests of a recording by arrival, with their tags, and with their true lengths where they ended.
 
     A request that was decided about more than once counts once. Arrivals count from the first one's. Prefixes count
@@ -67,7 +67,7 @@ def requests_in(path: str, *, block_size: int | None = None) -> list[Request]:
 
 def _request(
     message: common_pb2.Request, arrival_s: float, output_tokens: int | None, block_size: int | None
-) -> Request:
+) -> RequestFacts:
     tag = None
     if message.HasField("tag") and message.tag.median_tokens > 0:
         tag = Tag(median_tokens=message.tag.median_tokens, spread=message.tag.spread)
@@ -75,7 +75,7 @@ def _request(
     if known is None and message.ignore_eos and message.HasField("max_tokens"):
         known = message.max_tokens
     are_named = block_size is None or message.prefix_block_tokens == block_size
-    return Request(
+    return RequestFacts(
         request_id=message.request_id,
         prompt_tokens=message.prompt_tokens,
         output_tokens=output_tokens or known,

@@ -9,7 +9,7 @@ from predictor.config import EngineConfig
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag, expected_tokens
 from predictor.profile import constant_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.transfer import engine_from, snapshot_of
 from predictor.twin import Twin
 from simulator.replay import loaded_engine
@@ -19,14 +19,14 @@ def warm_up() -> float:
     """Run every kernel once, from the cache where it is there; return the seconds it took."""
     start_s = time.monotonic()
     expected_tokens(Tag(median_tokens=2.0, spread=1.0), 1)  # imports scipy
-    asked = Request(request_id="asked", prompt_tokens=40, output_tokens=4)
+    asked = RequestFacts(request_id="asked", prompt_tokens=40, output_tokens=4)
     for name in BATCHERS:
         config = EngineConfig(
             batcher=name, max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks=32, max_model_len=64
         )
         engine = loaded_engine(config, constant_profile().step_time, [asked])
         engine.advance(1.0)
-        candidate = Request(request_id="candidate", prompt_tokens=20, output_tokens=4)
+        candidate = RequestFacts(request_id="candidate", prompt_tokens=20, output_tokens=4)
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("asked")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from predictor.config import FIELD_NAMES
 from predictor.prefix import block_hashes
-from predictor.request import Request
-from predictor.snapshot import VERSION, Snapshot
+from predictor.request import RequestFacts
+from predictor.snapshot import OLDEST_VERSION, VERSION, Snapshot
 from predictor.suggestions import require_known
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHORTHANDS = ("prompt_token_ids",)
-REQUEST_FIELDS = tuple(spec.name for spec in fields(Request)) + SHORTHANDS
+TEXT_FIELDS = ("request_id", "request_class", "client_id", "session_id", "model")
+REQUEST_FIELDS = tuple(spec.name for spec in fields(RequestFacts)) + SHORTHANDS
 
 
 def read_json(path: str) -> Any:
@@ -51,9 +52,13 @@ def _refuse_constant(name: str) -> Any:
 
 
 def snapshot_from(data: Any) -> Snapshot:
-    """Check and build a snapshot; one of a newer version is refused before anything else is looked at."""
-    if isinstance(data, Mapping) and isinstance(data.get("version"), int) and data["version"] > VERSION:
-        raise ValueError(f"version: {data['version']} is newer than {VERSION}, the newest that can be read here")
+    """Check and build a snapshot of this version or an older one; a newer one is refused before anything else."""
+    version = data.get("version") if isinstance(data, Mapping) else None
+    if isinstance(version, int) and not isinstance(version, bool):
+        if version > VERSION:
+            raise ValueError(f"version: {version} is newer than {VERSION}, the newest that can be read here")
+        if OLDEST_VERSION <= version < VERSION:  # what it does not have yet takes its default
+            data = {**data, "version": VERSION}
     return _checked(Snapshot, data)
 
 
@@ -62,7 +67,7 @@ def snapshot_json(snapshot: Snapshot) -> str:
     return _adapter_of(Snapshot).dump_json(snapshot).decode()
 
 
-def request_from(data: Any, *, block_size: int, default_id: str) -> Request:
+def request_from(data: Any, *, block_size: int, default_id: str) -> RequestFacts:
     """Check and build a request; given token ids, it counts and hashes them."""
     if not isinstance(data, Mapping):
         raise ValueError(f"must be an object with prompt_tokens and so on, not {_kind(data)}")
@@ -75,7 +80,7 @@ def request_from(data: Any, *, block_size: int, default_id: str) -> Request:
         spelled = {**_from_token_ids(token_ids, block_size), **spelled}
     if isinstance(spelled.get("prefix_hashes"), list):
         spelled["prefix_hashes"] = tuple(spelled["prefix_hashes"])
-    return _checked(Request, spelled)
+    return _checked(RequestFacts, spelled)
 
 
 def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
     return {"prompt_tokens": len(token_ids), "prefix_hashes": block_hashes(token_ids, block_size)}
 
 
-def requests_from_file(path: str, *, block_size: int) -> list[Request]:
+def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
     """Read requests from JSON lines, a JSON array or CSV with a header; a bad one is refused by its place."""
     requests = []
     seen: set[str] = set()
@@ -126,7 +131,7 @@ def _typed(row: Mapping[str, str | None]) -> dict[str, Any]:
         if not cell or name is None:
             continue
         try:
-            values[name] = cell if name in ("request_id", "request_class") else json.loads(cell)
+            values[name] = cell if name in TEXT_FIELDS else json.loads(cell)
         except ValueError:
             values[name] = cell
     return values

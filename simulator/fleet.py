@@ -14,7 +14,7 @@ from scipy.special import log_ndtr, ndtri_exp
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import QUANTILES
-from predictor.state import NOBODY, State, stack_like
+from predictor.state import NOBODY, State, no_facts, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
 from simulator.forecast_kernels import LOOKAHEAD
 from simulator.kernels import INSTANCE, RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, EngineArrays
@@ -116,6 +116,7 @@ def widened(fleet: EngineArrays) -> EngineArrays:
     grown: dict[str, Any] = {}
     for name in ("requests", "running", "preempted", "turns", "waiting", "pending", "tables", "hashes"):
         grown[name] = _wider(getattr(stack, name), 1, new)
+    grown["facts"] = no_facts(len(fleet.units), new)  # simulated clients give none yet
     grown["batch"] = _wider(stack.batch, 2, new)
     slots = _empty_slots(len(fleet.units), new)
     slots[:, :old] = fleet.slots
@@ -170,6 +171,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
         cached=np.full((num, num_contents), NOBODY, np.int32),
+        facts=no_facts(num, slots),
         hashes=np.zeros((num, slots, width), np.int64),
         costs=first.costs,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from predictor.request import Request, Slo
+from predictor.request import RequestFacts, Slo
 
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1_000_000
@@ -60,25 +60,25 @@ def target_of(name: str, request: Planned, slo: Slo) -> float | None:
     return getattr(slo, name) if own is None else own
 
 
-def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Generator) -> list[Request]:
+def synthetic(num: int, prompt_tokens: str, output_tokens: str, generator: Generator) -> list[RequestFacts]:
     """Draw requests with lengths only; `planned` adds arrival times."""
     if not 1 <= num <= MAX_REQUESTS:
         raise ValueError(f"num_requests: must lie between 1 and {MAX_REQUESTS}, not {num}")
     prompts = whole(lengths_of(prompt_tokens, "prompt_tokens")(generator, num))
     outputs = whole(lengths_of(output_tokens, "output_tokens")(generator, num))
     return [
-        Request(request_id=str(number), prompt_tokens=prompt, output_tokens=output)
+        RequestFacts(request_id=str(number), prompt_tokens=prompt, output_tokens=output)
         for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 
 
-def by_arrival(requests: Sequence[Request], limit: int | None) -> list[Request]:
+def by_arrival(requests: Sequence[RequestFacts], limit: int | None) -> list[RequestFacts]:
     """Return the first `limit` requests of a trace, in the order of arrival."""
     return sorted(requests, key=lambda request: request.arrival_s)[:limit]
 
 
 def planned(
-    requests: Sequence[Request], timing: Timing, generator: Generator, *, block_tokens: int = 1
+    requests: Sequence[RequestFacts], timing: Timing, generator: Generator, *, block_tokens: int = 1
 ) -> list[Planned]:
     """Plan when each request is sent, the first at 0; each prefix hash stands for `block_tokens` tokens."""
     if timing.kind == "trace":

@@ -13,7 +13,7 @@ import numpy as np
 from predictor.config import EngineConfig
 from predictor.fitting.calibration import MeasuredLatencies
 from predictor.prefix import block_hashes
-from predictor.request import Request
+from predictor.request import RequestFacts
 
 DEFAULT_FOLDER = Path(__file__).parents[2] / "shared" / "data"
 BLOCK_SIZE = 16
@@ -36,7 +36,7 @@ class MeasuredRun:
     max_model_len: int
     trace: str | None = None  # a file with the prompts' tokens, if they are known
 
-    def requests(self, data: Path) -> tuple[list[Request], MeasuredLatencies]:
+    def requests(self, data: Path) -> tuple[list[RequestFacts], MeasuredLatencies]:
         """Read the requests and their measured latencies."""
         rows = _lines(data / f"measured/vllm_RTXPRO6000_{self.name}_requests.jsonl")
         # Arrivals and events are on two clocks; the request that waited least gives the offset between them.
@@ -44,7 +44,7 @@ class MeasuredRun:
         arrivals_s = np.array([row["arrival_time"] for row in rows]) + offset_s
         prompts = [row["input_tok_ids"] for row in _lines(data / self.trace)] if self.trace else [[]] * len(rows)
         requests = [
-            Request(
+            RequestFacts(
                 request_id=row["request_id"],
                 arrival_s=float(arrival_s - arrivals_s.min()),
                 prompt_tokens=row["input_toks"],

@@ -103,9 +103,9 @@ class Simulation:
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         self._needs_forecast, self._needs_prefix = policy.needs_forecast, policy.needs_prefix
-        self._needs_tpot = "predicted_tpot_s" in policy.forecasts_read
+        self._needs_tpot = "predicted_tpot_s" in policy.forecast_fields
         self._forecast_names = tuple(
-            name for name in FORECAST_FIELDS if name in policy.forecasts_read or name == "predicted_e2e_s"
+            name for name in FORECAST_FIELDS if name in policy.forecast_fields or name == "predicted_e2e_s"
         )
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
@@ -321,8 +321,9 @@ class Simulation:
         num_sends[number] += 1
         if self._needs_forecast:
             best = decision.position
-            predicted_ttft_s[number] = self.results["first_token_s"][best]
-            predicted_e2e_s[number] = self.results["finished_s"][best]
+            if best >= 0:
+                predicted_ttft_s[number] = self.results["first_token_s"][best]
+                predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
                 self.decided(number, index, now_s, self.results["finished_s"][: decision.num_compared])
         reserved_s = now_s + conditions.decision_s

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from predictor.request import Request
+from predictor.request import RequestFacts
 from simulator.codec import read_text, requests_from_file
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Trace:
     For a published format, `rows` are the requests' line numbers, and `arrival_column` is the column of arrival times.
     """
 
-    requests: list[Request]
+    requests: list[RequestFacts]
     has_arrivals: bool = True
     block_tokens: int = OWN_BLOCK_TOKENS
     rows: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ def _object(path: str, number: int, line: str) -> Mapping[str, Any]:
     return value
 
 
-def _request(path: str, row: Row, form: Format) -> Request:
+def _request(path: str, row: Row, form: Format) -> RequestFacts:
     def cell(column: str, read: Callable[[Any], T], what: str) -> T:
         found = row[1].get(column)
         try:
@@ -165,7 +165,7 @@ def _request(path: str, row: Row, form: Format) -> Request:
         return value
 
     tokens = f"a whole number of tokens from 1 to {MAX_TOKENS}"
-    return Request(
+    return RequestFacts(
         request_id=str(row[0]),
         prompt_tokens=cell(form.prompt, count, tokens),
         output_tokens=cell(form.output, count, tokens),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from predictor.request import Request
+from predictor.request import RequestFacts
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Workload:
         return len(self.arrival_s)
 
 
-def lengths_of(requests: Sequence[Request], block_tokens: int = 16) -> RequestLengths:
+def lengths_of(requests: Sequence[RequestFacts], block_tokens: int = 16) -> RequestLengths:
     """Collect the lengths and prefixes of requests."""
     if not requests:
         raise ValueError("requests: must not be empty")

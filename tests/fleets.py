@@ -21,9 +21,9 @@ def fleet(
     (num,) = {len(values) for values in columns.values()}
     reported = {name: values for name, values in columns.items() if name in INDEX_OF}
     table = InstanceTable(LETTERS[:num])
-    for place, letter in enumerate(LETTERS[:num]):
-        values = {name: column[place] for name, column in reported.items() if column[place] is not None}
-        table.tell(letter, values, now_s)
+    for row, letter in enumerate(LETTERS[:num]):
+        values = {name: column[row] for name, column in reported.items() if column[row] is not None}
+        table.replace(letter, values, now_s)
     candidates = table.candidates(request, now_s)
     candidates.add(
         {

@@ -16,7 +16,7 @@ from typing import Any
 
 from predictor.config import EngineConfig
 from predictor.forecast import Forecaster
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
 from predictor.transfer import engine_from, snapshot_of
 from tests.inspecting import expect_blocks_conserved
@@ -24,10 +24,10 @@ from tests.strategies import AFFINE, Load
 
 SMALL = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, num_gpu_blocks=11, max_model_len=32)
 RUNNING = LiveRequest(
-    request=Request(request_id="a", prompt_tokens=9, output_tokens=6, prefix_hashes=("x", "y")),
+    request=RequestFacts(request_id="a", prompt_tokens=9, output_tokens=6, prefix_hashes=("x", "y")),
     produced_tokens=2, computed_tokens=10, num_blocks=3, full_blocks=2, block_ids=(0, 1, 2),
 )  # fmt: skip
-WAITING = LiveRequest(request=Request(request_id="b", prompt_tokens=5, output_tokens=3))
+WAITING = LiveRequest(request=RequestFacts(request_id="b", prompt_tokens=5, output_tokens=3))
 CACHE = KvCache(free_block_ids=(3, 4, 5, 6, 7, 8, 9), contents={0: "x", 1: "y"})
 VALID = Snapshot(
     version=VERSION, taken_s=3.0, config=SMALL, num_free_blocks=7, running=(RUNNING,), waiting=(WAITING,),
@@ -109,7 +109,7 @@ INVALID: dict[str, Callable[[], Snapshot]] = {
     "two steps of an engine that makes one": lambda: stepping(step(), step(), in_flight_tokens=2),
     "three steps": lambda: stepping(step(), step(), step(), in_flight_tokens=3),
     "a reserved request that is too long": lambda: replace(
-        VALID, reserved=(Request(request_id="c", prompt_tokens=40),)
+        VALID, reserved=(RequestFacts(request_id="c", prompt_tokens=40),)
     ),
 }
 
@@ -118,7 +118,7 @@ def served(snapshot: Snapshot) -> None:
     """Create a snapshot's engine, forecast a request on it, add it, drop another, and serve all requests."""
     engine = engine_from(snapshot, AFFINE)
     expect_blocks_conserved(engine)
-    candidate = Request(request_id="candidate", prompt_tokens=1, output_tokens=2, prefix_hashes=("x", "z"))
+    candidate = RequestFacts(request_id="candidate", prompt_tokens=1, output_tokens=2, prefix_hashes=("x", "z"))
     Forecaster(engine).forecast([candidate], snapshot.taken_s)
     engine.add(candidate)
     engine.next_step()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS, settled
 from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.engine import Engine
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import Curve, StepTime
 from tests.oracle.engine import Part
 
@@ -99,13 +99,13 @@ class Load:
         """Return the settings as a configuration of the engine model."""
         return EngineConfig(**self.engine)
 
-    def our_requests(self) -> list[Request]:
+    def our_requests(self) -> list[RequestFacts]:
         """Return the requests as the engine model's, by arrival."""
         requests = []
         for spec in sorted(self.requests, key=lambda spec: spec["arrival_s"]):
             fields = {name: value for name, value in spec.items() if name != "id"}
             fields["prefix_hashes"] = tuple(spec["prefix_hashes"])
-            requests.append(Request(request_id=spec["id"], **fields))
+            requests.append(RequestFacts(request_id=spec["id"], **fields))
         return requests
 
     def loaded(self, step_time: StepTime = ONE_SECOND) -> Engine:

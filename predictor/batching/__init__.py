@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ from predictor.batching import faster_transformer, lightllm, orca, sarathi, vllm
 from predictor.compiled import inner_kernel
 from predictor.config import EngineConfig
 from predictor.state import State
+from predictor.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,7 @@ def batcher_named(name: str) -> Batcher:
     """Look a local scheduler up; an unknown name is refused with the nearest known one."""
     if name in BATCHERS:
         return BATCHERS[name]
-    near = difflib.get_close_matches(name, BATCHERS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"batcher: {name!r} is none of {', '.join(BATCHERS)}{hint}")
+    raise ValueError(f"batcher: {name!r} is none of {', '.join(BATCHERS)}{did_you_mean(name, BATCHERS)}")
 
 
 def number_of(name: str) -> int:
@@ -105,30 +103,27 @@ def is_compiled(batcher: Batcher) -> bool:
     return bool(is_jitted(batcher.schedule))
 
 
-def _choice(rules: list[Callable[[State], bool]]) -> Callable[[State], bool]:
-    """Build the kernel that calls the rule whose number the engine carries.
+def dispatcher_of(rules: Mapping[int, Callable[[State], bool]]) -> Callable[[State], bool]:
+    """Compile the function that calls the rule with the number that the engine carries.
 
-    It is written out, as a chain of closures would have the compiler optimise the inner ones over and over.
+    It is written as source, one `if` for each rule: with a closure for each, the compiler would optimise the inner
+    ones again for every outer one.
     """
-    first, second, third, fourth, fifth, sixth, seventh, eighth = [*rules, *rules[-1:] * (8 - len(rules))]
-
-    def choose(state: State) -> bool:
-        number = state.engine[0].batcher
-        if number == 0:
-            return first(state)
-        if number == 1:
-            return second(state)
-        if number == 2:
-            return third(state)
-        if number == 3:
-            return fourth(state)
-        if number == 4:
-            return fifth(state)
-        if number == 5:
-            return sixth(state)
-        return seventh(state) if number == 6 else eighth(state)
-
-    return inner_kernel(choose)
+    *others, last = rules
+    lines = [f"    if number == {number}:\n        return rule_{number}(state)" for number in others]
+    source = "\n".join(
+        ("def dispatch(state):", "    number = state.engine[0].batcher", *lines, f"    return rule_{last}(state)")
+    )
+    names: dict[str, Any] = {f"rule_{number}": rule for number, rule in rules.items()}
+    exec(compile(source, "<local schedulers>", "exec"), names)  # noqa: S102 - of numbers alone
+    return inner_kernel(names["dispatch"])
 
 
-fill = _choice([batcher.schedule for batcher in BATCHERS.values()])
+def _compiled_rules() -> dict[int, Callable[[State], bool]]:
+    """Return the rules that can run within the compiled loop, by number; all of them where nothing is compiled."""
+    numbered = dict(enumerate(BATCHERS.values()))
+    compiled = {number: batcher for number, batcher in numbered.items() if is_compiled(batcher)}
+    return {number: batcher.schedule for number, batcher in (compiled or numbered).items()}
+
+
+fill = dispatcher_of(_compiled_rules())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from predictor.config import require_count
 from predictor.fitting.regression import rounded
 from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
+from predictor.suggestions import did_you_mean
 
 # What engines reach of the peaks. Chosen so that Llama-3.1-8B comes out near the fitted H100, H200 and A100 profiles.
 BANDWIDTH_SHARE = 0.75
@@ -157,8 +157,8 @@ def gpu_named(name: str) -> Gpu:
     by_key = {_key(known): known for known in GPUS}
     key = _key(name)
     if key not in by_key:
-        nearest = difflib.get_close_matches(key, by_key, n=1, cutoff=0.0)[0]
-        raise ValueError(f"gpu: {name!r} is not known; the nearest is {by_key[nearest]!r}")
+        hint = did_you_mean(name, GPUS, f"; there are {', '.join(GPUS)}")
+        raise ValueError(f"gpu: {name!r} is not known{hint}")
     return GPUS[by_key[key]]
 
 

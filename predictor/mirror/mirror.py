@@ -33,7 +33,7 @@ from predictor.mirror.tracker import Tracker
 from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import Length, LengthLimits, ReservedRequest
 from predictor.snapshot import Snapshot
 from predictor.twin import Twin
@@ -161,7 +161,7 @@ class EngineMirror:
         lengths, reserved = self._predicted_lengths(self._models), self._reserved.as_reserved()
         return self._models.tracker.engine.snapshot(lengths, reserved, view.now_s)
 
-    def reserve(self, request: Request, at_s: float) -> None:
+    def reserve(self, request: RequestFacts, at_s: float) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.view(at_s)
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -229,7 +229,7 @@ class EngineMirror:
         if room < 1 or len(tracker.requests) >= self._options.max_requests:
             return  # the engine will refuse it, or it counts among the unknown ones
         self._in_flight[arrival.name] = InFlightRequest(arrival=arrival, arrived_s=at_s)
-        request = Request(
+        request = RequestFacts(
             request_id=arrival.name,
             prompt_tokens=arrival.prompt_tokens,
             max_tokens=max(1, min(room, arrival.max_tokens or room)),

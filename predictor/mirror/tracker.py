@@ -10,7 +10,7 @@ from predictor.config import EngineConfig
 from predictor.correction import Correction
 from predictor.editable_engine import EditableEngine, PlannedStep
 from predictor.mirror.step_tally import StepTally
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 
 MAX_STEPS_PER_EVENT = 64  # that one event may end
@@ -68,7 +68,7 @@ class Tracker:
 
     # What is observed.
 
-    def add(self, request: Request, *, streamed: bool) -> None:
+    def add(self, request: RequestFacts, *, streamed: bool) -> None:
         """Add a request that arrives; ValueError where the engine could never serve it."""
         self.advance(request.arrival_s)
         name = request.request_id

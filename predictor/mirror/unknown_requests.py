@@ -6,7 +6,7 @@ from collections import deque
 
 from predictor.lengths import Tag
 from predictor.mirror.tracker import Tracker
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 
 MAX_REQUESTS = 256
@@ -64,7 +64,8 @@ class UnknownRequests:
             if room < 1:
                 return
             tracker.add(
-                Request(request_id=name, prompt_tokens=prompt_tokens, max_tokens=room, arrival_s=now_s), streamed=False
+                RequestFacts(request_id=name, prompt_tokens=prompt_tokens, max_tokens=room, arrival_s=now_s),
+                streamed=False,
             )
             self._names.append(name)
             if number < num_running:

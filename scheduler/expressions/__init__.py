@@ -1,4 +1,4 @@
-"""Formulas over indicators, as users write them: parsed, checked, and made into functions; never evaluated as code."""
+"""Formulas over indicators, as users write them: parsed, checked, compiled to functions, never run as Python."""
 
 from scheduler.expressions.compiling import Expression, condition, number
 

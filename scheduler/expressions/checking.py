@@ -1,4 +1,4 @@
-"""From a formula's text to a tree in which only the allowed is left, and whose size and depth are bounded."""
+"""Parses a formula to a tree that has only allowed nodes and whose size and depth are bounded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from predictor.suggestions import did_you_mean
 from scheduler.indicators import INDICATORS
 
-LONGEST = 2000  # characters
-MOST_NODES = 300
-DEEPEST = 30
-LARGEST = 1e15  # of a literal number
-HIGHEST_POWER = 4
+MAX_CHARACTERS = 2000
+MAX_NODES = 300
+MAX_DEPTH = 30
+MAX_NUMBER = 1e15  # of a literal
+MAX_POWER = 4
 
-# Functions by name: how many arguments they take.
+# The minimum and maximum number of arguments of each function.
 FUNCTIONS = {
     "min": (2, 16),
     "max": (2, 16),
@@ -34,9 +34,9 @@ SYMBOLS = {ast.Pow: "**", ast.FloorDiv: "//", ast.Mod: "%", ast.MatMult: "@", as
 
 
 def parse(text: str, field: str) -> ast.expr:
-    """Read a formula; ValueError, naming the field that it was given in, says what is wrong with it."""
-    if len(text) > LONGEST:
-        raise ValueError(f"{field}: is longer than {LONGEST} characters")
+    """Parse and check a formula; ValueError names the field that has the formula."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{field}: is longer than {MAX_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -53,21 +53,21 @@ def parse(text: str, field: str) -> ast.expr:
 
 
 def names_in(tree: ast.expr) -> Iterator[str]:
-    """Give the indicators that a checked formula reads."""
+    """Yield the indicators that a checked formula reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in INDICATORS:
             yield node.id
 
 
 def _require_small(tree: ast.expr) -> None:
-    """Refuse a large or deep tree, looking at it level by level: nothing here may be recursive before that."""
+    """Refuse a large or deep tree, level by level: recursion is safe only after this check."""
     num_nodes, depth, level = 0, 0, [tree]
     while level:
         num_nodes, depth = num_nodes + len(level), depth + 1
-        if num_nodes > MOST_NODES:
-            raise ValueError(f"is larger than {MOST_NODES} terms")
-        if depth > DEEPEST:
-            raise ValueError(f"is nested deeper than {DEEPEST} levels")
+        if num_nodes > MAX_NODES:
+            raise ValueError(f"is larger than {MAX_NODES} terms")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
         level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
 
 
@@ -111,24 +111,24 @@ def _refuse_attribute(node: ast.Attribute) -> None:
 def _require_number(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r:.40} is no number")
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"numbers may not be above {LARGEST:g}")
+    if not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"numbers may not be above {MAX_NUMBER:g}")
 
 
 def _require_low(exponent: ast.expr) -> None:
     if not (
         isinstance(exponent, ast.Constant)
         and isinstance(exponent.value, int | float)
-        and 0 <= exponent.value <= HIGHEST_POWER
+        and 0 <= exponent.value <= MAX_POWER
     ):
-        raise ValueError(f"powers must be numbers from 0 to {HIGHEST_POWER}")
+        raise ValueError(f"powers must be numbers from 0 to {MAX_POWER}")
 
 
 def _require_known(name: str) -> None:
     if name in INDICATORS:
         return
     if name in FUNCTIONS:
-        raise ValueError(f"{name} is a function, and wants arguments")
+        raise ValueError(f"{name} is a function and needs arguments")
     raise ValueError(f"{name} is no known indicator{did_you_mean(name, INDICATORS)}")
 
 
@@ -136,9 +136,9 @@ def _require_function(name: str, num_arguments: int) -> None:
     if name not in FUNCTIONS:
         hint = did_you_mean(name, FUNCTIONS, otherwise=f"; there are {', '.join(FUNCTIONS)}")
         raise ValueError(f"{name} is no known function{hint}")
-    least, most = FUNCTIONS[name]
-    if not least <= num_arguments <= most:
-        raise ValueError(f"{name} takes {least if least == most else f'{least} to {most}'} arguments")
+    fewest, most = FUNCTIONS[name]
+    if not fewest <= num_arguments <= most:
+        raise ValueError(f"{name} takes {fewest if fewest == most else f'{fewest} to {most}'} arguments")
 
 
 CHECKS: dict[type[ast.expr], Callable[[Any], None]] = {

@@ -1,8 +1,8 @@
-"""From a checked tree to functions over columns.
+"""Compiles a checked tree to a function over columns.
 
-What is not known (NaN) stays unknown through arithmetic, comparisons and conditionals; `and` and `or` know their result
-where one side settles it, and `otherwise(x, y)` is y where x is not known. A condition is 1, 0, or NaN. Division by
-zero gives an infinity, and 0 / 0 is not known.
+An unknown value (NaN) makes the results of arithmetic, comparisons and conditionals unknown; `and` and `or` are known
+if one side decides them, and `otherwise(x, y)` is y where x is unknown. A condition is 1, 0, or NaN. Division by zero
+is an infinity, and 0 / 0 is unknown.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ NUMBER, CONDITION = "a number", "a condition"
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A formula ready for use, and the indicators that it reads."""
+    """A compiled formula, and the indicators that it reads."""
 
     text: str
     needs: tuple[str, ...]
     part: Part
 
     def __call__(self, candidates: Candidates) -> Column:
-        """Give its value for each instance."""
+        """Return the value for each candidate."""
         with np.errstate(all="ignore"):
             value = self.part(candidates)
         return value if isinstance(value, np.ndarray) else np.full(len(candidates), value)
 
 
 def number(text: str, field: str = "expr") -> Expression:
-    """Make a formula for a number per instance."""
+    """Compile a formula for a number per instance."""
     return _expression(text, field, NUMBER)
 
 
 def condition(text: str, field: str = "filter") -> Expression:
-    """Make a formula for what holds of an instance or not."""
+    """Compile a formula for a condition per instance."""
     return _expression(text, field, CONDITION)
 
 
@@ -63,7 +63,7 @@ def _expression(text: str, field: str, kind: str) -> Expression:
 
 
 def _part(node: ast.expr, kind: str) -> Part:
-    """Compile a node, where a number or a condition is wanted."""
+    """Compile a node to a number or a condition."""
     if isinstance(node, ast.IfExp):
         return _conditional(_part(node.test, CONDITION), _part(node.body, kind), _part(node.orelse, kind))
     is_condition = isinstance(node, ast.Compare | ast.BoolOp) or (
@@ -151,7 +151,7 @@ def _otherwise(value: Value, instead: Value) -> Value:
 
 
 def _over_all(reduction: Callable[[Column], Value]) -> Callable[[Value], Value]:
-    """Reduce the known values of all candidates to one; not known where none is."""
+    """Reduce the known values of all candidates to one value; unknown if none is known."""
 
     def reduced(values: Value) -> Value:
         column = np.atleast_1d(values)

@@ -1,7 +1,7 @@
-"""The rules that choose an instance, one per file, in one table.
+"""The policies, one per file, in one table.
 
-A policy scores the instances that a request could go to: the lowest score wins, equals by instance id. Parameters,
-and what a rule remembers between requests, live in the closure that makes it. A seeded generator is handed in.
+A policy scores the candidates of a request: the lowest score wins, and of equal scores the first instance id. Its
+parameters and its state between requests live in the closure that `make` returns. A seeded generator is an argument.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLICIES = {
     ),
     "hold": PolicyEntry(
         make=plain(hold.lowest_e2e),
-        formula=f"predicted_e2e_s, held while none has {hold.ADMITS}",
+        formula=f"predicted_e2e_s, held while no instance has {hold.ADMITS}",
         source="ours, after Block §4.2",
         needs=("predicted_e2e_s",),
         hold=hold.ADMITS,
@@ -57,7 +57,7 @@ POLICIES = {
     "block_mean": PolicyEntry(
         make=plain(block_mean.lowest_mean),
         formula="predicted_e2e_s + delay_sum_s",
-        source="Block §4.2, over the mean latency of all requests",
+        source="Block §4.2, for the mean latency of all requests",
         needs=("predicted_e2e_s", "delay_sum_s"),
     ),
     "marginal": PolicyEntry(
@@ -73,9 +73,9 @@ POLICIES = {
         source="LMetric §5, figure 17b, §5.2",
         needs=("p_tokens", "batch_size", "prefix_hit_ratio"),
         parameters={
-            "detector": Parameter(default=1, high=1, meaning="whether to look for hotspots"),
-            "window_s": Parameter(default=60.0, low=1.0, high=3600.0, meaning="over which requests are counted"),
-            "least_hit_ratio": Parameter(default=0.5, high=1.0, meaning="of requests that are counted as of a class"),
+            "detector": Parameter(default=1, high=1, meaning="1 to exclude hotspots, 0 not to"),
+            "window_s": Parameter(default=60.0, low=1.0, high=3600.0, meaning="window of the detector in seconds"),
+            "least_hit_ratio": Parameter(default=0.5, high=1.0, meaning="minimum hit ratio of requests that count"),
         },
         tie_break="p_tokens",
     ),
@@ -111,7 +111,7 @@ POLICIES = {
         formula="batch_size if highest(batch_size) - lowest(batch_size) > range else 1 - prefix_hit_ratio",
         source="AIBrix: LMetric §4.5, figure 13",
         needs=("batch_size", "prefix_hit_ratio"),
-        parameters={"range": Parameter(default=8, meaning="of batch sizes, above which only balance counts")},
+        parameters={"range": Parameter(default=8, meaning="range of batch sizes above which only balance counts")},
         tie_break="batch_size",
     ),
     "llumnix": PolicyEntry(
@@ -129,7 +129,7 @@ POLICIES = {
     "infaas": PolicyEntry(
         make=plain(infaas.freest),
         formula="-num_free_blocks / max(num_running, 1)",
-        source="INFaaS++, llumnix without what waits: Block §5",
+        source="INFaaS++, llumnix without waiting requests: Block §5",
         needs=("num_free_blocks", "num_running"),
     ),
     "infaas_paper": PolicyEntry(
@@ -143,14 +143,14 @@ POLICIES = {
         formula="waiting_weight * num_queued + num_running",
         source="vLLM: LMetric §4.2, figure 6a",
         needs=("num_queued", "num_running"),
-        parameters={"waiting_weight": Parameter(default=4.0, meaning="of a waiting request against a running one")},
+        parameters={"waiting_weight": Parameter(default=4.0, meaning="weight of waiting requests; running ones: 1")},
     ),
     "least_loaded": PolicyEntry(
         make=plain(least_loaded.fewest), formula="batch_size", source="Dynamo, SGLang and others", needs=("batch_size",)
     ),
     "power_of_two": PolicyEntry(
         make=plain(power_of_two.fewer),
-        formula="batch_size, of two drawn at random",
+        formula="batch_size, of two random candidates",
         source="Richa et al. 2000; SGLang, vLLM's router",
         needs=("batch_size",),
         sample=2,
@@ -167,7 +167,7 @@ POLICIES = {
 
 
 def entry_named(name: str) -> PolicyEntry:
-    """Look a policy up; an unknown name is refused with the nearest known one."""
+    """Return a policy by name; ValueError with the most similar known name if there is none."""
     if name in POLICIES:
         return POLICIES[name]
     raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{did_you_mean(name, POLICIES)}")

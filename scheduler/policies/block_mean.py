@@ -1,4 +1,4 @@
-"""Lowest mean latency of all requests: the new one's, and what it adds to everybody else's (Block §4.2's variant)."""
+"""Lowest mean latency of all requests: the new one's, plus its delay of all others (a variant in Block §4.2)."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from scheduler.indicators import Column
 
 
 def lowest_mean(candidates: Candidates) -> Column:
-    """Score = predicted e2e + summed delay of the others: by as much as the sum of all latencies grows."""
+    """Score = predicted e2e + summed delay of the others: the growth of the sum of all latencies."""
     return candidates["predicted_e2e_s"] + candidates["delay_sum_s"]

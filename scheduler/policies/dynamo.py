@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's KV router: prefill to be done and tokens held, each brought to one scale (LMetric §6, baselines)."""
+"""NVIDIA Dynamo's KV router: queued prefill and held tokens, both normalised (LMetric §6, baselines)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 
 from scheduler.candidates import Candidates
 from scheduler.indicators import Column
-from scheduler.policies.entry import Score
-from scheduler.policies.scaled import of_highest
+from scheduler.policies.entry import Score, normalised
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
@@ -17,7 +16,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     weight = parameters["lambda"]
 
     def score(candidates: Candidates) -> Column:
-        prefill, total = of_highest(candidates["p_tokens"]), of_highest(candidates["total_tokens"])
+        prefill, total = normalised(candidates["p_tokens"]), normalised(candidates["total_tokens"])
         return weight * prefill + (1.0 - weight) * total
 
     return score

@@ -1,4 +1,4 @@
-"""One line of the table of policies."""
+"""The entries of the table of policies, and what policies share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Score = Callable[[Candidates], Column]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A number that a policy can be given by name, or what it is without."""
+    """A numeric parameter of a policy: its default, its meaning and its range."""
 
     default: float
     meaning: str
@@ -26,12 +26,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyEntry:
-    """How to make a policy, what it computes, where that comes from, and which indicators it reads.
+    """How to make a policy, its formula and where that comes from, and the indicators that it reads.
 
-    What is made scores all candidates of one request, and is called once for each request; the lowest score wins. Of
-    equals, the lowest `tie_break` wins, a formula over indicators, and of those the first instance id. With `sample`,
-    so many candidates are drawn at random first. With `hold`, a condition over indicators, a request is held at the
-    scheduler until that holds of some instance.
+    `make` returns a function that scores all candidates of one request and is called once per request; the lowest score
+    wins. Of equal scores the lowest `tie_break` wins, a formula over indicators, and then the first instance id. With
+    `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
+    waits at the scheduler until the condition is true for an instance.
     """
 
     make: Callable[[Mapping[str, float], np.random.Generator], Score]
@@ -45,5 +45,13 @@ class PolicyEntry:
 
 
 def plain(score: Score) -> Callable[[Mapping[str, float], np.random.Generator], Score]:
-    """Make a policy that takes no parameters, draws nothing and remembers nothing."""
+    """Make a policy without parameters, random numbers and state."""
     return lambda _parameters, _generator: score
+
+
+def normalised(column: Column) -> Column:
+    """Divide by the highest known value; a column of zeros stays as it is."""
+    highest = column.max(initial=0.0)
+    if highest != highest:  # noqa: PLR0124 - NaN: some values are unknown
+        highest = np.fmax.reduce(column, initial=0.0)
+    return column / highest if highest > 0 else column

@@ -1,4 +1,4 @@
-"""Filter-based combination, AIBrix's prefix-cache rule: balance first, then cache hits (LMetric §4.5, figure 13)."""
+"""AIBrix's prefix-cache rule, a filter: balance first, then cache hits (LMetric §4.5, figure 13)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scheduler.policies.entry import Score
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
-    """Score = batch size where batch sizes range over more than a threshold, else 1 - hit ratio."""
-    widest = parameters["range"]
+    """Score = batch size if the range of batch sizes exceeds a threshold, else 1 - hit ratio."""
+    max_range = parameters["range"]
 
     def score(candidates: Candidates) -> Column:
         sizes = candidates["batch_size"]
         spread = np.fmax.reduce(sizes) - np.fmin.reduce(sizes)
-        if spread > widest:
+        if spread > max_range:
             return sizes
-        return 1.0 - candidates["prefix_hit_ratio"] + 0.0 * sizes  # whose size is not known stays unknown
+        return 1.0 - candidates["prefix_hit_ratio"] + 0.0 * sizes  # unknown if the batch size is unknown
 
     return score

@@ -1,10 +1,10 @@
-"""Block with patience: where a request would finish first, of those that could begin it now; ours, after Block §4.2.
+"""Block with an admission queue: requests wait until an instance can start them; ours, after Block §4.2.
 
 Held = while no instance has predicted_queue_s < 0.5 and predicted_preemptions < 1
 Score = predicted e2e
 
-Near capacity Block sends requests to wait in engines, which admit them when there is room for a prompt but not for its
-answer, and then preempt. Held at the scheduler, first come first served, they go to whoever has room first.
+Near capacity Block lets requests wait in engines, which admit a request when there is memory for its prompt but not for
+its response, and then preempt. Requests that wait at the scheduler go to the first instance with enough memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""INFaaS++ in the sense in which Llumnix- below is meant: most free memory for each running request (Block §5).
+"""INFaaS++: the most free memory per running request (Block §5).
 
-Without Llumnix-'s correction for what waits. The formula that the paper prints is `infaas_paper`.
+It is `llumnix` without the memory that waiting requests need. The formula that the paper prints is `infaas_paper`.
 """
 
 from __future__ import annotations

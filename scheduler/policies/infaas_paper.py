@@ -9,5 +9,5 @@ from scheduler.indicators import Column
 
 
 def lightest(candidates: Candidates) -> Column:
-    """Score = used blocks / max(running, 1): the average request's memory, which is no measure of load."""
+    """Score = used blocks / max(running, 1): the memory of the average request, which does not measure load."""
     return candidates["num_used_blocks"] / np.maximum(candidates["num_running"], 1.0)

@@ -1,4 +1,4 @@
-"""Least loaded: the fewest requests there, whatever they do."""
+"""Least loaded: the fewest requests, running or not."""
 
 from __future__ import annotations
 

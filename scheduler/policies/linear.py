@@ -8,8 +8,7 @@ import numpy as np
 
 from scheduler.candidates import Candidates
 from scheduler.indicators import Column
-from scheduler.policies.entry import Score
-from scheduler.policies.scaled import of_highest
+from scheduler.policies.entry import Score, normalised
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
@@ -18,6 +17,6 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
 
     def score(candidates: Candidates) -> Column:
         missed = 1.0 - candidates["prefix_hit_ratio"]
-        return weight * missed + (1.0 - weight) * of_highest(candidates["batch_size"])
+        return weight * missed + (1.0 - weight) * normalised(candidates["batch_size"])
 
     return score

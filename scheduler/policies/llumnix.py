@@ -1,7 +1,8 @@
 """Llumnix-, the dispatcher of Llumnix, as Block's published code runs it (Block §5): the strong baseline.
 
-Free memory after what waits has been served, for each running request. Where that is negative the score is positive:
-an instance that is short of blocks comes after all that are not. The formula that the paper prints is `llumnix_paper`.
+The free memory that is left after the waiting requests are admitted, per running request. If it is negative the score
+is positive, so that an instance that is short of blocks comes after all others. The formula that the paper prints is
+`llumnix_paper`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,6 @@ from scheduler.indicators import Column
 
 
 def freest(candidates: Candidates) -> Column:
-    """Score = -(free blocks - blocks that the waiting need) / max(running, 1)."""
+    """Score = -(free blocks - blocks that waiting requests need) / max(running, 1)."""
     short = candidates["num_needed_blocks"] - candidates["num_free_blocks"]
     return short / np.maximum(candidates["num_running"], 1.0)

@@ -1,4 +1,4 @@
-"""LMetric: prefill to be done times batch size, with a detector of hotspots (LMetric §5, figure 17b)."""
+"""LMetric: queued prefill times batch size, with a hotspot detector (LMetric §5, figure 17b)."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.hotspots import Hotspots
+from scheduler.hotspots import HotspotDetector
 from scheduler.indicators import Column
 from scheduler.policies.entry import Score
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
-    """Score = P-token x batch size; infinite for those whom the detector holds to be hotspots of the request's prefix.
+    """Score = P-token x batch size; infinite for instances that the detector excludes as hotspots of the prefix.
 
-    With detector = 0 it is the bare product.
+    With detector = 0 it is the plain product.
     """
-    hotspots = Hotspots(window_s=parameters["window_s"], least_hit_ratio=parameters["least_hit_ratio"])
-    watching = parameters["detector"] != 0
+    detector = HotspotDetector(window_s=parameters["window_s"], least_hit_ratio=parameters["least_hit_ratio"])
+    is_detecting = parameters["detector"] != 0
 
     def score(candidates: Candidates) -> Column:
         scores = candidates["p_tokens"] * candidates["batch_size"]
-        if watching:
-            hot = hotspots.seen(candidates.request, candidates["prefix_hit_tokens"], scores, candidates.now_s)
-            if hot is not None:
-                return np.where(hot, np.inf, scores)
+        if is_detecting:
+            hotspots = detector.observe(candidates.request, candidates["prefix_hit_tokens"], scores, candidates.now_s)
+            if hotspots is not None:
+                return np.where(hotspots, np.inf, scores)
         return scores
 
     return score

@@ -1,4 +1,4 @@
-"""LMetric's ablation: (1 - hit ratio) in the place of P-token, blind to queued prefill (LMetric §5.1, figure 18)."""
+"""LMetric's ablation: (1 - hit ratio) instead of P-token, without queued prefill (LMetric §5.1, figure 18)."""
 
 from __future__ import annotations
 

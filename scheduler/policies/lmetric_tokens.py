@@ -1,4 +1,4 @@
-"""LMetric's ablation: total tokens in the place of batch size (LMetric §5.1, figure 19)."""
+"""LMetric's ablation: total tokens instead of batch size (LMetric §5.1, figure 19)."""
 
 from __future__ import annotations
 

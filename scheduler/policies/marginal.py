@@ -1,6 +1,6 @@
-"""The request's own latency, and a little of what it costs the others; ours, next to Block (Block §4.2).
+"""The latency of the request plus a weighted part of its delay of others; ours, after Block §4.2.
 
-Whole delays starve requests and hurt the tail; a small weight helps the mean where lengths are known.
+The full weight starves requests and hurts the tail; a small weight improves the mean if lengths are known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Power of two choices: the less loaded of two that are drawn at random (Richa et al. 2000, cited in Block §3).
+"""Power of two choices: the less loaded of two random instances (Richa et al. 2000, cited in Block §3).
 
-The table of policies says that two are drawn; `sample` changes how many.
+The table of policies sets the sample of two; the parameter `sample` changes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ from scheduler.candidates import Candidates
 from scheduler.indicators import Column
 
 
-def fewer(drawn: Candidates) -> Column:
+def fewer(candidates: Candidates) -> Column:
     """Score = batch size."""
-    return drawn["batch_size"]
+    return candidates["batch_size"]

@@ -1,4 +1,4 @@
-"""Random: any instance, without looking (Block §5)."""
+"""Random: any instance, without reading its state (Block §5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.policies.entry import Score
 
 
 def make(_: Mapping[str, float], generator: np.random.Generator) -> Score:
-    """Score = a fresh random number."""
+    """Score = a new random number per request and instance."""
 
     def score(candidates: Candidates) -> Column:
         return generator.random(len(candidates))

@@ -12,18 +12,18 @@ from scheduler.policies.entry import Score
 
 
 def make(_: Mapping[str, float], __: np.random.Generator) -> Score:
-    """Score = in which turn the instance was last; one that never had a turn comes first."""
-    turns = np.zeros(64)  # by instances' numbers
-    clock = 0.0
+    """Score = the turn in which the instance was chosen last; instances never chosen come first."""
+    last_turns = np.zeros(64)  # by the numbers of instances
+    turn = 0.0
 
     def score(candidates: Candidates) -> Column:
-        nonlocal turns, clock
+        nonlocal last_turns, turn
         numbers = candidates.numbers
-        if numbers.max(initial=0) >= len(turns):
-            turns = np.concatenate((turns, np.zeros(numbers.max())))
-        scores: Column = turns[numbers]
-        clock += 1.0
-        turns[numbers[scores.argmin()]] = clock
+        if numbers.max(initial=0) >= len(last_turns):
+            last_turns = np.concatenate((last_turns, np.zeros(numbers.max())))
+        scores: Column = last_turns[numbers]
+        turn += 1.0
+        last_turns[numbers[scores.argmin()]] = turn
         return scores
 
     return score

@@ -1,4 +1,4 @@
-"""How much of a prompt each instance is likely to have cached."""
+"""Estimates how much of a prompt each instance has in its prefix cache."""
 
 from scheduler.prefix.index import Hits, PrefixIndex
 from scheduler.prefix.prompt import PromptBlocks, PromptPrefixes, blocks_of_text

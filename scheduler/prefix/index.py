@@ -1,4 +1,4 @@
-"""What every instance is likely to have cached: the blocks of the prompts that were sent there, the latest of them."""
+"""An index of the prefix caches of all instances, estimated from the prompts that were sent to them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from scheduler.indicators import Column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """How many leading blocks of a prompt each instance holds; `deepest` names the last block that anybody holds.
+    """The number of leading blocks of a prompt that each instance has cached.
 
-    Prompts whose `deepest` is the same share all that is cached of them: they are of one class.
+    `deepest` is the name of the last block that any instance has. Prompts with the same `deepest` share their whole
+    cached prefix, and belong to one prefix class.
     """
 
     num_blocks: Column
@@ -24,28 +25,28 @@ class Hits:
 
 
 class PrefixIndex:
-    """Remembers for each instance the blocks of what was sent there, as many as its cache has room for.
+    """Keeps for each instance the most recently used blocks of the prompts sent there, up to the size of its cache.
 
-    Each name stands for all content up to the end of its block, so a block is held only together with those before
-    it: of a prompt the last blocks are forgotten first, as engines do. A look-up takes steps in the number of
-    different answers and the logarithm of the prompt's blocks, not in the number of instances: who holds a block is
-    one whole number, a bit for each instance.
+    A name identifies all content up to the end of its block, so that a block is cached only together with all blocks
+    before it: the last blocks of a prompt are evicted first, as in engines. The instances that have a block are the
+    bits of one integer, so that the cost of a look-up depends on the number of different results and the logarithm of
+    the number of blocks, not on the number of instances.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
-        """Know of some instances, and how many blocks each has room for."""
+        """Start with these instances and the sizes of their caches in blocks."""
         self._holders: dict[Hashable, int] = {}
-        self._caches: dict[str, OrderedDict[Hashable, float]] = {}  # by instance, least recently used first; its blocks
-        self._held: dict[str, float] = {}  # their sum
+        self._caches: dict[str, OrderedDict[Hashable, float]] = {}  # KV blocks by instance and name, oldest use first
+        self._held: dict[str, float] = {}  # KV blocks by instance
         self._sizes: dict[str, int] = {}
         self._bits: dict[str, int] = {}
         self._free_bits: list[int] = []
-        self._seats_of: tuple[str, ...] | None = None
-        self._seats: npt.NDArray[np.intp] = np.empty(0, np.intp)
+        self._columns_of: tuple[str, ...] | None = None
+        self._columns: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.follow(sizes or {})
 
     def follow(self, sizes: Mapping[str, int]) -> None:
-        """Take a new list of instances and their sizes in blocks; who goes is forgotten."""
+        """Replace the list of instances and the sizes of their caches; removed instances are dropped."""
         for instance_id in self._caches.keys() - sizes.keys():
             self.forget(instance_id)
             del self._caches[instance_id], self._held[instance_id]
@@ -57,10 +58,10 @@ class PrefixIndex:
             self._sizes[instance_id] = size
             self._shrink(instance_id)
         self._sizes = dict(sizes)
-        self._seats_of = None
+        self._columns_of = None
 
     def forget(self, instance_id: str) -> None:
-        """Take an instance's cache for empty, as after a restart."""
+        """Empty the cache of an instance, as after a restart."""
         bit = 1 << self._bits[instance_id]
         cache = self._caches[instance_id]
         for name in cache:
@@ -69,10 +70,10 @@ class PrefixIndex:
         self._held[instance_id] = 0.0
 
     def sent(self, instance_id: str, names: Sequence[Hashable], blocks_each: float = 1.0) -> None:
-        """Note that a prompt goes to an instance; each of its names stands for so many of the instance's blocks."""
+        """Record that a prompt goes to an instance; each name takes `blocks_each` KV blocks there."""
         cache, holders, bit = self._caches[instance_id], self._holders, 1 << self._bits[instance_id]
         held = self._held[instance_id]
-        for name in reversed(names):  # so that each block is younger than those behind it
+        for name in reversed(names):  # so that the last blocks are evicted first
             if name in cache:
                 cache.move_to_end(name)
             else:
@@ -83,7 +84,7 @@ class PrefixIndex:
         self._shrink(instance_id)
 
     def look_up(self, names: Sequence[Hashable], instance_ids: tuple[str, ...]) -> Hits:
-        """Tell how much of a prompt each of these instances holds, in their order."""
+        """Return how much of a prompt each of these instances has cached, in their order."""
         held = np.zeros(len(instance_ids))
         deepest, so_far = None, 0
         for num_blocks, holders in self._levels(names):
@@ -92,11 +93,11 @@ class PrefixIndex:
         return Hits(num_blocks=held, deepest=deepest)
 
     def num_held(self, instance_id: str) -> float:
-        """Count the blocks that an instance is thought to hold."""
+        """Return the estimated number of KV blocks in the cache of an instance."""
         return self._held[instance_id]
 
     def _levels(self, names: Sequence[Hashable]) -> list[tuple[int, int]]:
-        """Give numbers of leading blocks at which somebody holds no more, and who holds so many or more."""
+        """Return the different numbers of cached leading blocks, each with the instances that have at least as many."""
         levels: list[tuple[int, int]] = []
         start, last = 0, len(names) - 1
         holders = self._holders.get(names[0], 0) if names else 0
@@ -116,13 +117,13 @@ class PrefixIndex:
         return levels
 
     def _unpacked(self, holders: int, instance_ids: tuple[str, ...]) -> npt.NDArray[np.uint8]:
-        if instance_ids is not self._seats_of:
-            nobody = len(self._bits) + len(self._free_bits)
-            self._seats = np.array([self._bits.get(name, nobody) for name in instance_ids], np.intp)
-            self._seats_of = instance_ids
+        if instance_ids is not self._columns_of:
+            unused_bit = len(self._bits) + len(self._free_bits)
+            self._columns = np.array([self._bits.get(name, unused_bit) for name in instance_ids], np.intp)
+            self._columns_of = instance_ids
         num_bytes = (len(self._bits) + len(self._free_bits)) // 8 + 1
         packed = np.frombuffer(holders.to_bytes(num_bytes, "little"), np.uint8)
-        return np.unpackbits(packed, bitorder="little")[self._seats]
+        return np.unpackbits(packed, bitorder="little")[self._columns]
 
     def _shrink(self, instance_id: str) -> None:
         cache, size, held = self._caches[instance_id], self._sizes[instance_id], self._held[instance_id]

@@ -1,4 +1,4 @@
-"""Names for blocks of text, for where nobody knows the tokens."""
+"""Names of blocks of text, for prompts whose tokens are unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BLOCK_BYTES = 256  # about 64 tokens of English
 
 
 def text_blocks(text: bytes, block_bytes: int = BLOCK_BYTES) -> tuple[bytes, ...]:
-    """Name the full blocks of a prompt's text, each together with all before, as prefix caches do with tokens."""
+    """Return the names of the full blocks of a text; each covers all blocks before it, as in prefix caches."""
     digest = hashlib.blake2b(digest_size=16)
     names = []
     for end in range(block_bytes, len(text) + 1, block_bytes):

@@ -1,6 +1,6 @@
-"""How many instances there should be: rules, one per file, and a planner that keeps them within limits.
+"""Decides the number of instances: rules, one per file, and a planner that applies limits to their targets.
 
-Nothing here knows what time it is, or starts or sends anything: time is an argument, and what comes out are plans.
+Nothing here reads a clock or starts an instance: time is an argument, and the results are decisions.
 """
 
 from __future__ import annotations
@@ -8,38 +8,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from scheduler.provisioning.headroom import headroom
-from scheduler.provisioning.limits import Aims
+from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 from scheduler.provisioning.preempt import preempt
 from scheduler.provisioning.relief import relief
-from scheduler.provisioning.schedule import peaks_from, schedule
+from scheduler.provisioning.schedule import parse_schedule, schedule
 
-RULES: Mapping[str, Callable[[Aims], Rule]] = {"headroom": headroom, "preempt": preempt, "relief": relief}
-SCHEDULE = "schedule"  # made of what was written down
+RULES: Mapping[str, Callable[[ScalingObjectives], Rule]] = {
+    "headroom": headroom,
+    "preempt": preempt,
+    "relief": relief,
+}
+SCHEDULE = "schedule"  # the rule that also needs a schedule
 RULE_NAMES = (*RULES, SCHEDULE)
 
 
-def rule_from(text: str, aims: Aims, peaks: str = "") -> Rule:
-    """Make a rule by its name; of several, joined by +, the one that wants the most wins."""
+def rule_from(text: str, objectives: ScalingObjectives, schedule_text: str = "") -> Rule:
+    """Make a rule by its name; of several, joined by +, the largest target counts."""
     names = [name.strip() for name in text.split("+")]
     for name in names:
         if name not in RULE_NAMES:
             raise ValueError(f"rule: {name!r} is none of {', '.join(RULE_NAMES)}")
-    if (SCHEDULE in names) != bool(peaks):
-        raise ValueError("schedule: belongs to the rule schedule, which cannot do without it")
-    rules = [schedule(aims, peaks_from(peaks)) if name == SCHEDULE else RULES[name](aims) for name in names]
+    if SCHEDULE in names and not schedule_text:
+        raise ValueError("schedule: is missing; the rule schedule needs one")
+    if schedule_text and SCHEDULE not in names:
+        raise ValueError("schedule: is only for the rule schedule")
+    rules = [
+        schedule(objectives, parse_schedule(schedule_text)) if name == SCHEDULE else RULES[name](objectives)
+        for name in names
+    ]
     return rules[0] if len(rules) == 1 else _largest(rules)
 
 
 def _largest(rules: Sequence[Rule]) -> Rule:
-    def rule(now: PoolState) -> ScalingTarget:
-        wishes = [one(now) for one in rules]
-        first = max(wishes, key=lambda wish: wish.num_wanted)
+    def rule(state: PoolState) -> ScalingTarget:
+        targets = [one(state) for one in rules]
+        largest = max(targets, key=lambda target: target.num_wanted)
         return ScalingTarget(
-            num_wanted=first.num_wanted,
-            num_enough=max(wish.num_enough for wish in wishes),
-            why=first.why,
-            numbers={name: value for wish in wishes for name, value in wish.numbers.items()},
+            num_wanted=largest.num_wanted,
+            num_enough=max(target.num_enough for target in targets),
+            why=largest.why,
+            numbers={name: value for target in targets for name, value in target.numbers.items()},
         )
 
     return rule

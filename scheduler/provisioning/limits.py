@@ -30,11 +30,11 @@ class ScalingLimits:
     shrink: Annotated[bool, "Whether instances are ever removed."] = True  # the paper's rules never do
 
     def __post_init__(self) -> None:
-        """Refuse limits that make no sense, by name."""
-        for name, least in (("min_instances", 0), ("max_instances", 1), ("step", 1), ("starts_per_h", 1)):
+        """Check the values; ValueError names the field."""
+        for name, minimum in (("min_instances", 0), ("max_instances", 1), ("step", 1), ("starts_per_h", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: must be a whole number from {least} on, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"{name}: must be a whole number from {minimum} on, not {value!r}")
         if self.min_instances > self.max_instances:
             raise ValueError(f"min_instances: {self.min_instances} is more than max_instances {self.max_instances}")
         if self.starts_per_h < self.min_instances:
@@ -43,7 +43,7 @@ class ScalingLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aims:
+class ScalingObjectives:
     """The targets of rules: a latency to stay below, how far ahead to plan, and the capacity of an instance."""
 
     threshold_s: Annotated[float, "End-to-end latency to stay below, in seconds."] = 70.0  # the paper's
@@ -56,7 +56,7 @@ class Aims:
     kv_tokens: Annotated[int, "KV cache of an engine in tokens; 0: unknown."] = 0
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that make no sense, by name."""
+        """Check the values; ValueError names the field."""
         for name in ("threshold_s", "horizon_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -72,13 +72,13 @@ class Aims:
                 raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
 
     @property
-    def room(self) -> InstanceCapacity:
-        """What an instance has of what requests take."""
+    def capacity(self) -> InstanceCapacity:
+        """The limits of an engine."""
         return InstanceCapacity(seats=self.seats, kv_tokens=self.kv_tokens)
 
 
 def require_times(values: object, *names: str) -> None:
-    """Refuse spans that are negative or endless."""
+    """Refuse times that are negative or infinite."""
     for name in names:
         value = getattr(values, name)
         if not (math.isfinite(value) and value >= 0):
@@ -86,4 +86,4 @@ def require_times(values: object, *names: str) -> None:
 
 
 LIMIT_NAMES = tuple(spec.name for spec in fields(ScalingLimits))
-AIM_NAMES = tuple(spec.name for spec in fields(Aims))
+OBJECTIVE_NAMES = tuple(spec.name for spec in fields(ScalingObjectives))

@@ -1,23 +1,22 @@
-"""From a rule's wish to what is done: within limits, not too fast, and not up and down."""
+"""Turns the target of a rule into a decision: within limits, not too fast, and without oscillation."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.provisioning.leaving import leavers
+from scheduler.provisioning.history import PoolHistory
 from scheduler.provisioning.limits import HOUR_S, ScalingLimits
-from scheduler.provisioning.observed import Observed
 from scheduler.provisioning.pool_state import Numbers, PoolState, Rule, ScalingTarget
 
 START, DRAIN, NOTHING = "start", "drain", "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What to do now: start so many, let named ones go, or nothing; and why."""
+class ScalingDecision:
+    """What to do now: start a number of instances, drain named ones, or nothing; and why."""
 
     kind: str
     num: int = 0
@@ -28,117 +27,133 @@ class Decision:
 
     @property
     def num_desired(self) -> int:
-        """How many there are when it is done."""
+        """The number of instances after the decision is carried out."""
         return self.num_present + (self.num if self.kind == START else -len(self.instance_ids))
 
 
 class Planner:
-    """Plans for one pool. `plan` only says; `done` is to be called for what is really begun."""
+    """Decides about the size of one pool: `plan` returns a decision, `applied` records one that is carried out."""
 
-    def __init__(self, rule: Rule, limits: ScalingLimits, observed: Observed) -> None:
-        """Have changed nothing yet."""
-        self._rule, self._limits, self._observed = rule, limits, observed
-        self._enough: deque[tuple[float, int]] = deque()  # falling: how many were needed, while calm counts
-        self._seen_since_s = math.nan
+    def __init__(self, rule: Rule, limits: ScalingLimits, history: PoolHistory) -> None:
+        """Start without earlier changes."""
+        self._rule, self._limits, self._history = rule, limits, history
+        self._enough: deque[tuple[float, int]] = deque()  # falling: the highest `num_enough` within the calm period
+        self._enough_since_s = math.nan  # start of the history of `num_enough`
         self._last_change_s = -math.inf
-        self._starts: deque[float] = deque()  # of the last hour
+        self._starts: deque[float] = deque()  # within the last hour
 
     def cooldown_left_s(self, now_s: float) -> float:
-        """Tell how long nothing more will be started."""
+        """Return the time until the next start is allowed."""
         return max(0.0, self._last_change_s + self._limits.cooldown_s - now_s)
 
     def plan(
         self, now_s: float, ready: Sequence[str], num_starting: int, *, unix_s: float = 0.0, rule: Rule | None = None
-    ) -> Decision:
-        """Say what is to be done."""
-        now = self._observed.situation(
-            now_s, num_ready=len(ready), num_starting=num_starting, ready_in_s=self._ready_in_s(now_s, num_starting),
+    ) -> ScalingDecision:
+        """Return what to do now; with `rule`, what that rule would decide, without effect on later decisions."""
+        state = self._history.state(
+            now_s,
+            num_ready=len(ready),
+            num_starting=num_starting,
+            ready_in_s=self._ready_in_s(now_s, num_starting),
             unix_s=unix_s,
-        )  # fmt: skip
-        wish = (rule or self._rule)(now)
+        )
+        target = (rule or self._rule)(state)
         if rule is None:
-            self._note(now, wish)
-        least, most = self._limits.min_instances, self._limits.max_instances
-        if now.num_present < least:
-            return self._start(now, least - now.num_present, f"there are to be at least {least}", wish.numbers)
-        if min(wish.num_wanted, most) > now.num_present:
-            return self._grow(now, wish)
-        fewest = max(least, wish.num_enough if rule is not None else self._most_needed(now))
-        if now.num_present > max(fewest, 0) or now.num_present > most:
-            return self._shrink(now, wish, ready, max(fewest, 0))
-        return _nothing(now, wish.why, wish.numbers)
+            self._note_enough(state, target)
+        minimum, maximum = self._limits.min_instances, self._limits.max_instances
+        if state.num_present < minimum:
+            num = minimum - state.num_present
+            return self._start(state, num, f"fewer instances than min_instances {minimum}", target.numbers)
+        if min(target.num_wanted, maximum) > state.num_present:
+            return self._grow(state, target)
+        num_needed = max(minimum, target.num_enough if rule is not None else self._max_enough(state), 0)
+        if state.num_present > num_needed or state.num_present > maximum:
+            return self._shrink(state, target, ready, num_needed)
+        return _nothing(state, target.why, target.numbers)
 
-    def done(self, now_s: float, decision: Decision) -> None:
-        """Note that a plan was begun."""
+    def applied(self, now_s: float, decision: ScalingDecision) -> None:
+        """Record that a decision is carried out."""
         self._last_change_s = now_s
         self._enough.clear()
-        self._seen_since_s = now_s
+        self._enough_since_s = now_s
         self._starts.extend([now_s] * decision.num)
-        self._observed.changed()
+        self._history.reset_worst()
 
-    # Within.
-
-    def _note(self, now: PoolState, wish: ScalingTarget) -> None:
-        if math.isnan(self._seen_since_s):
-            self._seen_since_s = now.now_s
-        while self._enough and self._enough[-1][1] <= wish.num_enough:
+    def _note_enough(self, state: PoolState, target: ScalingTarget) -> None:
+        if math.isnan(self._enough_since_s):
+            self._enough_since_s = state.now_s
+        while self._enough and self._enough[-1][1] <= target.num_enough:
             self._enough.pop()
-        self._enough.append((now.now_s, wish.num_enough))
-        calm_s = self._calm_s(now)
-        while self._enough[0][0] < now.now_s and self._enough[0][0] <= now.now_s - calm_s:
+        self._enough.append((state.now_s, target.num_enough))
+        calm_s = self._calm_s(state)
+        while self._enough[0][0] < state.now_s and self._enough[0][0] <= state.now_s - calm_s:
             self._enough.popleft()
 
     def _ready_in_s(self, now_s: float, num_starting: int) -> tuple[float, ...]:
-        """Tell when the latest ones, which are those that still start, should be there."""
-        expected_s = self._observed.cold_starts.expected_s
+        """Return when the instances that still start, which are the latest, should be ready."""
+        cold_start_s = self._history.cold_starts.predicted_s
         latest = list(self._starts)[-num_starting:] if num_starting else []
-        return tuple(max(0.0, start_s + expected_s - now_s) for start_s in latest)
+        return tuple(max(0.0, start_s + cold_start_s - now_s) for start_s in latest)
 
-    def _calm_s(self, now: PoolState) -> float:
-        """Wait the longer before one goes, the longer it takes to get it back."""
-        return max(self._limits.calm_s, now.cold_start_s)
+    def _calm_s(self, state: PoolState) -> float:
+        """Return how long fewer instances must have been enough; longer where a new one takes longer to start."""
+        return max(self._limits.calm_s, state.cold_start_s)
 
-    def _most_needed(self, now: PoolState) -> int:
-        """Tell the most that were needed while calm counts; as many as there are before that has passed."""
-        if now.now_s - self._seen_since_s < self._calm_s(now):
-            return now.num_present
-        return self._enough[0][1] if self._enough else now.num_present
+    def _max_enough(self, state: PoolState) -> int:
+        """Return the highest `num_enough` of the calm period; the present number until one has passed."""
+        if state.now_s - self._enough_since_s < self._calm_s(state):
+            return state.num_present
+        return self._enough[0][1] if self._enough else state.num_present
 
-    def _grow(self, now: PoolState, wish: ScalingTarget) -> Decision:
-        left_s = self.cooldown_left_s(now.now_s)
-        if left_s > 0:
-            return _nothing(now, f"{wish.why}; but the last change was less than {self._limits.cooldown_s:g} s ago",
-                            wish.numbers)  # fmt: skip
-        num = min(wish.num_wanted, self._limits.max_instances) - now.num_present
-        return self._start(now, num, wish.why, wish.numbers)
+    def _grow(self, state: PoolState, target: ScalingTarget) -> ScalingDecision:
+        if self.cooldown_left_s(state.now_s) > 0:
+            why = f"{target.why}; but the last change was less than cooldown_s, {self._limits.cooldown_s:g} s, ago"
+            return _nothing(state, why, target.numbers)
+        num = min(target.num_wanted, self._limits.max_instances) - state.num_present
+        return self._start(state, num, target.why, target.numbers)
 
-    def _start(self, now: PoolState, num: int, why: str, numbers: Numbers) -> Decision:
-        num = min(num, self._limits.step, self._affordable(now))
+    def _start(self, state: PoolState, num: int, why: str, numbers: Numbers) -> ScalingDecision:
+        num = min(num, self._limits.step, self._num_starts_left(state))
         if num < 1:
-            return _nothing(now, f"{why}; but starts_per_h are used up", numbers)
-        return Decision(kind=START, num=num, num_present=now.num_present, why=why, numbers=numbers)
+            return _nothing(state, f"{why}; but starts_per_h {self._limits.starts_per_h} are used up", numbers)
+        return ScalingDecision(kind=START, num=num, num_present=state.num_present, why=why, numbers=numbers)
 
-    def _affordable(self, now: PoolState) -> int:
-        """Tell how many more may be started within this hour."""
-        while self._starts and self._starts[0] <= now.now_s - HOUR_S:
+    def _num_starts_left(self, state: PoolState) -> int:
+        """Return the number of instances that may still be started within this hour."""
+        while self._starts and self._starts[0] <= state.now_s - HOUR_S:
             self._starts.popleft()
         return max(0, self._limits.starts_per_h - len(self._starts))
 
-    def _shrink(self, now: PoolState, wish: ScalingTarget, ready: Sequence[str], fewest: int) -> Decision:
-        over = now.num_present > self._limits.max_instances
-        if not over and (not self._limits.shrink or now.num_starting):
-            return _nothing(now, wish.why, wish.numbers)
-        fewest = min(fewest, self._limits.max_instances)
-        num = min(now.num_present - fewest, self._limits.step, len(ready))
-        losses = self._observed.losses(now.now_s, ready)
-        chosen = leavers(ready, losses, num)
+    def _shrink(
+        self, state: PoolState, target: ScalingTarget, ready: Sequence[str], num_needed: int
+    ) -> ScalingDecision:
+        maximum = self._limits.max_instances
+        is_over = state.num_present > maximum
+        if not is_over and (not self._limits.shrink or state.num_starting):
+            return _nothing(state, target.why, target.numbers)
+        num_needed = min(num_needed, maximum)
+        num = min(state.num_present - num_needed, self._limits.step, len(ready))
+        costs = self._history.removal_costs(state.now_s, ready)
+        chosen = instances_to_drain(ready, costs, num)
         if not chosen:
-            return _nothing(now, wish.why, wish.numbers)
-        why = f"more than max_instances {self._limits.max_instances}" if over else f"{fewest} are enough: {wish.why}"
-        numbers = {**wish.numbers, "missed_s": sum(losses[name][0] for name in chosen),
-                   "left_s": sum(losses[name][1] for name in chosen)}  # fmt: skip
-        return Decision(kind=DRAIN, instance_ids=chosen, num_present=now.num_present, why=why, numbers=numbers)
+            return _nothing(state, target.why, target.numbers)
+        why = f"more instances than max_instances {maximum}" if is_over else f"{num_needed} are enough: {target.why}"
+        numbers = {
+            **target.numbers,
+            "added_latency_s": sum(costs[name][0] for name in chosen),
+            "remaining_s": sum(costs[name][1] for name in chosen),
+        }
+        return ScalingDecision(kind=DRAIN, instance_ids=chosen, num_present=state.num_present, why=why, numbers=numbers)
 
 
-def _nothing(now: PoolState, why: str, numbers: Numbers) -> Decision:
-    return Decision(kind=NOTHING, num_present=now.num_present, why=why, numbers=numbers)
+def instances_to_drain(
+    instance_ids: Sequence[str], costs: Mapping[str, tuple[float, float]], num: int
+) -> tuple[str, ...]:
+    """Choose the instances with the lowest costs of removal: added latency, then remaining time, then the id."""
+    unknown = (0.0, 0.0)
+    order = sorted(instance_ids, key=lambda name: (*costs.get(name, unknown), name))
+    return tuple(order[:num])
+
+
+def _nothing(state: PoolState, why: str, numbers: Numbers) -> ScalingDecision:
+    return ScalingDecision(kind=NOTHING, num_present=state.num_present, why=why, numbers=numbers)

@@ -1,4 +1,4 @@
-"""What rules see, and what they answer."""
+"""The input and the output of a provisioning rule."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from scheduler.provisioning.load import Load
+from scheduler.provisioning.load import LoadModel
 from scheduler.provisioning.trend import Trend
 
 Numbers = Mapping[str, float]
 
-LATELY_S = 30.0  # that forecasts are remembered for
+RECENT_S = 30.0  # age of the oldest forecast in `forecast_p_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """A pool of instances at a moment, and what was heard of its requests."""
+    """A pool of instances at a moment, and the recent history of its requests."""
 
     now_s: float
-    unix_s: float = 0.0  # time of day, for what is planned by the clock
+    unix_s: float = 0.0  # time of day, for schedules
     num_ready: int = 0
     num_starting: int = 0
-    worst_forecast_s: float = 0.0  # e2e, told since the last change
-    worst_outcome_s: float = 0.0
-    worst_lately_s: float = 0.0  # of both, as long as calm must last
-    forecast_p_s: float = 0.0  # the quantile aimed at, of what was lately told
+    worst_forecast_s: float = 0.0  # highest predicted latency since the last change
+    worst_outcome_s: float = 0.0  # highest latency since the last change
+    worst_recent_s: float = 0.0  # highest of both within calm_s
+    forecast_p_s: float = 0.0  # the quantile of the objectives, over recent forecasts
     cold_start_s: float = 0.0
     in_flight: int = 0
-    ends: int = 0  # of requests lately
-    ready_s: float = 0.0  # how long instances were there meanwhile, in sum
-    full_ends: int = 0  # requests that ended lately on instances that had been full for a while
-    full_s: float = 0.0  # and for how long those were, in sum
-    same_for_s: float = math.inf  # since when no instance has come up
-    ready_in_s: tuple[float, ...] = ()  # of those that start, as far as it is known, when they should be there
+    num_ended: int = 0  # recent requests
+    ready_instance_s: float = 0.0  # time that instances were ready meanwhile, in sum
+    num_ended_full: int = 0  # recent requests on instances that had been full for a while
+    full_instance_s: float = 0.0  # time that these instances were full, in sum
+    since_growth_s: float = math.inf  # since an instance became ready
+    ready_in_s: tuple[float, ...] = ()  # until starting instances should be ready, as far as known
     trend: Trend = field(default_factory=Trend)
-    load: Load = field(default_factory=Load)
+    load: LoadModel = field(default_factory=LoadModel)
 
     @property
     def num_present(self) -> int:
-        """How many there are or will be, those that leave apart."""
+        """The number of ready and starting instances."""
         return self.num_ready + self.num_starting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingTarget:
-    """How many instances a rule wants, and how few it would be content with."""
+    """The number of instances that a rule wants at least, and the number to which it allows to shrink."""
 
     num_wanted: int
     num_enough: int

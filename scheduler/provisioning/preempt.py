@@ -1,23 +1,23 @@
-"""One more as soon as a forecast for an arriving request crosses the threshold (Block §6.5)."""
+"""One more instance when the forecast of an arriving request reaches the threshold (Block §6.5)."""
 
 from __future__ import annotations
 
-from scheduler.provisioning.limits import Aims
+from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 
 
-def preempt(aims: Aims) -> Rule:
-    """Act on what is foreseen."""
+def preempt(objectives: ScalingObjectives) -> Rule:
+    """Return a rule that acts on forecasts."""
 
-    def rule(now: PoolState) -> ScalingTarget:
-        over = now.worst_forecast_s >= aims.threshold_s
-        calm = now.worst_lately_s < aims.threshold_s * aims.low_share
+    def rule(state: PoolState) -> ScalingTarget:
+        is_over = state.worst_forecast_s >= objectives.threshold_s
+        is_calm = state.worst_recent_s < objectives.threshold_s * objectives.low_share
         return ScalingTarget(
-            num_wanted=now.num_present + over,
-            num_enough=now.num_present - calm,
-            why=f"a forecast of {now.worst_forecast_s:.1f} s {'crosses' if over else 'stays below'} "
-            f"{aims.threshold_s:g} s",
-            numbers={"worst_forecast_s": now.worst_forecast_s, "threshold_s": aims.threshold_s},
+            num_wanted=state.num_present + is_over,
+            num_enough=state.num_present - is_calm,
+            why=f"the worst forecast, {state.worst_forecast_s:.1f} s, {'reaches' if is_over else 'is below'} the "
+            f"threshold of {objectives.threshold_s:g} s",
+            numbers={"worst_forecast_s": state.worst_forecast_s, "threshold_s": objectives.threshold_s},
         )
 
     return rule

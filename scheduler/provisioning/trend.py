@@ -1,4 +1,4 @@
-"""Where a rate is going, told from counts: it stays, it has jumped, or it climbs; noise is no trend."""
+"""Estimates the trend of a rate from counts: constant, a step, or a line; noise is not taken for a trend."""
 
 from __future__ import annotations
 
@@ -8,61 +8,60 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# What a line, or a step, must explain to be believed, in units of the counts' own noise; steps may be anywhere, and so
-# there is always one that explains something.
-PRICE_OF_LINE, PRICE_OF_STEP = 16.0, 24.0
-SURE = 0.5  # deviations of the level's error that are added on the safe side
+# Penalties for the further parameters of a line and of a step, in units of the variance of the counts. A step can be
+# anywhere, so that the best one fits noise better than a line does.
+LINE_PENALTY, STEP_PENALTY = 16.0, 24.0
+CAUTION = 0.5  # standard errors of the rate that a cautious estimate adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A rate now, how fast it changes, and over how long it was seen like that."""
+    """A rate now, its slope, and the time over which it was observed."""
 
     level_per_s: float = 0.0
     slope_per_s2: float = 0.0
-    seen_s: float = 0.0
+    observed_s: float = 0.0
 
     def at(self, ahead_s: float) -> float:
-        """Say the rate so far ahead."""
+        """Return the rate at a time ahead."""
         return max(0.0, self.level_per_s + self.slope_per_s2 * ahead_s)
 
-    def safe(self, ahead_s: float) -> float:
-        """Say the rate so far ahead, on the safe side of the noise."""
+    def cautious(self, ahead_s: float) -> float:
+        """Return the rate at a time ahead, plus a part of its standard error."""
         level = self.at(ahead_s)
-        return level + SURE * math.sqrt(level / self.seen_s) if self.seen_s > 0 else level
+        return level + CAUTION * math.sqrt(level / self.observed_s) if self.observed_s > 0 else level
 
 
 def trend_of(counts: npt.NDArray[np.float64], bin_s: float) -> Trend:
-    """Read counts of equal spans, oldest first, as a constant, a step or a line, whichever explains them best."""
+    """Fit a constant, a step or a line to the counts of equal bins, oldest first, and return the best fit."""
     num = len(counts)
     mean = float(counts.mean()) if num else 0.0
     if num < 3 or mean == 0:
-        return Trend(level_per_s=mean / bin_s, seen_s=num * bin_s)
+        return Trend(level_per_s=mean / bin_s, observed_s=num * bin_s)
     noise = max(mean, 1.0)
     constant = float(((counts - mean) ** 2).sum()) / noise
     line, end, slope = _line(counts)
     step, start = _step(counts)
-    costs = (constant, step / noise + PRICE_OF_STEP, line / noise + PRICE_OF_LINE)
+    costs = (constant, step / noise + STEP_PENALTY, line / noise + LINE_PENALTY)
     best = costs.index(min(costs))
     if best == 0:
-        return Trend(level_per_s=mean / bin_s, seen_s=num * bin_s)
+        return Trend(level_per_s=mean / bin_s, observed_s=num * bin_s)
     if best == 1:
-        seen = num - start
-        return Trend(level_per_s=float(counts[start:].mean()) / bin_s, seen_s=seen * bin_s)
-    return Trend(level_per_s=max(0.0, end) / bin_s, slope_per_s2=slope / bin_s**2, seen_s=num * bin_s / 4)
+        return Trend(level_per_s=float(counts[start:].mean()) / bin_s, observed_s=(num - start) * bin_s)
+    return Trend(level_per_s=max(0.0, end) / bin_s, slope_per_s2=slope / bin_s**2, observed_s=num * bin_s / 4)
 
 
 def _line(counts: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Fit a line: its squared error, its value at the end of the last span, its slope per span."""
-    place = np.arange(len(counts)) - (len(counts) - 1) / 2
-    slope = float(place @ counts) / float(place @ place)
+    """Fit a line; return its squared error, its value at the end of the last bin, and its slope per bin."""
+    offsets = np.arange(len(counts)) - (len(counts) - 1) / 2
+    slope = float(offsets @ counts) / float(offsets @ offsets)
     mean = float(counts.mean())
-    error = float(((counts - mean - slope * place) ** 2).sum())
-    return error, mean + slope * (float(place[-1]) + 0.5), slope
+    error = float(((counts - mean - slope * offsets) ** 2).sum())
+    return error, mean + slope * (float(offsets[-1]) + 0.5), slope
 
 
 def _step(counts: npt.NDArray[np.float64]) -> tuple[float, int]:
-    """Fit one step: its squared error, and the first place after it."""
+    """Fit one step; return its squared error, and the index of the first bin after it."""
     num = len(counts)
     sums = np.cumsum(counts)
     before = np.arange(1, num)

@@ -16,7 +16,7 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Outcome
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from services.cli.engine_options import ENGINE, engine_of
 from services.cli.settings_options import SettingValues, settings_options
@@ -76,7 +76,7 @@ def _opened(path: str) -> Iterator[TextIO]:
         raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[Request], out: TextIO) -> None:
+def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[RequestFacts], out: TextIO) -> None:
     out.writelines(json.dumps(plain(step)) + "\n" for step in replay_steps(config, step_time, requests))
 
 

@@ -25,7 +25,8 @@ SETTINGS = CommandSettings(
 @settings_options(SETTINGS)
 def tagger(given: SettingValues) -> None:
     """Serve the length tagger, which predicts how long responses will be (gRPC service block.v1.LengthTagger)."""
-    from length_tagger import chained
+    from length_tagger import TAGGERS, UnknownEstimatorError, chained
+    from predictor.suggestions import did_you_mean
     from services.tagger_server.server import serve
 
     server = server_of(given)
@@ -33,8 +34,12 @@ def tagger(given: SettingValues) -> None:
     own = given.make(TaggerServerSettings)
     encoder = given.make(EncoderSettings)
     own.require_encoder(encoder.folder)
+    try:
+        chain = chained(own.order, settings)
+    except UnknownEstimatorError as error:
+        raise ValueError(f"{error}{did_you_mean(error.name, TAGGERS)}") from None
     serve(
-        chained(own.order, settings),
+        chain,
         server,
         linear_model=settings.linear_model,
         encoder=encoder if encoder.folder else None,

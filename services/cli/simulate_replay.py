@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import RequestFacts
 from services.decision_recordings import is_recording, requests_in
 from simulator.codec import requests_from_file
 from simulator.scenario import Scenario
@@ -27,7 +27,7 @@ def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
     return workload_of(path, sorted(requests, key=lambda one: one.arrival_s), block_size, rate)
 
 
-def workload_of(path: str, requests: Sequence[Request], block_size: int, rate: float | None) -> Workload:
+def workload_of(path: str, requests: Sequence[RequestFacts], block_size: int, rate: float | None) -> Workload:
     """Put requests into arrays; the length of a request that was not recorded is the median of its tag."""
     known = []
     for place, request in enumerate(requests):

@@ -7,13 +7,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from predictor.engine import Engine
-from predictor.request import Request
+from predictor.request import CLASSES, RequestFacts, Slo
 from predictor.state import FINISHED, NOBODY, STEP
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy
@@ -110,14 +111,17 @@ class Driver:
         arrival_s = self.clock.now_s()
         try:
             slot = self.engine.add(
-                Request(
+                RequestFacts(
                     request_id=engine_id,
+                    model=ask.model,
                     prompt_tokens=len(ask.prompt),
                     output_tokens=ask.answer.num_tokens,
                     max_tokens=ask.max_tokens,
                     priority=ask.priority,
                     arrival_s=arrival_s,
                     prefix_hashes=hashes,
+                    min_tokens=ask.min_tokens or None,
+                    **self._service_facts(ask.facts),
                 )
             )
         except ValueError as error:
@@ -126,10 +130,20 @@ class Driver:
         self._seen[slot] = 0
         job = self._jobs[slot] = Job(ask=ask, engine_id=engine_id, slot=slot, serial=self._serial)
         if self._exporter is not None:
-            self._exporter.arrived(job, arrival_s, hashes)
+            self._exporter.arrived(job, hashes)
         if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
             self._wake()
         return job
+
+    def _service_facts(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Read what the client wants beside its tokens; its targets become spans of the engine's clock."""
+        targets = {name: columns.get(f"{name.removesuffix('_s')}_slo_s") for name in ("ttft_s", "tpot_s")}
+        scaled = {name: value * self.clock.speed for name, value in targets.items() if value is not None}
+        return {
+            "slo": Slo(**scaled) if scaled else None,
+            "request_class": CLASSES[columns.get("request_class", 0)],
+            **{name: columns[name] for name in ("weight", "client_id", "session_id") if name in columns},
+        }
 
     def abort(self, job: Job) -> None:
         """Abort a request; no effect on one that is over."""

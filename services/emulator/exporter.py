@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -177,7 +178,7 @@ class EngineStateExporter:
         self._copies = self._bind_arrays(self._writer)
         self.publish()
 
-    def arrived(self, job: Job, arrival_s: float, hashes: Sequence[int]) -> None:
+    def arrived(self, job: Job, hashes: Sequence[int]) -> None:
         """Add a request."""
         num_slots = len(self._engine.state.requests)
         if self._writer is not None and self._writer.num_slots < num_slots:
@@ -185,16 +186,24 @@ class EngineStateExporter:
         if self._writer is None:
             return
         ask = job.ask
+        request, facts = self._engine.request_in(job.slot), self._engine.state.facts[job.slot]
         self._writer.put_request(
             job.slot,
             serial=job.serial,
             request_id=job.engine_id,
-            arrival_s=arrival_s,
-            prompt_tokens=len(ask.prompt),
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
             max_tokens=ask.max_tokens,
-            priority=ask.priority,
-            tag_tokens=ask.tag_tokens,
-            tag_spread=ask.tag_spread,
+            min_tokens=ask.min_tokens,
+            priority=request.priority,
+            tag_tokens=ask.facts.get("tag_tokens", math.nan),
+            tag_spread=ask.facts.get("tag_spread", 0.0),
+            ttft_slo_s=float(facts.ttft_slo_s),
+            tpot_slo_s=float(facts.tpot_slo_s),
+            request_class=int(facts.request_class),
+            weight=request.weight,
+            client_id=request.client_id,
+            session_id=request.session_id,
         )
         self._hashes[job.slot] = np.array(hashes, np.uint64)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
 from services.emulator.errors import VllmError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
+from services.engine_state.xargs import facts_in
 from services.http.openai_body import MessageError, read_messages
 
 COMPLETION, CHAT = "completion", "chat"
@@ -22,7 +22,6 @@ LONGEST_ID = 512
 MAX_STOP_STRINGS = 64
 OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
 MAX_DIGITS = 9
-TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
 NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
 
 
@@ -89,8 +88,8 @@ class ParsedRequest:
     include_usage: bool
     continuous_usage: bool
     priority: int
-    tag_tokens: float
-    tag_spread: float
+    min_tokens: int
+    facts: Mapping[str, Any]  # of `vllm_xargs`, as columns of a state file
 
 
 def parsed(data: bytes) -> Any:
@@ -122,7 +121,6 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
     chance, offset = answers.seeded_draw(prompt, served.lengths.seed + (body.seed or 0))
     num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(chance)
     options = body.stream_options or StreamOptions()
-    tag_tokens, tag_spread = _tag(body.vllm_xargs or {})
     return ParsedRequest(
         kind=kind,
         request_id=request_id,
@@ -139,8 +137,8 @@ def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, 
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         priority=body.priority,
-        tag_tokens=tag_tokens,
-        tag_spread=tag_spread,
+        min_tokens=body.min_tokens,
+        facts=_facts(body.vllm_xargs or {}),
     )
 
 
@@ -286,12 +284,9 @@ def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _tag(extra: Mapping[str, Any]) -> tuple[float, float]:
-    """The length that was predicted for the answer, where the request says so (`vllm_xargs`)."""
-    tag: list[float] = []
-    for name, default in ((TAG_TOKENS, math.nan), (TAG_SPREAD, 0.0)):
-        value = extra.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise bad_value(f"vllm_xargs.{name} must be a number, not {value!r}.", "vllm_xargs")
-        tag.append(float(value))
-    return tag[0], tag[1]
+def _facts(xargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the facts that a client adds to its request; a bad one is refused."""
+    facts, errors = facts_in(xargs)
+    if errors:
+        raise bad_value(f"vllm_xargs.{errors[0]}.", "vllm_xargs")
+    return facts

@@ -15,7 +15,7 @@ import uvloop
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.profile import Profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import VERSION, ConnectionProtocol, Emulator
 from services.emulator.clock import EngineClock, Pace
@@ -112,7 +112,7 @@ def warm(config: EngineConfig, profile: Profile) -> None:
     """Compile, or load, every kernel that serving needs, before a request waits for it."""
     engine = Engine(config, profile.step_time)
     for number in range(2):
-        engine.add(Request(request_id=str(number), prompt_tokens=1, output_tokens=2))
+        engine.add(RequestFacts(request_id=str(number), prompt_tokens=1, output_tokens=2))
     engine.advance(0.0)
     engine.abort("0")
     engine.advance()

@@ -118,7 +118,7 @@ class StateFile:
         if magic != layout.MAGIC:
             raise self._wrong(FOREIGN, "is not an engine's state file")
         if version != layout.VERSION:
-            raise self._wrong(FOREIGN, f"has format version {version}; this release reads {layout.VERSION}")
+            raise self._wrong(FOREIGN, _other_version(version))
         if header_size != HEADER_SIZE or size != status.st_size or size > layout.LARGEST_FILE:
             raise self._wrong(CORRUPT, f"is {status.st_size} bytes long, but its header has {size}")
         if boot != process.boot_id():
@@ -308,3 +308,13 @@ class StateFile:
 
     def _wrong(self, reason: str, message: str) -> UnreadableError:
         return UnreadableError(reason, f"{self._path}: {message}")
+
+
+def _other_version(version: int) -> str:
+    """Say how a file's format version differs from the one that is read here, and what to do."""
+    if version < layout.VERSION:
+        return (
+            f"has format version {version}, older than the {layout.VERSION} read here: "
+            "install this release's block-vllm-export beside vLLM, or restart the emulated engine"
+        )
+    return f"has format version {version}, newer than the {layout.VERSION} read here: update this sidecar"

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = b"BLKSTATE"
-VERSION = 1
+VERSION = 2
 
 ID_BYTES = 120
+NAME_BYTES = 64  # of a tenant or a session
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
 MOST_STEPS_UNDER_WAY = 2
@@ -77,6 +78,14 @@ REQUEST = np.dtype(
         ("priority", "<i8"),
         ("prompt_tokens", "<i4"),
         ("max_tokens", "<i4"),
+        ("min_tokens", "<i4"),
+        ("request_class", "<i4"),
+        ("ttft_slo_s", "<f8"),
+        ("tpot_slo_s", "<f8"),
+        ("weight", "<f8"),
+        ("tenant", "<i8"),
+        ("client_id", f"S{NAME_BYTES}"),
+        ("session_id", f"S{NAME_BYTES}"),
     ]
 )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import CLASSES, MAX_PRIORITY, REAL_TIME, RequestFacts, Slo
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
 from predictor.suggestions import require_known
 from predictor.twin import Shown, ShownContents, ShownStep
@@ -16,7 +17,6 @@ from services.engine_state import layout
 from services.engine_state.identity import client_id
 from services.engine_state.view import Contents, View
 
-FARTHEST_PRIORITY = 2**31
 NO_TAGS: Mapping[str, Tag] = {}
 
 
@@ -70,20 +70,30 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
         prefill_tokens, *_,
     ) = view.live[slot].item()  # fmt: skip
-    _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens = view.requests[slot].item()
+    (
+        _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
+        request_class, ttft_s, tpot_s, weight, _, client, session,
+    ) = view.requests[slot].item()  # fmt: skip
     name = name_bytes.decode(errors="replace")
     tag = tags.get(client_id(name))
     if tag is None:
         tag = _tag(tag_tokens, tag_spread)
     return LiveRequest(
-        request=Request(
+        request=RequestFacts(
             request_id=name,
+            model=str(view.settings.get("model", "")),
             prompt_tokens=prompt_tokens,
             tag=tag,
             arrival_s=max(0.0, arrival_s),
             max_tokens=max_tokens,
-            priority=max(-FARTHEST_PRIORITY, min(FARTHEST_PRIORITY, priority)),
+            min_tokens=min_tokens if min_tokens > 0 else None,
+            priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)),
             prefix_hashes=tuple(hashes.tolist()),
+            request_class=CLASSES[request_class] if 0 <= request_class < len(CLASSES) else REAL_TIME,
+            slo=_slo(ttft_s, tpot_s),
+            weight=weight if math.isfinite(weight) and weight > 0 else 1.0,
+            client_id=client.decode(errors="replace"),
+            session_id=session.decode(errors="replace"),
         ),
         produced_tokens=produced,
         computed_tokens=computed,
@@ -104,6 +114,12 @@ def _tag(median_tokens: float, spread: float) -> Tag | None:
         return Tag(median_tokens=median_tokens, spread=spread)
     except ValueError:
         return None
+
+
+def _slo(ttft_s: float, tpot_s: float) -> Slo | None:
+    """Return a request's targets, those of them that are possible."""
+    targets = [value if math.isfinite(value) and value > 0 else None for value in (ttft_s, tpot_s)]
+    return None if targets == [None, None] else Slo(ttft_s=targets[0], tpot_s=targets[1])
 
 
 def _step(start_s: float, entries: np.ndarray, names: Mapping[int, str]) -> StepUnderWay:

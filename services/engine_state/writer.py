@@ -81,13 +81,22 @@ class Writer:
         arrival_s: float,
         prompt_tokens: int,
         max_tokens: int,
+        min_tokens: int = 0,
         priority: int = 0,
         tag_tokens: float = math.nan,
         tag_spread: float = 0.0,
+        ttft_slo_s: float = math.nan,
+        tpot_slo_s: float = math.nan,
+        request_class: int = 0,
+        weight: float = 1.0,
+        client_id: str = "",
+        session_id: str = "",
     ) -> None:
         """Set the constant part of the request in a slot; its `serial` is above 0 and never used again."""
         row = (
             serial, short_id(request_id), arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens,
+            min_tokens, request_class, ttft_slo_s, tpot_slo_s, weight, tenant_number(client_id),
+            short_id(client_id, layout.NAME_BYTES), short_id(session_id, layout.NAME_BYTES),
         )  # fmt: skip
         self._put("requests", slot, 0, np.array([row], layout.REQUEST))
         live = self.live[slot]
@@ -289,13 +298,21 @@ class Writer:
             self._certain[first:end] = b"\1" * (end - first)
 
 
-def short_id(request_id: str) -> bytes:
-    """Fit a request's id into its field: one that is too long keeps its beginning, and a digest of the whole."""
-    data = request_id.encode("utf-8", "surrogatepass").replace(b"\0", b"?")
-    if len(data) <= layout.ID_BYTES:
+def short_id(text: str, size: int = layout.ID_BYTES) -> bytes:
+    """Fit an id into its field: one that is too long keeps its beginning, and a digest of the whole."""
+    data = text.encode("utf-8", "surrogatepass").replace(b"\0", b"?")
+    if len(data) <= size:
         return data
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest().encode()
-    return data[: layout.ID_BYTES - len(digest) - 1] + b"#" + digest
+    return data[: size - len(digest) - 1] + b"#" + digest
+
+
+def tenant_number(client_id: str) -> int:
+    """Number a tenant by the first eight bytes of the BLAKE2b hash of its client id; 0 where it has none."""
+    if not client_id:
+        return 0
+    digest = hashlib.blake2b(client_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 def _refuse_to_replace(path: Path) -> None:

@@ -87,7 +87,7 @@ class PlacementDriver:
 
     def _watch_for(self, policy: Policy) -> None:
         """Have instances report by themselves, where a policy reads that, or how large their caches are."""
-        if policy.needs_reported or policy.needs_prefix:
+        if policy.needs_indicators or policy.needs_prefix:
             self.registry.watch()
 
     # Placing.

@@ -18,7 +18,7 @@ from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import LengthLimits, ReservedRequest
 from predictor.snapshot import Snapshot
 from predictor.twin import Twin
@@ -126,7 +126,7 @@ class ExportedEngine:
         snapshot = snapshot_from_view(self._followed.view, self.lengths.as_tags())
         return replace(snapshot, reserved=self._reserved.as_reserved())
 
-    def reserve(self, request: Request) -> None:
+    def reserve(self, request: RequestFacts) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.refresh()
         if self._reserved.add(request, view.engine, view.arrival_s):

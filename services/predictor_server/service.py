@@ -10,7 +10,7 @@ from typing import Any
 
 from predictor.engine_view import EngineView
 from predictor.forecast_result import Forecast
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Promise
 from services.predictor_server.engine_source import DownError
@@ -201,12 +201,11 @@ class InstanceEndpoint:
     ) -> list[predictor_pb2.Prediction]:
         """Forecast the valid requests and refuse the others, in the order of the messages."""
         sidecar = self._sidecar
-        block_size = view.engine.config.block_size
-        read: list[Request | Refusal] = [
-            _request_or_refusal(message, view.now_s, block_size, known_as=f"candidate/{number}")
+        read: list[RequestFacts | Refusal] = [
+            _request_or_refusal(message, view, known_as=f"candidate/{number}")
             for number, message in enumerate(messages)
         ]
-        requests = [one for one in read if isinstance(one, Request)]
+        requests = [one for one in read if isinstance(one, RequestFacts)]
         made = await sidecar.forecast(view, requests, delays=delays) if simulate else [None] * len(requests)
         forecasts = iter(made)
         results = [one if isinstance(one, Refusal) else next(forecasts) for one in read]
@@ -247,8 +246,8 @@ class InstanceEndpoint:
         self, message: predictor_pb2.ReserveRequest, view: EngineView, response: predictor_pb2.ReserveResponse
     ) -> None:
         """Make or extend a reservation, or refuse a request that the engine could never serve."""
-        request = _request_or_refusal(message.request, view.now_s, view.engine.config.block_size)
-        if isinstance(request, Request):
+        request = _request_or_refusal(message.request, view)
+        if isinstance(request, RequestFacts):
             reservation = Promise(
                 request=request,
                 until_s=time.monotonic() + message.ttl_s,
@@ -303,11 +302,15 @@ def _refuse(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_p
     return response
 
 
-def _request_or_refusal(
-    message: common_pb2.Request, now_s: float, block_size: int, known_as: str = ""
-) -> Request | Refusal:
+def _request_or_refusal(message: common_pb2.Request, view: EngineView, known_as: str = "") -> RequestFacts | Refusal:
     try:
-        return request_from(message, now_s=now_s, block_size=block_size, known_as=known_as)
+        return request_from(
+            message,
+            now_s=view.now_s,
+            clock_rate=view.clock_rate,
+            block_size=view.engine.config.block_size,
+            known_as=known_as,
+        )
     except ValueError as error:
         field, _, reason = str(error).partition(": ")
         return Refusal(field=field, reason=reason)

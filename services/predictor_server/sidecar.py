@@ -13,7 +13,7 @@ from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast_result import Forecast
 from predictor.indicators import indicators_of
 from predictor.profile import NO_TRANSIT, Transit
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 from scheduler.reservations import Promise, Reservations
@@ -124,7 +124,7 @@ class Sidecar:
     # Forecasts.
 
     async def forecast(
-        self, view: EngineView, requests: Sequence[Request], *, delays: bool
+        self, view: EngineView, requests: Sequence[RequestFacts], *, delays: bool
     ) -> list[Forecast | Refusal]:
         """Forecast each request as if it alone arrived now, or return why it could never be served.
 
@@ -142,7 +142,7 @@ class Sidecar:
         """Return whether forecasts need no thread, as the last one was quick enough."""
         return self._simulation_s * num_requests < self.settings.thread_from_s
 
-    async def _forecast_or_refuse(self, view: EngineView, request: Request, *, delays: bool) -> Forecast | Refusal:
+    async def _forecast_or_refuse(self, view: EngineView, request: RequestFacts, *, delays: bool) -> Forecast | Refusal:
         try:
             (forecast,) = await self._simulate(view, [request], delays=delays)
         except ValueError as error:
@@ -150,7 +150,7 @@ class Sidecar:
             return Refusal(field=field, reason=reason)
         return forecast
 
-    async def _simulate(self, view: EngineView, requests: Sequence[Request], *, delays: bool) -> list[Forecast]:
+    async def _simulate(self, view: EngineView, requests: Sequence[RequestFacts], *, delays: bool) -> list[Forecast]:
         """Simulate in this thread if that is quick, else in another: it needs no interpreter lock."""
         if not requests:
             return []
@@ -208,14 +208,16 @@ class Sidecar:
             log_event(log, logging.DEBUG, "reservation expired", request_id=request_id, holder=reservation.holder)
 
 
-def _simulate_timed(view: EngineView, requests: Sequence[Request], *, delays: bool) -> tuple[list[Forecast], float]:
+def _simulate_timed(
+    view: EngineView, requests: Sequence[RequestFacts], *, delays: bool
+) -> tuple[list[Forecast], float]:
     """Forecast, and return the processor time: a busy machine does not make it a long simulation."""
     start_s = time.thread_time()
     forecasts = view.forecaster.forecast(requests, view.arrival_s, delays=delays, serial=view.serial)
     return forecasts, time.thread_time() - start_s
 
 
-def _with_short_hashes(request: Request) -> Request:
+def _with_short_hashes(request: RequestFacts) -> RequestFacts:
     """Name a request's prefix as state files name the contents of blocks."""
     if not request.prefix_hashes:
         return request

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
-from predictor.request import BEST_EFFORT, REAL_TIME, Request, Slo
+from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
 from protos.block.v1 import common_pb2
 
 LONGEST_NAME = 256  # characters of ids and names
@@ -42,11 +42,16 @@ MAY_BE_INFINITE = frozenset({"drained_s"})
 
 
 def request_from(
-    message: common_pb2.Request, *, now_s: float = 0.0, block_size: int | None = None, known_as: str = ""
-) -> Request:
-    """Read a request, as it stands on a clock that shows `now_s`, if need be under another name than its own.
+    message: common_pb2.Request,
+    *,
+    now_s: float = 0.0,
+    clock_rate: float = 1.0,
+    block_size: int | None = None,
+    known_as: str = "",
+) -> RequestFacts:
+    """Read a request for an engine whose clock shows `now_s` and counts `clock_rate` seconds per second.
 
-    Names of its prefix count only where they were made for blocks of `block_size`, if that is given.
+    `known_as` replaces its id. Prefix hashes are dropped where they were made for blocks of another `block_size`.
     """
     require_name("request_id", message.request_id)
     if len(message.model) > LONGEST_NAME:
@@ -57,46 +62,55 @@ def request_from(
     output_tokens = message.output_tokens if message.HasField("output_tokens") else None
     if output_tokens is None and message.ignore_eos and max_tokens is not None:
         output_tokens = max_tokens  # it ends there and nowhere else
-    return Request(
+    return RequestFacts(
         request_id=known_as or message.request_id,
+        model=message.model,
         prompt_tokens=message.prompt_tokens,
         output_tokens=output_tokens,
         tag=tag_from(message.tag) if message.HasField("tag") else None,
-        arrival_s=max(0.0, now_s - message.waited_s),
+        arrival_s=max(0.0, now_s - message.waited_s * clock_rate),
         max_tokens=max_tokens,
+        min_tokens=message.min_tokens if message.HasField("min_tokens") else None,
         priority=message.priority,
         prefix_hashes=_prefix_from(message, block_size),
         request_class=CLASSES.get(message.request_class, REAL_TIME),
-        slo=_slo_from(message.slo) if message.HasField("slo") else None,
+        slo=_slo_from(message.slo, clock_rate) if message.HasField("slo") else None,
+        weight=message.weight if message.HasField("weight") else 1.0,
+        client_id=message.client_id,
+        session_id=message.session_id,
+        in_s=message.in_s * clock_rate,
     )
 
 
-def request_message(
-    request: Request, *, model: str = "", now_s: float | None = None, block_size: int = 0
-) -> common_pb2.Request:
+def request_message(request: RequestFacts, *, now_s: float | None = None, block_size: int = 0) -> common_pb2.Request:
     """Write a request down, as it stands on a clock that shows `now_s`; names of its prefix are of such blocks."""
     if request.prefix_hashes and not block_size:
         raise ValueError("block_size: is missing, and prefix_hashes mean nothing without it")
     slo = request.slo
     return common_pb2.Request(
         request_id=request.request_id,
-        model=model,
+        model=request.model,
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         tag=tag_message(request.tag) if isinstance(request.tag, Tag) else None,
         max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
         priority=request.priority,
         request_class=CLASS_VALUES[request.request_class],
         slo=None if slo is None else common_pb2.Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s),
         waited_s=0.0 if now_s is None else max(0.0, now_s - request.arrival_s),
         prefix_hashes=prefix_bytes(request.prefix_hashes),
         prefix_block_tokens=block_size if request.prefix_hashes else 0,
+        weight=None if request.weight == 1.0 else request.weight,
+        client_id=request.client_id,
+        session_id=request.session_id,
+        in_s=request.in_s,
     )
 
 
-def _slo_from(message: common_pb2.Slo) -> Slo | None:
-    ttft_s = message.ttft_s if message.HasField("ttft_s") else None
-    tpot_s = message.tpot_s if message.HasField("tpot_s") else None
+def _slo_from(message: common_pb2.Slo, clock_rate: float) -> Slo | None:
+    ttft_s = message.ttft_s * clock_rate if message.HasField("ttft_s") else None
+    tpot_s = message.tpot_s * clock_rate if message.HasField("tpot_s") else None
     try:
         return None if ttft_s is None and tpot_s is None else Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     except ValueError as error:

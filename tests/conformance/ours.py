@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from predictor.config import EngineConfig
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from simulator.replay import replay_steps
 
@@ -19,13 +19,13 @@ def our_config(workload: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**workload["engine"])
 
 
-def our_requests(workload: dict[str, Any]) -> list[Request]:
+def our_requests(workload: dict[str, Any]) -> list[RequestFacts]:
     """Translate a workload's requests."""
     requests = []
     for spec in workload["requests"]:
         fields = {**spec, "request_id": spec["id"], "prefix_hashes": tuple(spec["prefix_hashes"])}
         del fields["id"]
-        requests.append(Request(**fields))
+        requests.append(RequestFacts(**fields))
     return requests
 
 

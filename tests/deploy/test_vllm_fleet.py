@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from predictor.engine_view import EngineView
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.engine_state.snapshot import config_of
@@ -240,7 +240,7 @@ def test_forecasts_follow_priorities(two: Fleet, name: str) -> None:
 
 def test_a_mirror_before_vllm(two: Fleet) -> None:
     """Without looking at what the engine shows, it finds the settings, and forecasts about as one that does look."""
-    candidate = Request(request_id="candidate", prompt_tokens=100, output_tokens=50)
+    candidate = RequestFacts(request_id="candidate", prompt_tokens=100, output_tokens=50)
 
     async def test() -> None:
         engine = two.engines["fcfs"]

@@ -1,11 +1,15 @@
-"""The plug-in without vLLM: its copies of the writer, a scheduler of these tests' own, and what goes wrong."""
+"""The plug-in without vLLM: what is installed of it, how it exports a stand-in scheduler, and its failures."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import shutil
+import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,20 +17,25 @@ from typing import Any
 import pytest
 
 import services.engine_state
-from deploy.vllm_plugin import block_vllm_export as plugin
-from deploy.vllm_plugin.block_vllm_export import wrapping
-from deploy.vllm_plugin.block_vllm_export.settings import state_file
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
+from predictor.request import Slo
 from services.engine_state.identity import short_hash
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
 from services.engine_state.view import ENDED, UnreadableError
 from services.predictor_server.exported import ExportedEngine
 
-PLUGIN, EXPORT = Path(plugin.__file__).parent, Path(services.engine_state.__file__).parent
+ROOT = Path(__file__).parents[2]
+PLUGIN, ENGINE_STATE = ROOT / "deploy" / "vllm_plugin", Path(services.engine_state.__file__).parent
+SHARED = ("layout.py", "process.py", "writer.py", "xargs.py")
 NUM_BLOCKS, BLOCK_SIZE = 17, 4
+
+
+XARGS = {
+    "block_tag_tokens": 5, "block_tag_spread": "x", "block_ttft_s": 0.25, "block_weight": 3, "block_client_id": "alice",
+}  # fmt: skip
 
 
 class FullAttentionSpec:
@@ -121,7 +130,7 @@ class Scheduler:
             request_id=f"cmpl-{name}-0-0123abcd", num_prompt_tokens=prompt_tokens, num_tokens=prompt_tokens,
             num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0, num_in_flight_tokens=0,
             num_stale_output_tokens=0, num_preemptions=0, max_tokens=8, priority=0, arrival_time=time.time(),
-            sampling_params=SimpleNamespace(extra_args={"block_tag_tokens": 5, "block_tag_spread": "x"}),
+            sampling_params=SimpleNamespace(extra_args=XARGS, min_tokens=2),
             status=SimpleNamespace(name="WAITING"), block_hashes=list(hashes), is_prefill_chunk=False,
         )  # fmt: skip
         request.is_finished = lambda: request.status.name.startswith("FINISHED")
@@ -170,6 +179,40 @@ class Scheduler:
         return "down"
 
 
+def pip_install(source: Path, target: Path) -> None:
+    """Install a folder or an archive, built with what this environment has."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(target), str(source)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the plug-in as its README says, and return where its package is."""
+    target = tmp_path_factory.mktemp("site-packages")
+    pip_install(PLUGIN, target)
+    return target / "block_vllm_export"
+
+
+@pytest.fixture(scope="module")
+def plugin(installed: Path) -> Iterator[ModuleType]:
+    """Import the installed plug-in."""
+    sys.path.insert(0, str(installed.parent))
+    yield importlib.import_module("block_vllm_export")
+    sys.path.remove(str(installed.parent))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "block_vllm_export"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def wrapping(plugin: ModuleType) -> ModuleType:
+    """The part of the plug-in that derives scheduler classes."""
+    return importlib.import_module(f"{plugin.__name__}.wrapping")
+
+
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the state goes; there is a vLLM to import, which has nothing but a version."""
@@ -187,20 +230,46 @@ def complaints(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-@pytest.mark.parametrize("name", ["layout.py", "process.py", "writer.py"])
-def test_its_writer_is_ours(name: str) -> None:
-    """The plug-in's copies are the same to the byte: what one writes the other's reader understands."""
-    assert (PLUGIN / name).read_bytes() == (EXPORT / name).read_bytes(), f"cp services/engine_state/{name} {PLUGIN}"
+def test_the_wheel_has_the_writer_of_this_repository(installed: Path) -> None:
+    """The files that the sidecar's reader belongs to are built in from their one source, byte for byte."""
+    for name in SHARED:
+        assert (installed / name).read_bytes() == (ENGINE_STATE / name).read_bytes()
+        assert not (PLUGIN / installed.name / name).exists()
+    own = {file.name for file in (PLUGIN / installed.name).glob("*.py")}
+    assert {file.name for file in installed.glob("*.py")} == own | set(SHARED)
+    (information,) = installed.parent.glob("block_vllm_export-*.dist-info")
+    assert "block_export = block_vllm_export:register" in (information / "entry_points.txt").read_text()
+    requirements = [line for line in (information / "METADATA").read_text().splitlines() if "Requires-Dist" in line]
+    assert requirements == ["Requires-Dist: numpy>=1.26"]
 
 
-def test_it_depends_on_nothing_of_ours() -> None:
+def test_the_sdist_can_be_installed_without_the_repository(installed: Path, tmp_path: Path) -> None:
+    """An sdist has the shared files in it, and makes the same package."""
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=PLUGIN, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    pip_install(archive, tmp_path / "target")
+    for file in installed.glob("*.py"):
+        assert (tmp_path / "target" / installed.name / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_copy_of_the_plug_in_alone_cannot_be_built(tmp_path: Path) -> None:
+    """Without the shared source the build fails, and names the file that is missing."""
+    alone = shutil.copytree(PLUGIN, tmp_path / "plugin", ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(build, cwd=alone, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "layout.py: is missing; build from a checkout of Block" in done.stderr
+
+
+def test_it_depends_on_nothing_of_ours(installed: Path) -> None:
     """No file of the plug-in imports another package of this project."""
-    sources = "".join(file.read_text() for file in PLUGIN.glob("*.py"))
-    assert not [name for name in ("services", "predictor", "protos", "scheduler") if f"from {name}" in sources]
-    assert not [name for name in ("services", "predictor", "protos", "scheduler") if f"import {name}" in sources]
+    sources = "".join(file.read_text() for file in installed.glob("*.py"))
+    packages = ("services", "predictor", "protos", "scheduler", "simulator")
+    assert not [name for name in packages if f"from {name}" in sources or f"import {name}" in sources]
 
 
-def test_it_shows_a_scheduler(path: Path) -> None:
+def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     """Settings, requests, queues, the step under way, blocks and outcomes come out as the scheduler has them."""
     scheduler = wrapping.showing(Scheduler)()
     reader = Reader(str(path))
@@ -213,7 +282,8 @@ def test_it_shows_a_scheduler(path: Path) -> None:
     snapshot = snapshot_from_view(reader.read(contents=True))
     (live,) = snapshot.running
     assert (live.request.request_id, live.request.prompt_tokens, live.computed_tokens) == (first.request_id, 6, 6)
-    assert live.request.tag.median_tokens == 5
+    assert (live.request.tag.median_tokens, live.request.min_tokens, live.request.weight) == (5, 2, 3.0)
+    assert (live.request.slo, live.request.client_id) == (Slo(ttft_s=0.25), "alice")
     assert (live.block_ids, live.full_blocks, live.prefill_tokens) == ((0, 1), 1, 6)
     assert live.request.prefix_hashes == (short_hash(b"abcdefgh"),)
     assert snapshot.steps[0].scheduled == {first.request_id: 6}
@@ -234,7 +304,7 @@ def test_it_shows_a_scheduler(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_sidecar_understands_it(path: Path) -> None:
+def test_a_sidecar_understands_it(path: Path, wrapping: ModuleType) -> None:
     """The sidecar stands as the scheduler does, knows what its blocks hold, and looks on when it grows."""
     scheduler = wrapping.showing(Scheduler)()
     sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
@@ -251,7 +321,7 @@ def test_a_sidecar_understands_it(path: Path) -> None:
     scheduler.shutdown()
 
 
-def test_a_step_whose_outputs_never_come_is_dropped(path: Path) -> None:
+def test_a_step_whose_outputs_never_come_is_dropped(path: Path, wrapping: ModuleType) -> None:
     """When a later step's outputs come, an earlier one is not shown to be under way any more."""
     scheduler = wrapping.showing(Scheduler)()
     reader = Reader(str(path))
@@ -267,7 +337,7 @@ def test_a_step_whose_outputs_never_come_is_dropped(path: Path) -> None:
     scheduler.shutdown()
 
 
-def test_the_order_of_reuse_is_followed(path: Path) -> None:
+def test_the_order_of_reuse_is_followed(path: Path, wrapping: ModuleType) -> None:
     """Blocks that are put first, last, or taken from within are shown in the queue's own order."""
     scheduler = wrapping.showing(Scheduler)()
     queue, reader = scheduler.queue, Reader(str(path))
@@ -282,7 +352,7 @@ def test_the_order_of_reuse_is_followed(path: Path) -> None:
     scheduler.shutdown()
 
 
-def test_a_cache_that_is_reset_is_shown_empty(path: Path) -> None:
+def test_a_cache_that_is_reset_is_shown_empty(path: Path, wrapping: ModuleType) -> None:
     """When the pool takes a new hash table, nothing is shown to be held, and the new one is followed."""
     scheduler = wrapping.showing(Scheduler)()
     scheduler.pool.cached_block_hash_to_block.insert(b"12345678....", scheduler.pool.blocks[3])
@@ -301,7 +371,7 @@ def test_a_cache_that_is_reset_is_shown_empty(path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["running", "queue"])
 def test_a_failure_is_said_once_and_the_engine_runs_on(
-    path: Path, complaints: pytest.LogCaptureFixture, broken: str
+    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture, broken: str
 ) -> None:
     """Whatever goes wrong inside, the scheduler's own answers come out, and sidecars see that the file is over."""
     scheduler = wrapping.showing(Scheduler)()
@@ -327,7 +397,7 @@ def test_a_failure_is_said_once_and_the_engine_runs_on(
     ("name", "value"), [("num_spec_tokens", 2), ("num_sampled_tokens_per_step", 0), ("max_concurrent_batches", 3)]
 )
 def test_engines_of_another_kind_are_left_alone(
-    path: Path, complaints: pytest.LogCaptureFixture, name: str, value: int
+    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture, name: str, value: int
 ) -> None:
     """Beside speculative decoding, pooling and deep pipelines it says why it does nothing, and does nothing."""
 
@@ -345,7 +415,9 @@ def test_engines_of_another_kind_are_left_alone(
     assert "not supported" in complaints.text
 
 
-def test_a_file_that_cannot_be_is_no_reason_not_to_start(path: Path, complaints: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_is_no_reason_not_to_start(
+    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture
+) -> None:
     """Where the file cannot be made the engine starts all the same."""
     path.write_text("something else")
     scheduler = wrapping.showing(Scheduler)()
@@ -355,7 +427,7 @@ def test_a_file_that_cannot_be_is_no_reason_not_to_start(path: Path, complaints:
     assert "cannot begin" in complaints.text
 
 
-def test_any_scheduler_class_stays_in_charge() -> None:
+def test_any_scheduler_class_stays_in_charge(wrapping: ModuleType) -> None:
     """What the configuration chooses is derived from, whichever it is, and wrapped but once."""
 
     class Config:
@@ -373,8 +445,9 @@ def test_any_scheduler_class_stays_in_charge() -> None:
     assert chosen.__name__ == "Scheduler"
 
 
-def test_each_data_parallel_rank_has_its_file(path: Path) -> None:
-    """The first writes where it is told, the others beside it."""
+def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) -> None:
+    """The first writes to the configured path, the others beside it."""
+    state_file = importlib.import_module(f"{plugin.__name__}.settings").state_file
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0))
     scheduler = SimpleNamespace(vllm_config=config)
     assert state_file(scheduler) == str(path)
@@ -387,7 +460,9 @@ def test_each_data_parallel_rank_has_its_file(path: Path) -> None:
     ("version", "supported"),
     [("0.32.0", True), ("0.32.1+cpu", True), ("0.320.0", False), ("0.31.2", False), ("1.32.0", False), ("dev", False)],
 )
-def test_other_versions_are_refused(complaints: pytest.LogCaptureFixture, version: str, supported: bool) -> None:
+def test_other_versions_are_refused(
+    plugin: ModuleType, complaints: pytest.LogCaptureFixture, version: str, supported: bool
+) -> None:
     """A vLLM that is not known is left alone, and told so."""
     assert plugin.is_supported(version) == supported
     if not supported:
@@ -397,7 +472,9 @@ def test_other_versions_are_refused(complaints: pytest.LogCaptureFixture, versio
 
 
 @pytest.mark.usefixtures("path")
-def test_it_can_be_switched_off(complaints: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_switched_off(
+    plugin: ModuleType, complaints: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With BLOCK_EXPORT=0 nothing is even looked at."""
     monkeypatch.setenv("BLOCK_EXPORT", "0")
     sys.modules["vllm"].__version__ = "0.1"  # type: ignore[attr-defined]

@@ -188,7 +188,7 @@ def test_keys_are_stable() -> None:
     ("names", "message"),
     [
         ([], "estimator: name at least one"),
-        (["clint"], "did you mean client?"),
+        (["clint"], "estimator: 'clint' is none of client, cached, linear"),
         (["history", "history"], "estimator: 'history' is named twice"),
     ],
 )

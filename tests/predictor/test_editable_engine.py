@@ -10,7 +10,7 @@ from predictor.config import EngineConfig
 from predictor.editable_engine import EXTRA_TOKENS, EditableEngine
 from predictor.lengths import Tag
 from predictor.profile import load_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 
 A30 = load_profile("llama-2-7b-a30")
 CONFIG = EngineConfig(
@@ -22,7 +22,7 @@ def engine_with(*names: str, config: EngineConfig = CONFIG) -> EditableEngine:
     """Make an engine with requests that arrive at once."""
     engine = EditableEngine(config, A30.step_time, 0.0)
     for name in names:
-        engine.add(Request(request_id=name, prompt_tokens=40, max_tokens=20, arrival_s=0.0))
+        engine.add(RequestFacts(request_id=name, prompt_tokens=40, max_tokens=20, arrival_s=0.0))
     return engine
 
 
@@ -157,7 +157,7 @@ def test_a_snapshot_has_corrected_lengths() -> None:
     engine.rewind_steps()
     engine.correct_prompt("a", 30)
     engine.recount_blocks(0)
-    extra = Request(request_id="c", prompt_tokens=9)
+    extra = RequestFacts(request_id="c", prompt_tokens=9)
     snapshot = engine.snapshot({"a": (12, None), "b": (0, Tag(median_tokens=8.0))}, (extra,), 1.0)
     a, b = (one.request for one in (*snapshot.running, *snapshot.waiting))
     assert (a.prompt_tokens, a.output_tokens, a.tag) == (30, 12, None)

@@ -14,18 +14,30 @@ from predictor.batching import BATCHERS
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
-from predictor.request import Request
+from predictor.request import RequestFacts
+from predictor.reserved_requests import ReservedRequest
 from predictor.state import FINISHED
 from tests.inspecting import frozen
-from tests.strategies import AFFINE, Load, examples, load_of, loads
+from tests.oracle import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
+from tests.strategies import AFFINE, Load, affine_seconds, examples, load_of, loads
 
 CLOSE = 1e-9
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 moments = st.floats(0.0, 1.05)
+# not a multiple of a tick, so that no arrival falls on the end of a step but for rounding
+DELAYS = st.sampled_from((0.0, 0.0031, 0.0177, 0.13, 0.71)) | st.floats(0.001, 1.0)
+ORACLES = {
+    "vllm_v1": vllm_v1.replay_steps,
+    "vllm_v0": vllm_v0.replay_steps,
+    "sarathi": sarathi.replay_steps,
+    "orca": orca.replay_steps,
+    "lightllm": lightllm.replay_steps,
+    "faster_transformer": faster_transformer.replay_steps,
+}
 
 
-def split(load: Load, num_candidates: int) -> tuple[Load, list[Request]]:
+def split(load: Load, num_candidates: int) -> tuple[Load, list[RequestFacts]]:
     """Take the last few requests of a load as candidates, at least one and not all where there are more."""
     specs = sorted(load.requests, key=lambda spec: spec["arrival_s"])
     kept = max(min(1, len(specs) - 1), len(specs) - num_candidates)
@@ -46,13 +58,13 @@ def at_moment(load: Load, moment: float, *, reserve: bool) -> tuple[Engine, floa
     return engine, now_s
 
 
-def really(load: Load, moment: float, candidate: Request, *, reserve: bool) -> Forecast:
+def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool) -> Forecast:
     """Add the candidate and see; what it does to the others is known from a run without it."""
     without, now_s = at_moment(load, moment, reserve=reserve)
     there = [name for name in without.slots if without.outcome(name).finished_s is None]
     without.advance()
     engine, now_s = at_moment(load, moment, reserve=reserve)
-    engine.add(replace(candidate, arrival_s=now_s))
+    engine.add(replace(candidate, arrival_s=now_s + candidate.in_s))
     engine.advance()
     outcome = engine.outcome(candidate.request_id)
     assert outcome.scheduled_s is not None
@@ -100,6 +112,76 @@ def test_a_forecast_is_what_happens(batcher: str, reserve: bool) -> None:
         expected = really(others, moment, candidate, reserve=reserve)
         worst = max(expected.delay_worst_s, 0.0)  # nobody is worst hit where all gain
         expect_close(forecast, replace(expected, delay_worst_s=worst))
+
+    check()
+
+
+@every_batcher
+@pytest.mark.parametrize("reserve", [False, True], ids=["", "reserved"])
+def test_a_forecast_of_a_later_arrival_is_what_happens(batcher: str, reserve: bool) -> None:
+    """A candidate that arrives `in_s` from now meets the engine of then, and the requests that arrive before it."""
+
+    @examples(30)
+    @given(LOADS[batcher], moments, DELAYS)
+    def check(load: Load, moment: float, in_s: float) -> None:
+        others, (candidate,) = split(load, 1)
+        candidate = replace(candidate, in_s=in_s)
+        engine, now_s = at_moment(others, moment, reserve=reserve)
+        for delays in (True, False):
+            (forecast,) = Forecaster(engine).forecast([candidate], now_s, delays=delays)
+            expected = really(others, moment, candidate, reserve=reserve)
+            worst = max(expected.delay_worst_s, 0.0)
+            expect_close(forecast, replace(expected, delay_worst_s=worst), only_shared=not delays)
+            assert forecast.queue_s >= in_s - CLOSE
+
+    check()
+
+
+@every_batcher
+def test_a_later_arrival_ends_when_the_oracle_says(batcher: str) -> None:
+    """The plain step-by-step model, given all arrivals beforehand, starts and ends the candidate at the same times."""
+    compared = []
+
+    @examples(30)
+    @given(LOADS[batcher], moments, DELAYS.filter(bool))  # two that arrive at once would be ordered by their ids
+    def check(load: Load, moment: float, in_s: float) -> None:
+        *others, last = sorted(load.requests, key=lambda spec: spec["arrival_s"])
+        if not others:
+            return
+        rest = Load(engine=load.engine, requests=others)
+        last = {**last, "id": "candidate", "max_tokens": last["output_tokens"]}
+        candidate = replace(Load(engine=load.engine, requests=[last]).our_requests()[0], in_s=in_s)
+        engine, now_s = at_moment(rest, moment, reserve=True)
+        (forecast,) = Forecaster(engine).forecast([candidate], now_s, delays=False)
+        arriving = {**last, "arrival_s": now_s + in_s}
+        steps = list(ORACLES[batcher](load.engine, [*others, arriving], affine_seconds))
+        own = [step for step in steps if "candidate" in step["scheduled"]]
+        if not load.config.async_scheduling:  # a step that is planned ahead starts later than it is planned
+            assert forecast.queue_s == pytest.approx(own[0]["start_s"] - now_s, rel=CLOSE, abs=CLOSE)
+        assert forecast.e2e_s == pytest.approx(own[-1]["end_s"] - now_s, rel=CLOSE, abs=CLOSE)
+        compared.append(in_s)
+
+    check()
+    assert len(compared) >= 15
+
+
+@every_batcher
+def test_requests_reserved_for_later_are_counted_when_they_arrive(batcher: str) -> None:
+    """A reservation with `in_s` delays the candidate as the request itself does when it arrives then."""
+
+    @examples(20)
+    @given(LOADS[batcher], moments, DELAYS, DELAYS)
+    def check(load: Load, moment: float, in_s: float, candidate_in_s: float) -> None:
+        others, candidates = split(load, 2)
+        candidate, reserved = replace(candidates[0], in_s=candidate_in_s), candidates[-1]
+        if reserved.request_id == candidate.request_id:
+            return
+        (with_reservation, now_s), (with_request, _) = (at_moment(others, moment, reserve=False) for _ in range(2))
+        assert ReservedRequest().add(replace(reserved, in_s=in_s), with_reservation, now_s)
+        with_request.add(replace(reserved, arrival_s=now_s + in_s))
+        (ours,) = Forecaster(with_reservation).forecast([candidate], now_s)
+        (theirs,) = Forecaster(with_request).forecast([candidate], now_s)
+        expect_close(ours, theirs)
 
     check()
 
@@ -188,7 +270,7 @@ def test_an_idle_engine_delays_nobody() -> None:
 def test_what_can_never_be_served_is_infinite() -> None:
     """Behind a head of the queue that can never enter, no time is foreseen, and no delay of the others."""
     load = load_of("orca", (4, 2), num_gpu_blocks=2)
-    blocked = [Request(request_id="head", prompt_tokens=4, output_tokens=2, max_tokens=60)]
+    blocked = [RequestFacts(request_id="head", prompt_tokens=4, output_tokens=2, max_tokens=60)]
     engine = Engine(load.config, AFFINE)
     for request in blocked:
         try:
@@ -204,9 +286,9 @@ def test_a_refused_candidate_takes_no_place() -> None:
     """When one of several candidates cannot be served, all are refused and none stays."""
     engine = load_of("vllm_v1", (8, 3)).loaded(AFFINE)
     names = set(engine.slots)
-    good = Request(request_id="good", prompt_tokens=4, output_tokens=4)
+    good = RequestFacts(request_id="good", prompt_tokens=4, output_tokens=4)
     with pytest.raises(ValueError, match=r"^prompt_tokens: "):
-        Forecaster(engine).forecast([good, Request(request_id="bad", prompt_tokens=4000)], 0.0)
+        Forecaster(engine).forecast([good, RequestFacts(request_id="bad", prompt_tokens=4000)], 0.0)
     assert set(engine.slots) == names
     assert Forecaster(engine).forecast([good], 0.0)[0].e2e_s < math.inf
 
@@ -217,9 +299,24 @@ def test_a_forecaster_follows_an_engine_that_grows() -> None:
     engine = Engine(load.config, AFFINE)
     early = Forecaster(engine)
     for place in range(200):
-        engine.add(Request(request_id=f"{place}", prompt_tokens=9, output_tokens=9, prefix_hashes=(place % 7, place)))
-    candidate = Request(request_id="new", prompt_tokens=30, output_tokens=3, prefix_hashes=(3, 10))
+        engine.add(
+            RequestFacts(request_id=f"{place}", prompt_tokens=9, output_tokens=9, prefix_hashes=(place % 7, place))
+        )
+    candidate = RequestFacts(request_id="new", prompt_tokens=30, output_tokens=3, prefix_hashes=(3, 10))
     assert early.forecast([candidate], 0.0) == Forecaster(engine).forecast([candidate], 0.0)
+
+
+def test_a_candidate_joins_an_async_engine_that_has_nothing_left_to_plan() -> None:
+    """It is planned when the last request's step ends, not after the empty step that is under way behind it."""
+    load = load_of("vllm_v1", (1, 1), async_scheduling=True, enable_prefix_caching=False)
+    engine = load.loaded(AFFINE)
+    engine.advance(0.0)
+    assert [int(step.num_scheduled) for step in engine.state.steps] == [1, 0]
+    first_ends_s = float(engine.state.steps[0].end_s)
+    candidate = RequestFacts(request_id="new", prompt_tokens=1, output_tokens=1)
+    for delays in (True, False):
+        (forecast,) = Forecaster(engine).forecast([candidate], 0.0, delays=delays)
+        assert forecast.queue_s == first_ends_s
 
 
 def test_no_candidates_no_forecasts() -> None:

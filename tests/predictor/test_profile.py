@@ -131,8 +131,12 @@ def test_the_way_to_the_loop_is_kept_where_it_was_measured() -> None:
 
 def test_unknown_name_gets_the_nearest() -> None:
     """A misspelt profile is refused with the name that was probably meant."""
-    with pytest.raises(ValueError, match=r"^profile: there is none named 'llama-3.1-8b-h20'.*'llama-3.1-8b-h200'$"):
+    with pytest.raises(
+        ValueError, match=r"^profile: there is none named 'llama-3.1-8b-h20'; did you mean llama-3.1-8b-h200\?$"
+    ):
         load_profile("llama-3.1-8b-h20")
+    with pytest.raises(ValueError, match=r"^profile: there is none named '%'; there are constant, .*llama-3.1-8b-h200"):
+        load_profile("%")
 
 
 def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

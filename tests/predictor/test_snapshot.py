@@ -13,7 +13,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, LiveRequest, Snapshot
 from predictor.state import FINISHED
 from predictor.transfer import engine_from, snapshot_of
@@ -119,7 +119,7 @@ def test_the_time_a_step_has_run_is_taken_off() -> None:
     record = engine.next_step()
     assert record is not None
     snapshot = snapshot_of(engine, record.start_s)
-    candidate = Request(request_id="new", prompt_tokens=4, output_tokens=1)
+    candidate = RequestFacts(request_id="new", prompt_tokens=4, output_tokens=1)
     queues_s = []
     for share in (0.0, 0.25, 0.75):
         now_s = record.start_s + share * (record.end_s - record.start_s)
@@ -136,15 +136,15 @@ def test_a_step_overdue_ends_now() -> None:
     assert record is not None
     late_s = record.end_s + 5.0
     copied = engine_from(snapshot_of(engine, late_s), AFFINE)
-    candidate = Request(request_id="new", prompt_tokens=4, output_tokens=1)
+    candidate = RequestFacts(request_id="new", prompt_tokens=4, output_tokens=1)
     assert Forecaster(copied).forecast([candidate], late_s)[0].queue_s == pytest.approx(0.0, abs=CLOSE)
 
 
 def test_reserved_requests_count() -> None:
     """Who was promised to the engine and has not shown up yet goes before who comes now."""
     config = EngineConfig(batcher="orca", max_num_seqs=1)
-    promised = Request(request_id="promised", prompt_tokens=30, output_tokens=20)
-    candidate = Request(request_id="new", prompt_tokens=4, output_tokens=1)
+    promised = RequestFacts(request_id="promised", prompt_tokens=30, output_tokens=20)
+    candidate = RequestFacts(request_id="new", prompt_tokens=4, output_tokens=1)
     empty = Snapshot(version=VERSION, taken_s=1.0, config=config, num_free_blocks=4096)
     alone = Forecaster(engine_from(empty, AFFINE)).forecast([candidate], 1.0)[0]
     behind = Forecaster(engine_from(replace(empty, reserved=(promised,)), AFFINE)).forecast([candidate], 1.0)[0]
@@ -157,7 +157,7 @@ def test_reserved_requests_count() -> None:
 )
 def test_what_is_left_of_a_running_request_follows_the_rule(residual: str, left: int) -> None:
     """After 40 tokens of a request tagged 20 one rule foresees ten more, others a quantile of what is possible."""
-    request = Request(request_id="long", prompt_tokens=16, tag=Tag(median_tokens=20.0, spread=1.0))
+    request = RequestFacts(request_id="long", prompt_tokens=16, tag=Tag(median_tokens=20.0, spread=1.0))
     live = LiveRequest(request=request, produced_tokens=40, computed_tokens=55, num_blocks=4)
     snapshot = Snapshot(
         version=VERSION,

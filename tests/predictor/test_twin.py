@@ -15,7 +15,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
-from predictor.request import Request
+from predictor.request import BEST_EFFORT, CLASSES, RequestFacts, Slo, tenant_number
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from, snapshot_of
 from predictor.twin import Shown, ShownContents, ShownStep, Twin
@@ -48,7 +48,12 @@ def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
         row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
         row["scheduled_s"] = row["first_token_s"] = -1
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
-        facts[slot] = (1, b"", request.arrival_s, np.nan, np.nan, request.priority, request.prompt_tokens, most)
+        slo = request.slo or Slo()
+        facts[slot] = (
+            1, b"", request.arrival_s, np.nan, np.nan, request.priority, request.prompt_tokens, most, 0,
+            CLASSES.index(request.request_class), slo.ttft_s or np.nan, slo.tpot_s or np.nan, request.weight,
+            tenant_number(request.client_id), b"", b"",
+        )  # fmt: skip
         known[slot] = request.output_tokens or 0
         if isinstance(request.tag, Tag):
             median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
@@ -100,7 +105,7 @@ def number(value: int | str) -> int:
     return value + 1 if isinstance(value, int) else 1 + hash(value) % 2**60
 
 
-def numbered(request: Request) -> Request:
+def numbered(request: RequestFacts) -> RequestFacts:
     """Name the contents of a request's prefix so."""
     return replace(request, prefix_hashes=tuple(number(value) for value in request.prefix_hashes))
 
@@ -176,7 +181,7 @@ def steady() -> tuple[Snapshot, Shown]:
     config = EngineConfig(max_num_seqs=2, num_gpu_blocks=100, enable_prefix_caching=False)
     engine = Engine(config, AFFINE)
     for name in "abc":
-        engine.add(Request(request_id=name, prompt_tokens=20, tag=Tag(median_tokens=50, spread=0.5)))
+        engine.add(RequestFacts(request_id=name, prompt_tokens=20, tag=Tag(median_tokens=50, spread=0.5)))
     engine.advance(10 * engine.next_step().end_s)  # type: ignore[union-attr]
     snapshot = snapshot_of(engine, engine.now_s)
     return snapshot, shown(snapshot)
@@ -229,8 +234,38 @@ def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
     assert wrong(facts=facts("prompt_tokens", 2**31 - 1)).startswith("prompt_tokens")
     assert wrong(facts=facts("max_tokens", 0)).startswith("output_tokens")
     twin.follow(right)
-    (forecast,) = Forecaster(twin.engine).forecast([Request(request_id="new", prompt_tokens=9, tag=5)], right.now_s)
+    (forecast,) = Forecaster(twin.engine).forecast(
+        [RequestFacts(request_id="new", prompt_tokens=9, tag=5)], right.now_s
+    )
     (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast(
-        [Request(request_id="new", prompt_tokens=9, tag=5)], right.now_s
+        [RequestFacts(request_id="new", prompt_tokens=9, tag=5)], right.now_s
     )
     expect_same(forecast, theirs)
+
+
+def test_facts_reach_the_replica() -> None:
+    """Service level, class, weight and tenant are those of the file; impossible values count as not given."""
+    config = EngineConfig(max_num_seqs=2, num_gpu_blocks=100, enable_prefix_caching=False)
+    engine = Engine(config, AFFINE)
+    engine.add(
+        RequestFacts(
+            request_id="a", prompt_tokens=20, output_tokens=9, slo=Slo(ttft_s=0.5, tpot_s=0.125), weight=4.0,
+            request_class=BEST_EFFORT, client_id="alice",
+        )
+    )  # fmt: skip
+    engine.add(RequestFacts(request_id="b", prompt_tokens=20, output_tokens=9))
+    engine.next_step()
+    snapshot = snapshot_of(engine, engine.now_s)
+    reported = shown(snapshot)
+    first, second = (int(slot) for slot in reported.running)
+    twin = twin_of(snapshot)
+    twin.follow(reported)
+    facts = twin.engine.state.facts
+    assert facts[first].item() == (0.5, 0.125, 4.0, tenant_number("alice"), 1)
+    assert np.isnan((facts[second].ttft_slo_s, facts[second].tpot_slo_s)).all()
+    assert facts[second].item()[2:] == (1.0, 0, 0)
+    for name, value in (("ttft_slo_s", -1.0), ("tpot_slo_s", np.inf), ("weight", np.nan), ("request_class", 7)):
+        rows = reported.facts.copy()
+        rows[name][first] = value
+        twin.follow(reported._replace(facts=rows))
+        assert np.array_equal(facts[name][first], facts[name][second], equal_nan=True)

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from predictor.config import EngineConfig
 from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
-from predictor.request import Request, Slo
+from predictor.request import RequestFacts, Slo
 from protos.block.v1 import common_pb2, predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def has_reserved(thing: Descriptor | EnumDescriptor) -> bool:
         (Forecast, common_pb2.Forecast),
         (Slo, common_pb2.Slo),
         (Tag, common_pb2.Tag),
-        (Request, common_pb2.Request),
+        (RequestFacts, common_pb2.Request),
     ],
 )
 def test_the_wire_says_what_the_engine_model_says(value: type, message: type[Message]) -> None:

@@ -27,8 +27,8 @@ def test_instances_are_in_the_order_of_their_ids() -> None:
 def test_who_stays_is_known_as_before_and_who_returns_is_new() -> None:
     """Numbers are never given twice; a stranger's indicators are not known."""
     table = InstanceTable("ac")
-    table.tell("a", {"num_running": 3.0}, now_s=5.0)
-    table.tell("c", {"num_running": 7.0}, now_s=5.0)
+    table.replace("a", {"num_running": 3.0}, now_s=5.0)
+    table.replace("c", {"num_running": 7.0}, now_s=5.0)
     table.sent("c", 6.0)
     a, c = table.known.numbers.tolist()
     table.follow("bc")
@@ -48,12 +48,12 @@ def test_who_stays_is_known_as_before_and_who_returns_is_new() -> None:
 def test_what_is_not_told_any_more_is_not_known_any_more() -> None:
     """A whole message replaces all; an update only what it names; names that nobody knows are passed over."""
     table = InstanceTable("a")
-    table.tell("a", {"num_running": 3.0, "num_waiting": 1.0, "novelty": 9.0}, now_s=0.0)
+    table.replace("a", {"num_running": 3.0, "num_waiting": 1.0, "novelty": 9.0}, now_s=0.0)
     table.update("a", {"num_waiting": 2.0, "novelty": 9.0}, now_s=1.0, age_s=0.25)
     assert table.candidates()["num_running"].tolist() == [3.0]
     assert table.candidates()["batch_size"].tolist() == [5.0]
     assert table.candidates(now_s=2.0)["age_s"].tolist() == [1.25]
-    table.tell("a", {"num_waiting": 4.0}, now_s=3.0)
+    table.replace("a", {"num_waiting": 4.0}, now_s=3.0)
     assert np.isnan(table.candidates()["num_running"]).all()
     assert np.isnan(table.candidates()["batch_size"]).all()
     assert table.candidates()["num_reserved"].tolist() == [0.0]
@@ -63,13 +63,13 @@ def test_a_request_that_was_sent_is_there_until_the_instance_tells() -> None:
     """Two decisions in a row do not rest on the same numbers."""
     table = InstanceTable("ab")
     for name in "ab":
-        table.tell(name, {"num_running": 3.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}, now_s=0.0)
+        table.replace(name, {"num_running": 3.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}, now_s=0.0)
     table.sent("a", 0.1, prefill_tokens=100.0, blocks=7.0)
     candidates = table.candidates(now_s=0.1)
     assert candidates["batch_size"].tolist() == [4.0, 3.0]
     assert candidates["queued_prefill_tokens"].tolist() == [100.0, 0.0]
     assert candidates["num_reserved_blocks"].tolist() == [7.0, 0.0]
-    table.tell("a", {"num_running": 4.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}, now_s=0.2)
+    table.replace("a", {"num_running": 4.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}, now_s=0.2)
     assert table.candidates(now_s=0.2)["batch_size"].tolist() == [4.0, 3.0]
 
 
@@ -77,7 +77,7 @@ def test_a_request_on_its_way_counts_whatever_is_told_meanwhile() -> None:
     """Two at once: the answer to one says nothing of the other; when both have arrived, what was reported holds."""
     table = InstanceTable("ab")
     reported = {"num_running": 0.0, "num_waiting": 0.0, "queued_prefill_tokens": 0.0}
-    table.tell("a", {**reported, "num_reserved": 0.0}, now_s=0.0)
+    table.replace("a", {**reported, "num_reserved": 0.0}, now_s=0.0)
 
     def sizes() -> tuple[float, float]:
         candidates = table.candidates(now_s=0.1)
@@ -86,15 +86,15 @@ def test_a_request_on_its_way_counts_whatever_is_told_meanwhile() -> None:
     with table.in_flight("a", 0.1, prefill_tokens=100.0, blocks=7.0):
         with table.in_flight("a", 0.1, prefill_tokens=10.0, blocks=1.0):
             assert sizes() == (2.0, 110.0)
-        table.tell("a", {**reported, "num_reserved": 1.0, "queued_prefill_tokens": 10.0}, now_s=0.2)
+        table.replace("a", {**reported, "num_reserved": 1.0, "queued_prefill_tokens": 10.0}, now_s=0.2)
         assert sizes() == (2.0, 110.0)
-    table.tell("a", {**reported, "num_reserved": 2.0, "queued_prefill_tokens": 110.0}, now_s=0.3)
+    table.replace("a", {**reported, "num_reserved": 2.0, "queued_prefill_tokens": 110.0}, now_s=0.3)
     assert sizes() == (2.0, 110.0)
     assert table.candidates(now_s=0.3)["requests_per_minute"].tolist() == [2.0, 0.0]
     with table.in_flight("a", 0.4), table.in_flight("b", 0.4):
         table.follow("b")
         table.follow("ab")
-        table.tell("a", {**reported, "num_reserved": 0.0}, now_s=0.5)
+        table.replace("a", {**reported, "num_reserved": 0.0}, now_s=0.5)
         assert sizes() == (0.0, 0.0)
     assert sizes() == (0.0, 0.0)
 
@@ -103,12 +103,12 @@ def test_some_of_some_are_still_who_they_are() -> None:
     """Rows and ids stay right through two choices, and so do columns of the request."""
     table = InstanceTable("abcdef")
     for place, name in enumerate("abcdef"):
-        table.tell(name, {"num_running": float(place)}, now_s=0.0)
+        table.replace(name, {"num_running": float(place)}, now_s=0.0)
     candidates = table.candidates(RequestIndicators(prompt_tokens=10))
     candidates.add({"prefix_hit_tokens": np.arange(6.0)})
     few = candidates.only(np.array([1, 3, 5])).only(np.array([0, 2]))
     assert few.instance_ids == ("b", "f") == tuple(few.instance_id(which) for which in range(2))
-    assert [few.place(which) for which in range(2)] == [1, 5]
+    assert [few.row(which) for which in range(2)] == [1, 5]
     assert few["num_running"].tolist() == [1.0, 5.0] == few["prefix_hit_tokens"].tolist()
     assert few["new_prefill_tokens"].tolist() == [9.0, 5.0]
     assert few.numbers.tolist() == [1, 5]

@@ -462,8 +462,8 @@ def test_min_qpm_really_counts_minutes() -> None:
 def test_what_a_sidecar_counted_passes_with_its_minute() -> None:
     """An instance of which nothing is heard is not shunned for ever for what it once got."""
     table, policy = InstanceTable("ab"), policy_from("min_qpm")
-    table.tell("a", {"requests_per_minute": 60.0}, now_s=0.0)
-    table.tell("b", {"requests_per_minute": 20.0}, now_s=30.0, age_s=0.0)
+    table.replace("a", {"requests_per_minute": 60.0}, now_s=0.0)
+    table.replace("b", {"requests_per_minute": 20.0}, now_s=30.0, age_s=0.0)
     assert policy.choose(table.candidates(now_s=30.0)) == 1  # 30 against 20
     assert table.candidates(now_s=30.0)["requests_per_minute"].tolist() == [30.0, 20.0]
     assert policy.choose(table.candidates(now_s=60.0)) == 0  # 0 against 10

@@ -10,7 +10,7 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from scheduler.prefix import PrefixIndex, text_blocks
 from scheduler.prefix.text import BLOCK_BYTES
@@ -102,7 +102,7 @@ def test_it_is_close_to_what_engines_find() -> None:
         home = "abcd"[which % 4] if rng.random() < 0.8 else rng.choice("abcd")
         hits = index.look_up(names, tuple(engines))
         guesses[str(number)] = int(hits.num_blocks["abcd".index(home)])
-        request = Request(
+        request = RequestFacts(
             request_id=str(number), prompt_tokens=16 * len(names) + 1, output_tokens=rng.randint(2, 30), arrival_s=now_s,
             prefix_hashes=tuple(names),
         )  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from predictor.request import Request
+from predictor.request import RequestFacts
 from scheduler.reservations import Promise, Reservations
 
 
 def promise(name: str, until_s: float = 5.0) -> Promise:
     """A promise to a request of this name."""
-    return Promise(request=Request(request_id=name, prompt_tokens=1), until_s=until_s)
+    return Promise(request=RequestFacts(request_id=name, prompt_tokens=1), until_s=until_s)
 
 
 def test_reservations_are_idempotent_and_end_by_themselves() -> None:

@@ -183,5 +183,5 @@ def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:
             candidates = random_fleet(rng)
             among = policy.among(candidates)
             assert 1 <= len(among) <= min(4, len(candidates))
-            place = among.place(policy.choose(among))
+            place = among.row(policy.choose(among))
             assert candidates.instance_ids[place] in among.instance_ids

@@ -11,7 +11,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine, Outcome
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from simulator.fleet import Unit
 from simulator.workload import RequestLengths, Workload, at_rate, poisson_gaps, workload
@@ -71,9 +71,9 @@ def units(num: int = 3, step_time: StepTime = A30, **changes: Any) -> list[Unit]
     return [Unit(config=config(**changes), step_time=step_time)] * num
 
 
-def request(work: Workload, number: int, names: Sequence[str] = ()) -> Request:
+def request(work: Workload, number: int, names: Sequence[str] = ()) -> RequestFacts:
     """One request of a workload, as a request of the engine model."""
-    return Request(
+    return RequestFacts(
         request_id=str(number),
         prompt_tokens=int(work.lengths.prompt_tokens[number]),
         output_tokens=int(work.lengths.output_tokens[number]),
@@ -82,7 +82,7 @@ def request(work: Workload, number: int, names: Sequence[str] = ()) -> Request:
     )
 
 
-def plain_score(engine: Engine, policy: str, candidate: Request, now_s: float) -> float:
+def plain_score(engine: Engine, policy: str, candidate: RequestFacts, now_s: float) -> float:
     """Score one engine directly by the policy's formula."""
     head = engine.state.engine[0]
     rows = engine.state.requests

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 
 from predictor.forecast import Forecaster
 from predictor.profile import constant_profile
+from predictor.request import RequestFacts
+from predictor.snapshot import VERSION, LiveRequest
 from predictor.transfer import engine_from, snapshot_of
-from simulator.codec import plain, request_from, snapshot_from, snapshot_json
+from simulator.codec import plain, request_from, requests_from_file, snapshot_from, snapshot_json
+from tests.predictor.test_request import FACTS, KNOWN_LENGTH
 
 SNAPSHOT = json.loads((Path(__file__).parents[2] / "examples" / "snapshot.json").read_text())
 
@@ -73,12 +78,50 @@ def test_a_snapshot_survives_writing_and_reading() -> None:
     assert snapshot_of(engine, snapshot.taken_s).running == snapshot.running
 
 
+@pytest.mark.parametrize("facts", [FACTS, KNOWN_LENGTH])
+def test_all_facts_of_a_request_survive_writing_and_reading(facts: RequestFacts, tmp_path: Path) -> None:
+    """In a snapshot, as JSON, as a line of a file, and as a row of CSV."""
+    snapshot = snapshot_from(SNAPSHOT)
+    snapshot = replace(snapshot, running=(), waiting=(LiveRequest(request=facts),), steps=())
+    (read,) = snapshot_from(json.loads(snapshot_json(snapshot))).waiting
+    assert read.request == facts
+    spelled = plain(facts)
+    assert request_from(spelled, block_size=16, default_id="x") == facts
+    lines = tmp_path / "requests.jsonl"
+    lines.write_text(json.dumps(spelled))
+    assert requests_from_file(str(lines), block_size=16) == [facts]
+    table = tmp_path / "requests.csv"
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in spelled.items()}
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name, text in texts.items() if text != "null"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerow(texts)
+    assert requests_from_file(str(table), block_size=16) == [facts]
+
+
+def test_a_snapshot_of_an_older_version_is_read() -> None:
+    """Version 1 had no weight, tenant, session or model: they take their defaults, and it is written as the newest."""
+    old = {**SNAPSHOT, "version": 1}
+    snapshot = snapshot_from(old)
+    assert snapshot.version == VERSION
+    assert snapshot == snapshot_from(SNAPSHOT)
+    assert snapshot.running[0].request.weight == 1.0
+    assert json.loads(snapshot_json(snapshot))["version"] == VERSION
+
+
+@pytest.mark.parametrize("version", [0, -1, True, 1.0])
+def test_a_version_that_never_was_is_refused(version: object) -> None:
+    """Only whole numbers from 1 up are versions."""
+    with pytest.raises(ValueError, match="^version"):
+        snapshot_from({**SNAPSHOT, "version": version})
+
+
 def test_infinite_times_are_null_in_json() -> None:
     """JSON has no infinity."""
     assert plain({"ttft_s": float("inf"), "tokens": [1, (2.5,)]}) == {"ttft_s": None, "tokens": [1, [2.5]]}
 
 
-@pytest.mark.parametrize("version", [2, 10**9])
+@pytest.mark.parametrize("version", [VERSION + 1, 10**9])
 def test_a_newer_snapshot_is_refused_by_its_version(version: int) -> None:
     """Whatever else a newer snapshot holds, its version is what is named."""
     with pytest.raises(ValueError, match=rf"^version: {version} is newer"):

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.request import Request, Slo
+from predictor.request import RequestFacts, Slo
 from simulator.load_plan import Timing, by_arrival, planned, synthetic
 
 
 def gaps_of(timing: Timing, num: int = 4000, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Draw gaps between arrivals."""
-    requests = [Request(request_id=str(n), prompt_tokens=1, output_tokens=1) for n in range(num)]
+    requests = [RequestFacts(request_id=str(n), prompt_tokens=1, output_tokens=1) for n in range(num)]
     return np.diff([one.due_s for one in planned(requests, timing, np.random.default_rng(seed))])
 
 
@@ -40,8 +40,8 @@ def test_arrivals_have_their_rate_and_their_bursts(timing: Timing, cv: float) ->
 def test_a_trace_keeps_its_times() -> None:
     """Requests are planned in the order of arrival, from 0 on, `speed` times as fast."""
     trace = [
-        Request(request_id="b", prompt_tokens=5, output_tokens=3, arrival_s=12.0, priority=2, slo=Slo(ttft_s=1.0)),
-        Request(request_id="a", prompt_tokens=4, output_tokens=2, arrival_s=10.0),
+        RequestFacts(request_id="b", prompt_tokens=5, output_tokens=3, arrival_s=12.0, priority=2, slo=Slo(ttft_s=1.0)),
+        RequestFacts(request_id="a", prompt_tokens=4, output_tokens=2, arrival_s=10.0),
     ]
     first, second = planned(by_arrival(trace, None), Timing(kind="trace", speed=4.0), np.random.default_rng(0))
     assert (first.request_id, first.due_s, first.prompt_tokens, first.output_tokens) == ("a", 0.0, 4, 2)

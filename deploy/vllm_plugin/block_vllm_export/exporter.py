@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from . import layout
 from .blocks import BlockContents, short_hash
 from .settings import require_supported, settings_of
 from .writer import NEVER, UNKNOWN, Writer
+from .xargs import facts_in
 
 SPARE_SLOTS = 64
 REASON_OF = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
@@ -154,7 +154,7 @@ class Exporter:
         self._serial += 1
         now_s = time.monotonic()
         seat = Seat(request, self._free_slots.pop(), self._serial, now_s - max(0.0, time.time() - request.arrival_time))
-        told = getattr(request.sampling_params, "extra_args", None) or {}
+        facts, _ = facts_in(getattr(request.sampling_params, "extra_args", None) or {})
         prompt_tokens = int(request.num_prompt_tokens)
         self._writer.put_request(
             seat.slot,
@@ -163,9 +163,9 @@ class Exporter:
             arrival_s=max(0.0, seat.arrival_s),
             prompt_tokens=prompt_tokens,
             max_tokens=min(int(request.max_tokens), self._scheduler.max_model_len - prompt_tokens),
+            min_tokens=int(getattr(request.sampling_params, "min_tokens", 0) or 0),
             priority=int(request.priority),
-            tag_tokens=_number(told.get("block_tag_tokens"), math.nan),
-            tag_spread=_number(told.get("block_tag_spread"), 0.0),
+            **facts,
         )
         return seat
 
@@ -282,10 +282,3 @@ def _add(sums: list[int], tokens: int, sampled: int, before: int) -> None:
         sums[3] += 1
         sums[6] += tokens * tokens
         sums[7] += tokens * before
-
-
-def _number(value: Any, otherwise: float) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return otherwise

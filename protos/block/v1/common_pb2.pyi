@@ -308,6 +308,8 @@ class Request(_message.Message):
     PREFIX_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     ARRIVAL_UNIX_S_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    IN_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine serves it; an adapter has a name of its own"""
@@ -336,7 +338,13 @@ class Request(_message.Message):
     arrival_unix_s: _builtins.float
     """seconds since the Unix epoch, by the clock of who took it; for records"""
     client_id: _builtins.str
-    """who asks: a tenant, a key's name"""
+    """the tenant: the name of an API key, or of a flow"""
+    weight: _builtins.float
+    """above 0, 1 where absent: the value of each token delivered by its deadline"""
+    in_s: _builtins.float
+    """How long after this message is received the request will arrive at the engine; 0: now. Forecasts still count their
+    times from now, and a reservation counts from then on.
+    """
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -370,10 +378,12 @@ class Request(_message.Message):
         prefix_block_tokens: _builtins.int = ...,
         arrival_unix_s: _builtins.float = ...,
         client_id: _builtins.str = ...,
+        weight: _builtins.float | None = ...,
+        in_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -383,6 +393,8 @@ class Request(_message.Message):
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
     @_typing.overload
@@ -391,6 +403,8 @@ class Request(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___Request: _TypeAlias = Request  # noqa: Y015
 

@@ -116,8 +116,10 @@ def test_names_of_gpus(name: str) -> None:
 
 def test_unknown_gpu_gets_the_nearest() -> None:
     """A GPU that is not in the table is refused with one that is."""
-    with pytest.raises(ValueError, match=r"^gpu: 'H300' is not known; the nearest is 'H[12]00'$"):
+    with pytest.raises(ValueError, match=r"^gpu: 'H300' is not known; did you mean H[12]00\?$"):
         gpu_named("H300")
+    with pytest.raises(ValueError, match="^gpu: 'abacus' is not known; there are .*H100"):
+        gpu_named("abacus")
 
 
 @pytest.mark.parametrize(

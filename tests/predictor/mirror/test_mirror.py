@@ -24,7 +24,7 @@ from predictor.mirror.events import (
 from predictor.mirror.mirror import SURPLUS_SCRAPES, EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.unknown_requests import NUM_SCRAPES
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import LengthLimits
 from tests.predictor.mirror.tracked_engine import A30, RECORDS
 
@@ -172,8 +172,8 @@ def test_requests_that_the_engine_no_longer_has_are_removed() -> None:
 def test_reserved_requests_are_part_of_the_view_until_they_arrive() -> None:
     """A reservation counts as a pending request, and survives a restart of the model."""
     mirror = mirror_with(engine={"num_gpu_blocks": 257})
-    mirror.reserve(Request(request_id="a", prompt_tokens=30, output_tokens=5), 101.0)
-    mirror.reserve(Request(request_id="b", prompt_tokens=30, output_tokens=5), 101.0)
+    mirror.reserve(RequestFacts(request_id="a", prompt_tokens=30, output_tokens=5), 101.0)
+    mirror.reserve(RequestFacts(request_id="b", prompt_tokens=30, output_tokens=5), 101.0)
     before = mirror.view(101.0).serial
     assert mirror.view(101.0).engine.state.engine[0].num_pending == 2
     mirror.release("b")
@@ -184,7 +184,7 @@ def test_reserved_requests_are_part_of_the_view_until_they_arrive() -> None:
     view = mirror.view(103.0)
     assert (sum(queues(mirror, 103.0)), view.engine.state.engine[0].num_pending) == (1, 0)
     with pytest.raises(ValueError, match="prompt_tokens"):
-        mirror.reserve(Request(request_id="long", prompt_tokens=4000, output_tokens=5), 103.0)
+        mirror.reserve(RequestFacts(request_id="long", prompt_tokens=4000, output_tokens=5), 103.0)
 
 
 def test_the_best_known_length_is_used() -> None:

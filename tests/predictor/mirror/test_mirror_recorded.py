@@ -16,7 +16,7 @@ from predictor.mirror.events import MetricsScraped, RequestArrived, RequestEnded
 from predictor.mirror.mirror import EngineMirror, MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.profile import profile_from_dict
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.reserved_requests import LengthLimits
 from tests.predictor.mirror.tracked_engine import RECORDS
 
@@ -25,7 +25,7 @@ from tests.predictor.mirror.tracked_engine import RECORDS
 # the ratio of real to predicted duration of the last steps, the queues, each request's tokens, and the forecast that
 # the plug-in's sidecar made for the candidate below. The engine slowed down to a third and recovered.
 RECORDED = Path(__file__).parents[2] / "golden" / "mirrored_vllm.jsonl.gz"
-CANDIDATE = Request(request_id="candidate", prompt_tokens=60, output_tokens=100)
+CANDIDATE = RequestFacts(request_id="candidate", prompt_tokens=60, output_tokens=100)
 START_S = 1000.0
 
 

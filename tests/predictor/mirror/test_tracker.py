@@ -11,7 +11,7 @@ import pytest
 from predictor.config import EngineConfig
 from predictor.mirror.tracker import Tracker
 from predictor.mirror.unknown_requests import NUM_SCRAPES, UnknownRequests
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.twin import Twin
 from tests.predictor.mirror.tracked_engine import (
     A30,
@@ -38,7 +38,7 @@ class Comparison:
 
 
 def follow(
-    config: EngineConfig, requests: list[Request], tracker: Tracker, pace: float, *, streamed: bool
+    config: EngineConfig, requests: list[RequestFacts], tracker: Tracker, pace: float, *, streamed: bool
 ) -> Comparison:
     """Report to the tracker what a proxy would see, and compare after every step."""
     comparison = Comparison()
@@ -120,9 +120,9 @@ def test_whole_answers_keep_the_model_close(seed: int) -> None:
     assert tracker.correction.factor == pytest.approx(1.3, rel=0.15)
 
 
-def one_request(name: str = "a", prompt_tokens: int = 40, arrival_s: float = 1.0) -> Request:
+def one_request(name: str = "a", prompt_tokens: int = 40, arrival_s: float = 1.0) -> RequestFacts:
     """Make a request with room for a long answer."""
-    return Request(request_id=name, prompt_tokens=prompt_tokens, max_tokens=300, arrival_s=arrival_s)
+    return RequestFacts(request_id=name, prompt_tokens=prompt_tokens, max_tokens=300, arrival_s=arrival_s)
 
 
 def test_a_step_of_a_streamed_request_waits_for_its_token() -> None:
@@ -151,7 +151,7 @@ def test_several_tokens_at_once_are_several_steps() -> None:
 def test_tokens_after_the_predicted_end_continue_the_request() -> None:
     """A request that exceeds its own limit runs for as long as its tokens arrive."""
     tracker = Tracker(ROOMY, A30.step_time, 0.0)
-    tracker.add(Request(request_id="a", prompt_tokens=40, max_tokens=3, arrival_s=1.0), streamed=True)
+    tracker.add(RequestFacts(request_id="a", prompt_tokens=40, max_tokens=3, arrival_s=1.0), streamed=True)
     for count in range(1, 8):
         tracker.receive("a", count, 1.0 + 0.1 * count)
     assert tracker.engine.running() == ["a"]
@@ -261,7 +261,7 @@ def test_the_model_stays_consistent_whatever_is_observed(seed: int, is_async: bo
         name = draw.choice(names) if names else ""
         what = draw.random()
         if not names or what < 0.15:
-            request = Request(
+            request = RequestFacts(
                 request_id=f"r{number}",
                 prompt_tokens=draw.randint(1, 200),
                 max_tokens=draw.randint(1, 56),

@@ -10,7 +10,7 @@ from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine import Engine
 from predictor.profile import load_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.state import FINISHED, NOBODY
 from services.engine_state.layout import LIVE, REQUEST
 
@@ -37,11 +37,11 @@ class EngineMoment:
     num_ended: int
 
 
-def random_requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Request]:
+def random_requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[RequestFacts]:
     """Draw requests; their answers end before their limits, so only the engine knows when."""
     draw = random.Random(seed)
     return [
-        Request(
+        RequestFacts(
             request_id=f"r{number}",
             prompt_tokens=draw.randint(5, 300),
             output_tokens=draw.randint(2, 100),
@@ -52,7 +52,7 @@ def random_requests(seed: int, num: int = 30, within_s: float = 12.0) -> list[Re
     ]
 
 
-def moments_of(config: EngineConfig, requests: list[Request], pace: float) -> Iterator[EngineMoment]:
+def moments_of(config: EngineConfig, requests: list[RequestFacts], pace: float) -> Iterator[EngineMoment]:
     """Run an engine until all requests have ended."""
     engine = Engine(config, A30.step_time, track_blocks=False)
     engine.set_pace(pace)
@@ -77,9 +77,9 @@ def moments_of(config: EngineConfig, requests: list[Request], pace: float) -> It
             return
 
 
-def as_seen_by_proxy(request: Request) -> Request:
+def as_seen_by_proxy(request: RequestFacts) -> RequestFacts:
     """Return a request without the length of its answer."""
-    return Request(
+    return RequestFacts(
         request_id=request.request_id, prompt_tokens=request.prompt_tokens, max_tokens=request.max_tokens,
         arrival_s=request.arrival_s,
     )  # fmt: skip

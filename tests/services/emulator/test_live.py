@@ -16,7 +16,7 @@ import pytest
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.request import Request
+from predictor.request import RequestFacts, Slo
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.transfer import engine_from, snapshot_of
 from services.emulator.answers import seeded_draw
@@ -76,7 +76,10 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
         asked = [
             clients.submit(
                 engine.complete, prompt=prompt, max_tokens=60 + 5 * number, priority=number % 3,
-                vllm_xargs={"block_tag_tokens": 40.5, "block_tag_spread": 0.5},
+                vllm_xargs={
+                    "block_tag_tokens": 40.5, "block_tag_spread": 0.5, "block_ttft_s": 0.25, "block_weight": 1 + number,
+                    "block_class": "best-effort", "block_client_id": f"tenant {number % 3}", "block_session_id": "s",
+                },
             )
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
@@ -93,6 +96,10 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
             tag = told.running[0].request.tag if told.running else None
             expected = as_a_file_tells_it(own, told.taken_s)
             assert tag is None or tag.median_tokens == 40.5  # type: ignore[union-attr]
+            for item in told.running:
+                assert item.request.slo == Slo(ttft_s=0.25 * 30)
+                assert item.request.weight > 0
+                assert item.request.client_id.startswith("tenant ")
             untagged = [
                 tuple(replace(item, request=replace(item.request, tag=None)) for item in queue)
                 for queue in (told.running, told.waiting)
@@ -133,7 +140,7 @@ def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
         engine.until(engine.is_idle)
         outcomes = {int(client_id(row["request_id"].decode())): row for row in reader.new_outcomes()}
     trace = [
-        Request(
+        RequestFacts(
             request_id=f"{number:02}", prompt_tokens=lengths[number][0], output_tokens=lengths[number][1],
             arrival_s=float(outcomes[number]["arrival_s"]),
         )
@@ -160,7 +167,7 @@ def test_steps_are_recorded_as_they_were(tmp_path: Path) -> None:
     assert steps["number"].tolist() == list(range(50))
     assert (steps["num_tokens"][0], steps["prefill_qq"][0], steps["decode_context"][1]) == (100, 100.0**2, 101)
     simulated = Engine(CONFIG, A30.step_time)
-    simulated.add(Request(request_id="r", prompt_tokens=100, output_tokens=50))
+    simulated.add(RequestFacts(request_id="r", prompt_tokens=100, output_tokens=50))
     planned = []
     while (step := simulated.next_step()) is not None:
         planned.append(step.end_s - step.start_s)

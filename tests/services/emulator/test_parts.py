@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.profile import constant_profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from services.emulator import answers
 from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
 from services.emulator.app import write_chunk
@@ -143,7 +143,7 @@ def test_forgetting_contents_changes_nothing(seed: int) -> None:
         names.learn(hashes)
         for engine in engines:
             engine.add(
-                Request(
+                RequestFacts(
                     request_id=str(number), prompt_tokens=len(prompt), output_tokens=int(draw.integers(1, 2)) + 9,
                     arrival_s=number * 2.0, prefix_hashes=hashes,
                 )
@@ -168,7 +168,7 @@ def test_names_follow_contents_that_are_numbered_anew() -> None:
     engine = Engine(config, constant_profile().step_time)
     names = ContentHashes(engine)
     names.learn((7, 8))
-    engine.add(Request(request_id="r", prompt_tokens=8, output_tokens=1, prefix_hashes=(7, 8)))
+    engine.add(RequestFacts(request_id="r", prompt_tokens=8, output_tokens=1, prefix_hashes=(7, 8)))
     engine.advance()
 
     def held() -> list[int]:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +20,17 @@ from hypothesis import strategies as st
 
 from predictor.lengths import Tag
 from predictor.profile import constant_profile
+from predictor.request import CLASSES, REAL_TIME, RequestFacts, tenant_number
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from
-from services.engine_state import layout, process
+from services.engine_state import layout, process, xargs
 from services.engine_state.identity import client_id, short_hash
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, UnreadableError
 from services.engine_state.writer import IS_ORDERED, Writer, short_id
+from services.engine_state.writer import tenant_number as written_tenant_number
+from tests.predictor.test_request import FACTS, KNOWN_LENGTH
 from tests.services.engine_state.files import CONFIG, busy, writer_at
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +101,87 @@ def test_reported_tags_replace_those_that_requests_carry(writer: Writer) -> None
     assert [item.request.tag for item in (*seen.running, *seen.waiting)] == [
         Tag(median_tokens=99), None, Tag(median_tokens=5),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", [FACTS, KNOWN_LENGTH])
+def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> None:
+    """Only a length that is certain arrives as a tag: an engine does not know it otherwise."""
+    writer = writer_at(path)
+    tag = facts.tag if isinstance(facts.tag, Tag) else Tag(median_tokens=float(facts.output_tokens or 0))
+    assert facts.slo is not None
+    writer.put_request(
+        3, serial=1, request_id=facts.request_id, arrival_s=facts.arrival_s, prompt_tokens=facts.prompt_tokens,
+        max_tokens=facts.max_tokens or 0, min_tokens=facts.min_tokens or 0, priority=facts.priority,
+        tag_tokens=tag.median_tokens, tag_spread=tag.spread, ttft_slo_s=facts.slo.ttft_s or np.nan,
+        tpot_slo_s=facts.slo.tpot_s or np.nan, request_class=CLASSES.index(facts.request_class), weight=facts.weight,
+        client_id=facts.client_id, session_id=facts.session_id,
+    )  # fmt: skip
+    writer.put_hashes(3, np.array([11, 12], np.uint64))
+    writer.live["num_hashes"][3] = 2
+    writer.waiting[0], writer.state["num_waiting"] = 3, 1
+    writer.publish()
+    (read,) = snapshot(path).waiting
+    seen = replace(facts, model="tiny", output_tokens=None, tag=tag, prefix_hashes=(11, 12), in_s=0.0)
+    assert read.request == seen
+    view = Reader(str(path)).read()
+    assert view.requests["tenant"][3] == tenant_number(facts.client_id)
+
+
+def test_facts_that_are_not_given_have_their_defaults(writer: Writer) -> None:
+    """A request whose client gave nothing else has no targets, a weight of 1 and no tenant."""
+    request = snapshot(writer.path).running[0].request
+    bare = RequestFacts(request_id="r", prompt_tokens=1)
+    for name in ("slo", "weight", "request_class", "client_id", "session_id", "min_tokens"):
+        assert getattr(request, name) == getattr(bare, name)
+
+
+def test_impossible_facts_are_left_out(path: Path) -> None:
+    """Whatever a writer put into these columns, the engine can be read."""
+    writer = writer_at(path)
+    writer.put_request(
+        0, serial=1, request_id="r", arrival_s=0.0, prompt_tokens=4, max_tokens=4, min_tokens=-3, ttft_slo_s=-1.0,
+        tpot_slo_s=np.inf, request_class=9, weight=np.nan, client_id="t" * 100, session_id="\ud800",
+    )  # fmt: skip
+    writer.waiting[0], writer.state["num_waiting"] = 0, 1
+    writer.publish()
+    request = snapshot(path).waiting[0].request
+    assert (request.slo, request.request_class, request.weight, request.min_tokens) == (None, REAL_TIME, 1.0, None)
+    assert request.client_id == short_id("t" * 100, layout.NAME_BYTES).decode()
+
+
+def test_the_plug_in_and_the_engine_model_agree_on_numbers() -> None:
+    """The shared part of the state file depends on numpy alone, so it repeats what the engine model defines."""
+    assert xargs.CLASSES == CLASSES
+    for name in ("", "alice", "\ud800", "x" * 300):
+        assert written_tenant_number(name) == tenant_number(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "columns", "errors"),
+    [
+        ({}, {}, []),
+        (
+            {
+                "block_tag_tokens": 5, "block_tag_spread": 0.5, "block_ttft_s": "0.25", "block_tpot_s": 0.05,
+                "block_class": "best-effort", "block_weight": 3, "block_client_id": "alice", "block_session_id": "s",
+            },
+            {
+                "tag_tokens": 5.0, "tag_spread": 0.5, "ttft_slo_s": 0.25, "tpot_slo_s": 0.05, "request_class": 1,
+                "weight": 3.0, "client_id": "alice", "session_id": "s",
+            },
+            [],
+        ),
+        ({"block_ttft_s": 0, "block_weight": 2}, {"weight": 2.0}, ["block_ttft_s must be above 0, not 0"]),
+        ({"block_tag_tokens": "x"}, {}, ["block_tag_tokens must be a number, not 'x'"]),
+        ({"block_tag_tokens": True}, {}, ["block_tag_tokens must be a number, not True"]),
+        ({"block_class": "urgent"}, {}, ["block_class must be one of real-time, best-effort, not 'urgent'"]),
+        ({"block_client_id": 7, "other": 1}, {}, ["block_client_id must be a string, not 7"]),
+        ({"block_tpot_s": None, "block_class": [1]}, {}, ["block_class must be one of real-time, best-effort, not [1]"]),
+    ],
+)  # fmt: skip
+def test_facts_are_read_from_vllm_xargs(given: dict[str, Any], columns: dict[str, Any], errors: list[str]) -> None:
+    """What is possible fills its column, what is not is named; other arguments are not ours."""
+    assert xargs.facts_in(given) == (columns, errors)
 
 
 @pytest.mark.parametrize(("tokens", "spread"), [(-3.0, 0.0), (np.inf, 0.0), (5.0, np.nan), (5.0, 99.0)])
@@ -393,7 +479,8 @@ def test_paths_without_a_regular_file_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "patch", "reason", "message"),
     [
-        (8, struct.pack("<I", 2), FOREIGN, "version 2"),
+        (8, struct.pack("<I", 1), FOREIGN, "format version 1, older than the 2 read here: install"),
+        (8, struct.pack("<I", 3), FOREIGN, "format version 3, newer than the 2 read here: update"),
         (56, bytes(16), ENDED, "before this machine started"),
         (80, struct.pack("<Q", 1), CORRUPT, "bytes long"),
         (88, struct.pack("<Q", 1 << 40), CORRUPT, "table"),

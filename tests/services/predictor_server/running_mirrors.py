@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from predictor.forecast_result import Forecast
 from predictor.profile import Profile
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import predictor_pb2_grpc
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
@@ -129,7 +129,7 @@ async def raw_engine(*replies: bytes) -> AsyncIterator[RawEngine]:
         server.close()
 
 
-def forecast_by(source: EngineSource, request: Request) -> Forecast:
+def forecast_by(source: EngineSource, request: RequestFacts) -> Forecast:
     """Forecast a request that arrives now in the view of a source."""
     view = source.refresh()
     (forecast,) = view.forecaster.forecast([request], view.now_s, delays=False)

@@ -12,7 +12,7 @@ import pytest
 
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.transfer import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
@@ -50,8 +50,8 @@ def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
             assert response.instance_id == NAME
             snapshot = snapshot_from_view(Reader(str(tmp_path / "state")).read(contents=True))
             candidates = [
-                Request(request_id="r", prompt_tokens=20, output_tokens=10, max_tokens=10),
-                Request(request_id="s", prompt_tokens=30, output_tokens=7, max_tokens=7),
+                RequestFacts(request_id="r", prompt_tokens=20, output_tokens=10, max_tokens=10),
+                RequestFacts(request_id="s", prompt_tokens=30, output_tokens=7, max_tokens=7),
             ]
             engine = engine_from(snapshot, A30.step_time)
             engine.set_pace(response.indicators.pace)
@@ -92,7 +92,7 @@ def test_lengths_come_from_reservations_and_then_from_the_requests(tmp_path: Pat
             assert client.sample("block_reservations_ended_total", how="shown") == 1
 
     def remaining_of_r1() -> int:
-        return Request(request_id="r1", prompt_tokens=20, tag=Tag(median_tokens=12.0, spread=0.25)).length(1) - 1  # type: ignore[operator]
+        return RequestFacts(request_id="r1", prompt_tokens=20, tag=Tag(median_tokens=12.0, spread=0.25)).length(1) - 1  # type: ignore[operator]
 
     run(test())
     writer.close()
@@ -340,7 +340,7 @@ def test_watch_returns_changes_and_that_there_are_none(tmp_path: Path) -> None:
             call = client.stub.Watch(predictor_pb2.WatchRequest(min_interval_s=0.02, with_snapshots=True))
             first = await call.read()
             assert (first.sequence, first.full, first.indicators.num_free_blocks) == (1, True, 32)
-            assert b'"version":1' in first.snapshot_json
+            assert b'"version":2' in first.snapshot_json
             second = await call.read()
             assert (second.sequence, second.full, second.version) == (2, False, 0)
             assert not second.indicators.HasField("num_reserved")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from predictor.config import EngineConfig
-from predictor.request import Request
+from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
@@ -25,7 +25,7 @@ from tests.services.predictor_server.running_sidecars import READY, request, run
 CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024, enable_prefix_caching=False
 )
-CANDIDATE = Request(request_id="candidate", prompt_tokens=100, output_tokens=50)
+CANDIDATE = RequestFacts(request_id="candidate", prompt_tokens=100, output_tokens=50)
 LONG = {"max_tokens": 400, "stream": True}
 SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "1024", "--num-gpu-blocks", "257", "--state-file", "none")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,18 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.forecast_result import Forecast
-from predictor.lengths import Tag
 from predictor.prefix import block_hashes
-from predictor.request import BEST_EFFORT, Request, Slo
+from predictor.request import RequestFacts, Slo
 from protos.block.v1 import common_pb2
 from services.rpc import messages
+from tests.predictor.test_request import FACTS, KNOWN_LENGTH
 
 HASHES = block_hashes(range(48), 16)
 
-REQUEST = Request(
-    request_id="r", prompt_tokens=48, tag=Tag(median_tokens=90.5, spread=0.5), arrival_s=3.0, max_tokens=200, priority=-2,
-    prefix_hashes=HASHES, request_class=BEST_EFFORT, slo=Slo(ttft_s=0.5),
-)  # fmt: skip
+REQUEST = replace(FACTS, prefix_hashes=HASHES)
 FORECAST = Forecast(
     request_id="r", ttft_s=0.2, e2e_s=2.0, tpot_s=0.01, queue_s=0.1, output_tokens=9, num_preemptions=1,
     prefix_hit_tokens=32, others_preempted=-1, delay_sum_s=0.5, delay_worst_s=-0.1,
@@ -43,17 +41,26 @@ def forecast(**fields: Any) -> common_pb2.Forecast:
     return message
 
 
-def test_a_request_arrives_as_it_was_sent() -> None:
-    """Everything that the pure value has survives; its age is carried over to the receiver's clock."""
-    message = messages.request_message(REQUEST, model="m", now_s=5.0, block_size=16)
+@pytest.mark.parametrize("facts", [FACTS, KNOWN_LENGTH])
+def test_a_request_arrives_as_it_was_sent(facts: RequestFacts) -> None:
+    """All facts survive; the age is carried over to the receiver's clock."""
+    sent = replace(facts, prefix_hashes=HASHES)
+    message = messages.request_message(sent, now_s=5.0, block_size=16)
     assert (message.model, message.waited_s, message.prefix_block_tokens) == ("m", 2.0, 16)
     read = messages.request_from(common_pb2.Request.FromString(message.SerializeToString()), now_s=5.0, block_size=16)
-    assert read == REQUEST
+    assert read == sent
+
+
+def test_spans_are_converted_to_the_engines_clock() -> None:
+    """On a clock that counts ten seconds per second, the age and the targets are ten times as long."""
+    message = messages.request_message(REQUEST, now_s=5.0, block_size=16)
+    read = messages.request_from(message, now_s=50.0, clock_rate=10.0, block_size=16)
+    assert (read.arrival_s, read.slo, read.in_s) == (30.0, Slo(ttft_s=5.0, tpot_s=0.4), 1.25)
 
 
 def test_a_bare_request_stays_bare() -> None:
     """What was not said is not known, rather than zero."""
-    bare = Request(request_id="r", prompt_tokens=1)
+    bare = RequestFacts(request_id="r", prompt_tokens=1)
     assert messages.request_from(messages.request_message(bare)) == bare
 
 
@@ -92,6 +99,10 @@ def test_names_of_blocks_are_spelled_alike_by_all() -> None:
         (request(waited_s=math.nan), "waited_s"),
         (request(waited_s=-1.0), "waited_s"),
         (request(waited_s=math.inf), "waited_s"),
+        (request(in_s=-1.0), "in_s"),
+        (request(in_s=math.nan), "in_s"),
+        (request(weight=0.0), "weight"),
+        (request(weight=math.nan), "weight"),
         (request(slo=common_pb2.Slo(ttft_s=0.0)), "slo.ttft_s"),
         (request(slo=common_pb2.Slo(tpot_s=math.nan)), "slo.tpot_s"),
         (request(tag=common_pb2.Tag()), "tag.median_tokens"),
@@ -113,7 +124,7 @@ def test_a_bad_request_is_named(message: common_pb2.Request, named: str) -> None
 def test_names_of_blocks_that_nobody_can_spell_are_refused() -> None:
     """A name that is not hexadecimal has no bytes; without the blocks' size none means anything."""
     with pytest.raises(ValueError, match=r"^prefix_hashes\[0\]: 'zz' is not hexadecimal"):
-        messages.request_message(Request(request_id="r", prompt_tokens=9, prefix_hashes=("zz",)), block_size=8)
+        messages.request_message(RequestFacts(request_id="r", prompt_tokens=9, prefix_hashes=("zz",)), block_size=8)
     with pytest.raises(ValueError, match="^block_size"):
         messages.request_message(REQUEST)
 

@@ -1,0 +1,447 @@
+"""Scripted sidecars, and a plain driver of decisions over them on a virtual clock: the reference for all other drivers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from predictor.forecast import Forecast
+from scheduler.candidate import CandidateStatus
+from scheduler.candidates import RequestIndicators
+from scheduler.circuit import CircuitState
+from scheduler.core import DecisionRules, SchedulerCore
+from scheduler.decision import Answer, Ask, Decision, Intention, Placed, Reserve, Shed, Wait
+from scheduler.explanation import why
+from scheduler.instances import InstanceDirectory, InstanceStatus
+from scheduler.placement import PlacementRequest
+
+EPOCH = 7
+TTFT_S = 0.1
+PROMPT_TOKENS = 10
+FIRST_S = 100.0  # the time at which every script begins
+NOTES = {
+    CandidateStatus.LATE: "no reply within 50 ms",
+    CandidateStatus.DOWN: "cannot be reached",
+    CandidateStatus.INVALID: "its reply is malformed",
+    CandidateStatus.REFUSED: "prompt_tokens: too many",
+    CandidateStatus.STOPPED: "its engine is down",
+}
+
+HAVE_VERSIONS = (CandidateStatus.FORECAST, CandidateStatus.REFUSED, CandidateStatus.STOPPED)  # replies, not failures
+
+
+def forecast_of(e2e_s: float, *, queue_s: float = 0.0, delays: bool = False, ttft_s: float = TTFT_S) -> Forecast:
+    """A forecast with delays in proportion to its time, where they are asked for."""
+    return Forecast(
+        request_id="",
+        ttft_s=queue_s + ttft_s,
+        e2e_s=queue_s + e2e_s,
+        tpot_s=0.01,
+        queue_s=queue_s,
+        output_tokens=100,
+        num_preemptions=0,
+        prefix_hit_tokens=0,
+        delay_sum_s=2.0 * queue_s if delays else None,
+        delay_worst_s=queue_s if delays else None,
+        others_preempted=0 if delays else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """How an instance replies to one call about one request; a failed one has a status other than FORECAST."""
+
+    after_s: float = 0.0
+    status: CandidateStatus = CandidateStatus.FORECAST
+    others_first: int = 0  # reservations of other schedulers that come before this one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A request of a script, and how each instance replies to forecast calls and to reservations for it, in order."""
+
+    after_s: float
+    forecasts: Mapping[str, Sequence[Reply]] = field(default_factory=dict)  # the last one is repeated
+    reservations: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedInstance:
+    """An instance of a script, and after how long requests finish there."""
+
+    name: str
+    e2e_s: float = 2.0
+    num_running: int = 1
+    draining: bool = False
+    engine_failed: bool = False
+    finishes_s: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """All that decisions depend on, other than their rules."""
+
+    policy: str
+    instances: Sequence[ScriptedInstance]
+    arrivals: Sequence[Arrival]
+    per_reservation_s: float = 0.3
+    deadline_s: float = 0.05
+    max_conflicts: int = 10
+    max_held: int = 1000
+    forecast_always: bool = False
+    seed: int = 3
+
+    @property
+    def rules(self) -> DecisionRules:
+        """The rules of the core."""
+        return DecisionRules(
+            max_conflicts=self.max_conflicts, max_held=self.max_held, forecast_always=self.forecast_always
+        )
+
+
+class Sidecar:
+    """The sidecar of a scripted instance: it counts reservations as real ones do."""
+
+    def __init__(self, instance: ScriptedInstance, script: Script) -> None:
+        """Start without a reservation."""
+        self.instance, self.script, self.name = instance, script, instance.name
+        self.version = self.num_held = self.num_finished = 0
+        self._asked: dict[tuple[str, int], int] = {}
+
+    def next_reply(self, kind: str, request: int) -> Reply:
+        """Look up how it replies to the next call about a request."""
+        replies = getattr(self.script.arrivals[request], kind).get(self.name) or [Reply()]
+        number = self._asked.get((kind, request), 0)
+        self._asked[kind, request] = number + 1
+        return replies[min(number, len(replies) - 1)]
+
+    def forecast(self, *, delays: bool = False) -> Forecast:
+        """Forecast a request behind all that are reserved."""
+        queue_s = self.script.per_reservation_s * self.num_held
+        return forecast_of(self.instance.e2e_s, queue_s=queue_s, delays=delays)
+
+    def answer(self, reply: Reply, *, delays: bool) -> Answer:
+        """Answer a forecast call now."""
+        if reply.status is CandidateStatus.FORECAST:
+            return Answer(reply.status, self.forecast(delays=delays), self.version, EPOCH)
+        version, epoch = (self.version, EPOCH) if reply.status in HAVE_VERSIONS else (0, 0)
+        return Answer(reply.status, None, version, epoch, NOTES[reply.status])
+
+    def reserve(self, reply: Reply, if_version: int | None) -> str:
+        """Reserve now, unless others came first, or the script refuses; return the result."""
+        self.version += reply.others_first
+        self.num_held += reply.others_first
+        if reply.status is not CandidateStatus.FORECAST:
+            return "refused"
+        if if_version is not None and if_version != self.version:
+            return "conflict"
+        self.version += 1
+        self.num_held += 1
+        return "reserved"
+
+    def finish(self) -> None:
+        """Finish a request."""
+        self.num_held = max(0, self.num_held - 1)
+        self.num_finished += 1
+
+    def indicators(self) -> dict[str, float]:
+        """Report how busy it is."""
+        return {
+            "num_running": float(self.instance.num_running),
+            "num_waiting": 0.0,
+            "num_reserved": float(self.num_held),
+            "queued_prefill_tokens": float(PROMPT_TOKENS * self.num_held),
+            "num_finished_total": float(self.num_finished),
+        }
+
+
+# What was decided.
+
+
+@dataclass
+class Record:
+    """What decisions did, in the order in which it happened, and when."""
+
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    last: dict[str, str] = field(default_factory=dict)
+
+    def take(self, decision: Decision, intention: Intention, now_s: float | None) -> None:
+        """Record an intention; a decision that goes on waiting is recorded once."""
+        name = decision.request.request_id or f"r{decision.request.number}"
+        kind = type(intention).__name__
+        if kind == "Wait" and self.last.get(name) == "Wait":
+            return
+        self.last[name] = kind
+        self.decisions[name] = decision
+        self.steps.append((name, kind, *_details(intention)))
+        if now_s is not None:
+            self.times_s.append(now_s)
+
+
+def _details(intention: Intention) -> tuple[Any, ...]:
+    if isinstance(intention, Ask):
+        return intention.instance_ids, intention.with_delays
+    if isinstance(intention, Reserve):
+        return intention.instance_id, intention.if_version, intention.if_epoch, times_of(intention.forecast)
+    if isinstance(intention, Shed):
+        return type(intention.error).__name__, str(intention.error)
+    if isinstance(intention, Placed):
+        return explained(intention.decision)
+    return ()
+
+
+def times_of(forecast: Forecast | None) -> tuple[float, ...] | None:
+    """The numbers of a forecast; those that cross the wire are equal but for rounding."""
+    if forecast is None:
+        return None
+    values = (forecast.queue_s, forecast.ttft_s, forecast.e2e_s, forecast.delay_sum_s)
+    return tuple(-1.0 if value is None else round(value, 6) for value in values)
+
+
+def explained(decision: Decision) -> tuple[Any, ...]:
+    """A placement with its explanation."""
+    placement = decision.placement
+    return (
+        placement.instance_id,
+        placement.basis,
+        placement.reserved_for_s,
+        placement.num_conflicts,
+        times_of(placement.forecast),
+        tuple(placement.next_best),
+        why(placement, len(decision.core.instances.by_id)),
+        tuple(
+            (
+                one.instance_id,
+                one.status,
+                None if one.score is None else "nan" if math.isnan(one.score) else round(one.score, 6),
+                one.admits,
+                one.engine_failed,
+                one.note,
+                times_of(one.predicted),
+                {name: round(value, 6) for name, value in one.read.items() if value == value},  # noqa: PLR0124 - NaN
+                dict(one.indicators),
+                one.num_unseen,
+                round(one.age_s, 4),
+            )
+            for one in decision.candidates()
+        ),
+    )
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Record the intentions of all decisions, whichever driver carries them out."""
+    with mock.patch.multiple(Decision, **{name: _recorded(name, record) for name in EVENTS}):
+        yield
+
+
+EVENTS = ("start", "answers", "answers_in_columns", "conflict", "reservation_failed", "tick", "reserved")
+
+
+def _recorded(name: str, record: Record) -> Callable[..., Intention]:
+    original = getattr(Decision, name)
+
+    def event(decision: Decision, *arguments: Any, **options: Any) -> Intention:
+        intention: Intention = original(decision, *arguments, **options)
+        times = [value for value in arguments if isinstance(value, float)] if name != "reserved" else []
+        record.take(decision, intention, times[-1] if times else None)
+        return intention
+
+    return event
+
+
+# The reference.
+
+
+def core_of(script: Script, sidecars: Mapping[str, Sidecar]) -> SchedulerCore:
+    """A core that knows the instances of a script."""
+    directory = InstanceDirectory()
+    never_open = {"failures_to_open": 1 << 30}
+    directory.update(
+        InstanceStatus(
+            instance_id=one.instance.name,
+            is_draining=one.instance.draining,
+            connection=CircuitState(**never_open),
+            sidecar=CircuitState(**never_open),
+            engine=CircuitState(**never_open),
+        )
+        for one in sidecars.values()
+    )
+    fail_engines(script, directory)
+    random = np.random.default_rng(script.seed).random
+    return SchedulerCore(script.policy, directory, random=random, rules=script.rules, seed=script.seed)
+
+
+def fail_engines(script: Script, directory: InstanceDirectory) -> None:
+    """Have the engines fail that the script says so of, for longer than it lasts."""
+    for one in script.instances:
+        if one.engine_failed:
+            engine = directory.by_id[one.name].engine
+            engine.num_failures, engine.retry_at_s = engine.failures_to_open, math.inf
+            directory.suspect(one.name)
+
+
+class ReferenceDriver:
+    """Drives decisions on a virtual clock; every wait is a generator's `yield` of the time at which it goes on."""
+
+    def __init__(self, script: Script, *, fresh: bool = False) -> None:
+        """Prepare a script; with `fresh` indicators decisions always see the instances as they are."""
+        self.script = script
+        self.sidecars = {one.name: Sidecar(one, script) for one in script.instances}
+        self.core = core_of(script, self.sidecars)
+        self.now_s = FIRST_S
+        self._fresh = fresh
+        self._watches = self.core.policy.needs_reported or self.core.policy.needs_prefix
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = count()
+        self._processes: dict[Decision, Callable[[], object]] = {}
+
+    def run(self) -> None:
+        """Run the script to its end."""
+        for sidecar in self.sidecars.values():
+            self._report(sidecar)
+            for after_s in sidecar.instance.finishes_s:
+                self.at(FIRST_S + after_s, lambda sidecar=sidecar: (sidecar.finish(), self._report(sidecar)))
+        for number, arrival in enumerate(self.script.arrivals):
+            self.at(FIRST_S + arrival.after_s, lambda number=number: self._arrive(number))
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+            while self.core.ready:
+                self._processes[self.core.ready.popleft()]()
+
+    def at(self, time_s: float, event: Callable[[], object]) -> None:
+        """Have something happen at a time."""
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    def _arrive(self, number: int) -> None:
+        arrival = self.script.arrivals[number]
+        decision = self.core.decision(
+            PlacementRequest(
+                request_id=f"r{number}",
+                number=number if self._fresh else -1,
+                indicators=RequestIndicators(prompt_tokens=PROMPT_TOKENS, tag_tokens=9.0),
+                prefix_hits=np.zeros(len(self.sidecars)) if self._fresh else None,
+                excluded=arrival.excluded,
+                dry_run=arrival.dry_run,
+                arrived_s=self.now_s,
+            )
+        )
+        process = self._process(decision, number)
+        turn = 0
+
+        def go_on(expected: int | None = None) -> None:
+            nonlocal turn
+            if expected not in (None, turn):
+                return  # it was woken before
+            turn += 1
+            for until_s in process:
+                if until_s < math.inf:
+                    self.at(max(self.now_s, until_s), lambda expected=turn: go_on(expected))
+                break
+
+        self._processes[decision] = go_on
+        go_on()
+
+    def _process(self, decision: Decision, number: int) -> Generator[float, None, None]:
+        self._refresh()
+        intention = decision.start(self.now_s)
+        while not isinstance(intention, Placed | Shed):
+            if isinstance(intention, Ask):
+                answers = yield from self._ask(intention, number)
+                intention = decision.answers(answers, self.now_s)
+            elif isinstance(intention, Reserve):
+                intention = yield from self._reserve(intention, decision, number)
+            elif isinstance(intention, Wait):
+                yield intention.until_s
+                self._refresh()
+                intention = decision.tick(self.now_s)
+        if isinstance(intention, Placed) and decision.reserved_for_s is None and not decision.request.dry_run:
+            placed = decision.placement.instance_id
+            self.core.instances.by_id[placed].num_unseen += 1
+            self.core.instances.table.sent(placed, self.now_s, prefill_tokens=PROMPT_TOKENS)
+
+    def _ask(self, intention: Ask, number: int) -> Generator[float, None, dict[str, Answer]]:
+        start_s, answers = self.now_s, {}
+        replies = {name: self.sidecars[name].next_reply("forecasts", number) for name in intention.instance_ids}
+        for name, reply in sorted(replies.items(), key=lambda one: one[1].after_s):
+            if reply.status is not CandidateStatus.LATE:
+                if reply.after_s:
+                    yield start_s + reply.after_s
+                answers[name] = self.sidecars[name].answer(reply, delays=intention.with_delays)
+        if len(answers) < len(replies):
+            yield start_s + self.script.deadline_s
+        for name, reply in replies.items():
+            late = reply.status is CandidateStatus.LATE
+            answers[name] = self._heard(name, Answer(reply.status, note=NOTES[reply.status]) if late else answers[name])
+        return answers
+
+    def _heard(self, name: str, answer: Answer) -> Answer:
+        """Note the count of reservations that an answer carries, and have failing instances looked at."""
+        if answer.epoch:
+            self.core.instances.by_id[name].versions.report(answer.version, answer.epoch)
+        else:
+            self.core.instances.suspect(name)
+        return answer
+
+    def _reserve(self, intention: Reserve, decision: Decision, number: int) -> Generator[float, None, Intention]:
+        name, sidecar = intention.instance_id, self.sidecars[intention.instance_id]
+        status, table = self.core.instances.by_id[name], self.core.instances.table
+        reply = sidecar.next_reply("reservations", number)
+        start_s = self.now_s
+        counted = table.in_flight(name, start_s, prefill_tokens=PROMPT_TOKENS, blocks=1)
+        with status.versions.claimed(intention.if_version), nullcontext() if self._fresh else counted:
+            if reply.status is CandidateStatus.LATE:
+                yield start_s + self.script.deadline_s
+            elif reply.after_s:
+                yield start_s + reply.after_s
+            result = sidecar.reserve(reply, intention.if_version)
+            if reply.status in HAVE_VERSIONS:
+                status.versions.report(sidecar.version, EPOCH)
+            else:
+                self.core.instances.suspect(name)
+            if reply.status is CandidateStatus.STOPPED:
+                self.core.instances.engine_failed(name, self.now_s)
+        if result == "reserved":
+            return decision.reserved(10.0)
+        if result == "conflict":
+            return decision.conflict(
+                Answer(CandidateStatus.FORECAST, sidecar.forecast(), sidecar.version, EPOCH), self.now_s
+            )
+        counts = reply.status is not CandidateStatus.STOPPED
+        return decision.reservation_failed(reply.status, NOTES[reply.status], self.now_s, counts=counts)
+
+    # What instances report by themselves.
+
+    def _report(self, sidecar: Sidecar) -> None:
+        if not self._watches or self._fresh:
+            return
+        status = self.core.instances.by_id[sidecar.name]
+        status.indicators, status.reported_s, status.num_unseen = sidecar.indicators(), self.now_s, 0
+        self.core.instances.table.replace(sidecar.name, status.indicators, self.now_s)
+        status.versions.report(sidecar.version, EPOCH)
+
+    def _refresh(self) -> None:
+        if self._fresh:
+            for name, sidecar in self.sidecars.items():
+                self.core.instances.table.replace(name, sidecar.indicators(), self.now_s)
+
+
+def reference(script: Script, *, fresh: bool = False) -> Record:
+    """What the decisions of a script are."""
+    record = Record()
+    with recording(record):
+        ReferenceDriver(script, fresh=fresh).run()
+    return record
