@@ -15,7 +15,7 @@ from pathlib import Path
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
-from scheduler.provisioning.planner import DRAIN, NOTHING, START, Decision
+from scheduler.provisioning.planner import DRAIN, NOTHING, START, ScalingDecision
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
@@ -294,7 +294,7 @@ class Leader:
 
     # Plans.
 
-    def decide(self, rule: str = "") -> Decision:
+    def decide(self, rule: str = "") -> ScalingDecision:
         """Say what would be done now."""
         roster = self.roster()
         made = self._pool.rule_named(rule) if rule else None
@@ -307,8 +307,13 @@ class Leader:
         fixed = self._hook.leavers(ready, len(decision.instance_ids))
         if fixed is None:
             return decision
-        return Decision(kind=DRAIN, instance_ids=tuple(fixed), num_present=decision.num_present, why=decision.why,
-                        numbers=decision.numbers)  # fmt: skip
+        return ScalingDecision(
+            kind=DRAIN,
+            instance_ids=tuple(fixed),
+            num_present=decision.num_present,
+            why=decision.why,
+            numbers=decision.numbers,
+        )
 
     def _num_starting(self, roster: Roster) -> int:
         waiting = [] if self._journal is None else self._journal.under_way()
@@ -318,7 +323,7 @@ class Leader:
             if action.kind == pb.ACTION_KIND_START and action.state == pb.ACTION_STATE_WRITTEN
         )
 
-    def action_from(self, decision: Decision, action_id: str, rule: str = "") -> pb.Action:
+    def action_from(self, decision: ScalingDecision, action_id: str, rule: str = "") -> pb.Action:
         """Write a decision down."""
         return pb.Action(
             action_id=action_id,
