@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from predictor.config import require_count
 from scheduler.provisioning import rule_from
-from scheduler.provisioning.limits import Aims, ScalingLimits, require_times
-from scheduler.provisioning.observed import Observed, Placed
+from scheduler.provisioning.history import PlacedRequest, PoolHistory
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives, require_times
 from scheduler.provisioning.planner import DRAIN, START, Planner
 from simulator import kernels
 from simulator.assembly import simulation
@@ -34,7 +34,7 @@ class AutoscalingOptions:
     rule: str = STATIC
     first: int = 6  # initial number of instances
     cold_start_s: float = 60.0
-    aims: Aims = field(default_factory=Aims)
+    objectives: ScalingObjectives = field(default_factory=ScalingObjectives)
     limits: ScalingLimits = field(default_factory=ScalingLimits)
     schedule: str = ""
 
@@ -44,10 +44,12 @@ class AutoscalingOptions:
         require_times(self, "cold_start_s")
         if self.first > self.limits.max_instances:
             raise ValueError(f"first: {self.first} is more than max_instances {self.limits.max_instances}")
-        if self.cold_start_s > self.aims.horizon_s:
-            raise ValueError(f"cold_start_s: {self.cold_start_s:g} is longer than horizon_s {self.aims.horizon_s:g}")
+        if self.cold_start_s > self.objectives.horizon_s:
+            raise ValueError(
+                f"cold_start_s: {self.cold_start_s:g} is longer than horizon_s {self.objectives.horizon_s:g}"
+            )
         if self.rule != STATIC:
-            rule_from(self.rule, self.aims, self.schedule)
+            rule_from(self.rule, self.objectives, self.schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +104,11 @@ class SimulatedProvisioner:
         """Remove all but the initial instances, and schedule the first tick."""
         self.changes: list[Change] = []
         self._sim, self._options = sim, options
-        self._observed = Observed(options.aims, options.limits)
+        self._observed = PoolHistory(options.objectives, options.limits)
         self._planner = None
         if options.rule != STATIC:
             self._planner = Planner(
-                rule_from(options.rule, options.aims, options.schedule), options.limits, self._observed
+                rule_from(options.rule, options.objectives, options.schedule), options.limits, self._observed
             )
         self._names = list(sim.schedulers[0].table.known.instance_ids)
         self._requested_s = dict.fromkeys(range(options.first), 0.0)  # of all instances that are paid for
@@ -127,9 +129,9 @@ class SimulatedProvisioner:
     def _placed(self, number: int, index: int, now_s: float, ends_s: npt.NDArray[np.float64]) -> None:
         next_best = np.partition(ends_s, 1)[1] if len(ends_s) > 1 else math.nan
         lengths = self._sim.work.lengths
-        self._observed.placed(
+        self._observed.add_placement(
             now_s,
-            Placed(
+            PlacedRequest(
                 request_id=str(number),
                 instance_id=self._names[index],
                 prompt_tokens=int(lengths.prompt_tokens[number]),
@@ -175,7 +177,7 @@ class SimulatedProvisioner:
             sim.find_places()
         else:
             return
-        planner.done(now_s, decision)
+        planner.applied(now_s, decision)
         self.changes.append(Change(time_s=now_s, num_present=decision.num_desired, why=decision.why))
 
     def _observe_finished(self, now_s: float) -> None:
@@ -187,7 +189,7 @@ class SimulatedProvisioner:
         finished_s = sim.requests.outcomes.finished_s[numbers]
         ended = (finished_s >= 0) & (finished_s <= now_s)
         for number, end_s in zip(numbers[ended].tolist(), finished_s[ended].tolist(), strict=True):
-            self._observed.ended(now_s, str(number), end_s - float(sim.work.arrival_s[number]))
+            self._observed.add_end(now_s, str(number), end_s - float(sim.work.arrival_s[number]))
         self._open = numbers[~ended]
 
     def _remove_drained(self, now_s: float) -> None:

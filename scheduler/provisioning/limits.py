@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from scheduler.provisioning.load import InstanceCapacity
@@ -83,7 +83,3 @@ def require_times(values: object, *names: str) -> None:
         value = getattr(values, name)
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}: must be a time from 0 on, not {value}")
-
-
-LIMIT_NAMES = tuple(spec.name for spec in fields(ScalingLimits))
-OBJECTIVE_NAMES = tuple(spec.name for spec in fields(ScalingObjectives))

@@ -15,7 +15,7 @@ from pathlib import Path
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
-from scheduler.provisioning.planner import DRAIN, NOTHING, START, Decision
+from scheduler.provisioning.planner import DRAIN, NOTHING, START, ScalingDecision
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
@@ -123,7 +123,7 @@ class Leader:
             self._adopt(journal, {one.instance_id: one for one in found})
         now_s = time.time()
         conditions = await self._sidecars.conditions(self._roster.in_state(STARTING))
-        timeout_s = self._pool.observed.cold_starts.given_up_after_s
+        timeout_s = self._pool.history.cold_starts.given_up_after_s
         for member in self._roster.in_state(STARTING):
             if conditions.get(member.instance_id, Condition()).is_ready:
                 self._became_ready(member, now_s)
@@ -165,7 +165,7 @@ class Leader:
 
     def _became_ready(self, member: Member, now_s: float) -> None:
         took_s = now_s - member.asked_unix_s
-        self._pool.observed.cold_starts.measured(took_s)
+        self._pool.history.cold_starts.measured(took_s)
         self._roster.change(member.instance_id, now_s, state=READY)
         log_event(log, logging.INFO, "instance ready", instance=member.instance_id, cold_start_s=round(took_s, 3))
 
@@ -295,7 +295,7 @@ class Leader:
 
     # Plans.
 
-    def decide(self, rule: str = "") -> Decision:
+    def decide(self, rule: str = "") -> ScalingDecision:
         """Return what would be done now."""
         roster = self.roster()
         other_rule = self._pool.rule_named(rule) if rule else None
@@ -308,8 +308,13 @@ class Leader:
         fixed = self._hook.fixed_choice(ready, len(decision.instance_ids))
         if fixed is None:
             return decision
-        return Decision(kind=DRAIN, instance_ids=tuple(fixed), num_present=decision.num_present, why=decision.why,
-                        numbers=decision.numbers)  # fmt: skip
+        return ScalingDecision(
+            kind=DRAIN,
+            instance_ids=tuple(fixed),
+            num_present=decision.num_present,
+            why=decision.why,
+            numbers=decision.numbers,
+        )
 
     def _num_starting(self, roster: Roster) -> int:
         waiting = [] if self._journal is None else self._journal.under_way()
@@ -319,7 +324,7 @@ class Leader:
             if action.kind == pb.ACTION_KIND_START and action.state == pb.ACTION_STATE_WRITTEN
         )
 
-    def action_from(self, decision: Decision, action_id: str, rule: str = "") -> pb.Action:
+    def action_from(self, decision: ScalingDecision, action_id: str, rule: str = "") -> pb.Action:
         """Convert a decision to an action."""
         return pb.Action(
             action_id=action_id,
@@ -364,5 +369,5 @@ class Leader:
         now = self._pool.state(len(self._roster.in_state(READY)), len(self._roster.in_state(STARTING)))
         self._metrics.forecast_s.labels(pool).set(now.forecast_p_s)
         self._metrics.arrivals.labels(pool).set(now.trend.level_per_s)
-        if self._pool.observed.cold_starts.num_measured:
+        if self._pool.history.cold_starts.num_measured:
             self._metrics.cold_start_s.labels(pool).set(now.cold_start_s)

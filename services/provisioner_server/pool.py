@@ -8,8 +8,8 @@ import time
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning import rule_from
-from scheduler.provisioning.observed import Observed, Placed
-from scheduler.provisioning.planner import Decision, Planner
+from scheduler.provisioning.history import PlacedRequest, PoolHistory
+from scheduler.provisioning.planner import Planner, ScalingDecision
 from scheduler.provisioning.pool_state import PoolState, Rule
 from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.settings import ProvisionerSettings
@@ -25,14 +25,14 @@ class Pool:
     def __init__(self, settings: ProvisionerSettings, metrics: ProvisionerMetrics) -> None:
         """Start without requests."""
         self.settings = settings
-        self.observed = Observed(settings.aims, settings.limits)
+        self.history = PoolHistory(settings.objectives, settings.limits)
         self._metrics = metrics
-        self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.observed)
+        self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.history)
         self._sequences: dict[str, int] = {}
 
     def rule_named(self, name: str) -> Rule:
         """Make a rule by its name."""
-        return rule_from(name, self.settings.aims, self.settings.schedule if "schedule" in name else "")
+        return rule_from(name, self.settings.objectives, self.settings.schedule if "schedule" in name else "")
 
     def receive(self, report: pb.ReportRequest) -> bool:
         """Take a report; a repeated one, or one of another pool, is ignored."""
@@ -59,7 +59,7 @@ class Pool:
             whole = outcome.finish_reason in ENDED and outcome.HasField("e2e_s")
             if whole and not (math.isfinite(outcome.e2e_s) and outcome.e2e_s >= 0):
                 raise ValueError(f"outcome.e2e_s: must be a time from 0 on, not {outcome.e2e_s}")
-            self.observed.ended(now_s, outcome.request_id, outcome.e2e_s if whole else None)
+            self.history.add_end(now_s, outcome.request_id, outcome.e2e_s if whole else None)
             return True
         return False
 
@@ -70,9 +70,9 @@ class Pool:
         require_name("placement.instance_id", placement.instance_id)
         if math.isnan(placement.forecast.e2e_s) or placement.forecast.e2e_s < 0:
             raise ValueError(f"placement.forecast.e2e_s: must be a time from 0 on, not {placement.forecast.e2e_s}")
-        self.observed.placed(
+        self.history.add_placement(
             now_s,
-            Placed(
+            PlacedRequest(
                 request_id=placement.request_id,
                 instance_id=placement.instance_id,
                 prompt_tokens=placement.prompt_tokens,
@@ -85,17 +85,15 @@ class Pool:
 
     def state(self, num_ready: int, num_starting: int) -> PoolState:
         """Return the present state of the pool."""
-        return self.observed.situation(
-            time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time()
-        )
+        return self.history.state(time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time())
 
-    def plan(self, ready: list[str], num_starting: int, rule: Rule | None = None) -> Decision:
+    def plan(self, ready: list[str], num_starting: int, rule: Rule | None = None) -> ScalingDecision:
         """Return what is to be done now."""
         return self._planner.plan(time.monotonic(), ready, num_starting, unix_s=time.time(), rule=rule)
 
-    def started(self, decision: Decision) -> None:
+    def started(self, decision: ScalingDecision) -> None:
         """Note that a decision is being carried out."""
-        self._planner.done(time.monotonic(), decision)
+        self._planner.applied(time.monotonic(), decision)
 
     def cooldown_left_s(self) -> float:
         """Return the time during which nothing more is started."""

@@ -58,7 +58,7 @@ class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
             max_instances=settings.limits.max_instances,
             arrivals_per_s=now.trend.level_per_s,
             forecast_p99_e2e_s=now.forecast_p_s,
-            cold_start_s=now.cold_start_s if self._pool.observed.cold_starts.num_measured else 0.0,
+            cold_start_s=now.cold_start_s if self._pool.history.cold_starts.num_measured else 0.0,
             under_way=under_way,
             cooldown_left_s=self._pool.cooldown_left_s(),
         )

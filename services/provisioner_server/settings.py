@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from scheduler.provisioning import RULE_NAMES, rule_from
-from scheduler.provisioning.limits import Aims, ScalingLimits
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from services.rpc.messages import require_name
 from services.settings import PORTS, Nested, Option
 
@@ -28,7 +28,7 @@ class ProvisionerSettings:
         str, f"Rule that sizes the pool: one of {', '.join(RULE_NAMES)}, or several joined by + (the largest counts)."
     ] = "headroom"
     schedule: Annotated[str, "Times of the rule `schedule`, in UTC: 'mon-fri 07:30-19:00=8; 00:00-07:30=2'."] = ""
-    aims: Annotated[Aims, Nested()] = field(default_factory=Aims)
+    objectives: Annotated[ScalingObjectives, Nested()] = field(default_factory=ScalingObjectives)
     limits: Annotated[ScalingLimits, Nested()] = field(default_factory=ScalingLimits)
     provisioner_id: Annotated[str, Option("Name of this provisioner.", unset="HOSTNAME/PID")] = ""
     tick_s: Annotated[float, "Interval between two evaluations of the rule, in seconds."] = 1.0
@@ -47,7 +47,7 @@ class ProvisionerSettings:
         require_name("pool", self.pool)
         if not all(character.isalnum() or character in "-_." for character in self.pool):
             raise ValueError(f"pool: {self.pool!r} must be of letters, digits, dots, dashes and underscores")
-        rule_from(self.rule, self.aims, self.schedule)
+        rule_from(self.rule, self.objectives, self.schedule)
         for name in ("tick_s", "drain_s", "settle_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

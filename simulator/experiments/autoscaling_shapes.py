@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.provisioning import RULE_NAMES, SCHEDULE
-from scheduler.provisioning.limits import Aims, ScalingLimits
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, Change, simulate_provisioned
 from simulator.experiments.source_digest import digest_of
 from simulator.metrics import latencies
@@ -175,7 +175,7 @@ def _code(rule: str) -> str:
 def _options(run: ShapeRun, scenario: Scenario) -> AutoscalingOptions:
     name, _, number = run.rule.partition("@")
     config = scenario.units()[0].config
-    aims = Aims(
+    objectives = ScalingObjectives(
         threshold_s=float(number) if number and name != SCHEDULE else THRESHOLD_S,
         cold_start_s=run.shape.cold_start_s,
         seats=config.max_num_seqs,
@@ -185,7 +185,7 @@ def _options(run: ShapeRun, scenario: Scenario) -> AutoscalingOptions:
         rule=name,
         first=run.max_instances if name == STATIC else run.shape.first,
         cold_start_s=run.shape.cold_start_s,
-        aims=aims,
+        objectives=objectives,
         limits=ScalingLimits(
             max_instances=run.max_instances, shrink=name not in PAPER_RULES, cooldown_s=COOLDOWN_S, calm_s=120.0
         ),

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.provisioning.limits import Aims, ScalingLimits
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, ProvisionedRun, simulate_provisioned
 from simulator.metrics import latencies
 from simulator.workload import Workload, by_schedule, poisson_gaps, workload
 from tests.simulator.small_clusters import A30, lengths, units
 
-AIMS = Aims(threshold_s=8.0, cold_start_s=10.0, seats=8)
+OBJECTIVES = ScalingObjectives(threshold_s=8.0, cold_start_s=10.0, seats=8)
 
 
 def burst(num: int = 3000, seed: int = 0) -> Workload:
@@ -26,7 +26,9 @@ def burst(num: int = 3000, seed: int = 0) -> Workload:
 def run(rule: str, work: Workload, **changes: Any) -> ProvisionedRun:
     """Serve a workload with up to six small instances."""
     limits = ScalingLimits(max_instances=6, cooldown_s=5.0, calm_s=30.0, shrink=rule == "headroom")
-    options = replace(AutoscalingOptions(rule=rule, first=1, cold_start_s=10.0, aims=AIMS, limits=limits), **changes)
+    options = replace(
+        AutoscalingOptions(rule=rule, first=1, cold_start_s=10.0, objectives=OBJECTIVES, limits=limits), **changes
+    )
     return simulate_provisioned(units(6, A30), work, "block", options)
 
 

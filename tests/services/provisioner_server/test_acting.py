@@ -171,7 +171,7 @@ def test_an_instance_is_removed_only_without_requests(tmp_path: Path) -> None:
         one._sidecars.condition = Condition(is_ready=True, num_requests=4)
         one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=2, num_enough=2, why="two")
         one._pool._planner._limits = replace(one._pool._planner._limits, calm_s=0.0)
-        one._pool.observed.cold_starts = type(one._pool.observed.cold_starts)(0.0)
+        one._pool.history.cold_starts = type(one._pool.history.cold_starts)(0.0)
         await ticks(one, 6)
         listed = json.loads((tmp_path / "instances.json").read_text())["instances"]
         assert sorted(instance["state"] for instance in listed) == ["draining", "ready", "ready"]

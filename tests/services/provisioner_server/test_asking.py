@@ -17,8 +17,8 @@ from tests.services.cli.running import block, refusal
 from tests.services.provisioner_server.acting import RecordingHook, leader
 from tests.services.waiting import run, until
 
-START = "there are to be at least 2"
-QUIET = "nothing is known of requests yet"
+START = "fewer instances than min_instances 2"
+QUIET = "no requests observed yet"
 
 
 @asynccontextmanager
@@ -75,7 +75,7 @@ def test_an_operator_sees_status_plan_and_history_with_reasons(tmp_path: Path) -
             assert plan["actions"] == []
             assert plan["why"] == QUIET
             other = await output_of("plan", "--address", address, "--rule", "preempt")
-            assert other == "nothing: a forecast of 0.0 s stays below 70 s\n"
+            assert other == "nothing: the worst forecast, 0.0 s, is below the threshold of 70 s\n"
 
     run(test)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.provisioning.schedule import peaks_from
+from scheduler.provisioning.schedule import parse_schedule
 from services.result_files import write_report
 from simulator.autoscaling import STATIC, Change
 from simulator.experiments import autoscaling_shapes
@@ -109,7 +109,7 @@ def test_shapes_have_the_number_of_requests_of_their_rates() -> None:
 
 def test_a_shape_has_a_schedule_of_its_peaks() -> None:
     """Each minute has the instances that its highest rate needs."""
-    peaks = peaks_from(SHORT.peaks(2.5))
+    peaks = parse_schedule(SHORT.peaks(2.5))
     assert [(peak.from_s, peak.until_s, peak.num) for peak in peaks] == [(0.0, 120.0, 3)]
     step = next(shape for shape in autoscaling_shapes.ALL_SHAPES if shape.name == "step")
     assert step.peaks(4.0) == "00:00-00:05=3; 00:05-00:20=6"
