@@ -1,4 +1,4 @@
-"""Work in the background outlasts what nobody has foreseen."""
+"""Background work is restarted after unforeseen failures."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tests.services.waiting import PATIENCE_S
 
 
 def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None, None]], list[int]]:
-    """Work that fails so, one time after the other, and then ends; and how often it has been begun."""
-    begun: list[int] = []
+    """Work that fails in these ways, one per run, and then returns; and a list of its runs."""
+    runs: list[int] = []
 
     async def work() -> None:
-        begun.append(len(begun))
-        if len(begun) <= len(failures):
-            raise failures[len(begun) - 1]
+        runs.append(len(runs))
+        if len(runs) <= len(failures):
+            raise failures[len(runs) - 1]
 
-    return work, begun
+    return work, runs
 
 
-def test_it_is_told_and_begun_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Each failure is a line with its traceback; work that ends by itself has ended."""
-    work, begun = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
+def test_failed_work_is_logged_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure is a log line with its traceback; work that returns is not restarted."""
+    work, runs = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
     asyncio.run(supervised("counting", work, pause_s=0))
-    assert begun == [0, 1, 2, 3]
+    assert runs == [0, 1, 2, 3]
     assert [(one.levelno, one.fields["work"]) for one in caplog.records] == [(logging.ERROR, "counting")] * 3  # type: ignore[attr-defined]
     assert all(one.exc_info for one in caplog.records)
 
 
-def test_who_cancels_it_ends_it() -> None:
-    """Not even within the pause does it go on, nor where it fails while it ends."""
+def test_a_cancelled_task_ends() -> None:
+    """Also within the pause between two runs, and where the work fails while it is cancelled."""
 
     async def test() -> None:
-        working, ended, clumsily = asyncio.Event(), [], []
+        working, ended, failed_once = asyncio.Event(), [], []
 
         async def work() -> None:
             working.set()
@@ -46,25 +46,25 @@ def test_who_cancels_it_ends_it() -> None:
             finally:
                 ended.append(True)
 
-        async def clumsy() -> None:
+        async def failing_end() -> None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                if clumsily:
+                if failed_once:
                     raise
-                clumsily.append(True)
+                failed_once.append(True)
                 raise KeyError("b") from None
 
-        failed, begun = failing(KeyError("a"))
+        failed, runs = failing(KeyError("a"))
         tasks = [
             asyncio.create_task(supervised("waiting", work)), asyncio.create_task(supervised("pausing", failed)),
-            asyncio.create_task(supervised("failing in the end", clumsy, pause_s=0)),
+            asyncio.create_task(supervised("failing in the end", failing_end, pause_s=0)),
         ]  # fmt: skip
         await working.wait()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.cancelled() for task in tasks)
-        assert (ended, begun) == ([True], [0])
+        assert (ended, runs) == ([True], [0])
 
     asyncio.run(test())
