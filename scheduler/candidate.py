@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -122,24 +125,26 @@ def delayed(forecast: Forecast, num_reservations: int) -> Forecast:
     )
 
 
-FORECAST_FIELDS: Mapping[str, Callable[[Forecast], float | None]] = {
-    "predicted_ttft_s": lambda forecast: forecast.ttft_s,
-    "predicted_e2e_s": lambda forecast: forecast.e2e_s,
-    "predicted_tpot_s": lambda forecast: forecast.tpot_s,
-    "predicted_queue_s": lambda forecast: forecast.queue_s,
-    "predicted_preemptions": lambda forecast: forecast.num_preemptions,
-    "others_preempted": lambda forecast: forecast.others_preempted,
-    "delay_sum_s": lambda forecast: forecast.delay_sum_s,
-    "delay_worst_s": lambda forecast: forecast.delay_worst_s,
-    "prefix_hit_tokens": lambda forecast: forecast.prefix_hit_tokens,
+FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "predicted_ttft_s": attrgetter("ttft_s"),
+    "predicted_e2e_s": attrgetter("e2e_s"),
+    "predicted_tpot_s": attrgetter("tpot_s"),
+    "predicted_queue_s": attrgetter("queue_s"),
+    "predicted_preemptions": attrgetter("num_preemptions"),
+    "others_preempted": attrgetter("others_preempted"),
+    "delay_sum_s": attrgetter("delay_sum_s"),
+    "delay_worst_s": attrgetter("delay_worst_s"),
+    "prefix_hit_tokens": attrgetter("prefix_hit_tokens"),
 }
+UNKNOWN = SimpleNamespace(**dict.fromkeys((one.name for one in fields(Forecast)), None))
 
 
 def forecast_columns(forecasts: Sequence[Forecast | None], names: Collection[str]) -> dict[str, Column]:
     """Return the named fields of forecasts as columns; NaN where a field is unknown."""
-    return {name: np.array([_field(one, FORECAST_FIELDS[name]) for one in forecasts], np.float64) for name in names}
-
-
-def _field(forecast: Forecast | None, read: Callable[[Forecast], float | None]) -> float:
-    value = None if forecast is None else read(forecast)
-    return math.nan if value is None else value
+    try:
+        return {
+            name: np.array(list(map(FORECAST_FIELDS[name], forecasts)), np.float64) for name in names
+        }  # None is NaN
+    except AttributeError:
+        known: list[Any] = [UNKNOWN if one is None else one for one in forecasts]
+        return forecast_columns(known, names)

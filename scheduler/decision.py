@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import NoInstanceError
+from scheduler.instances import NoInstanceError, age_of
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
 from scheduler.policy import Policy
 
@@ -114,6 +115,10 @@ class Answer(NamedTuple):
     answered_s: float = 0.0
 
 
+STATUS_OF, FORECAST_IN = itemgetter(0), itemgetter(1)
+NO_ANSWER = Answer(CandidateStatus.LATE, note="no answer")
+
+
 class Decision:
     """The decision for one request. `ranking` and `candidates` explain it, as things were when it was made."""
 
@@ -130,7 +135,8 @@ class Decision:
     _asked: Ask | None = None
     _reads: Mapping[str, Column] = EMPTY
     _answers: Mapping[str, Answer] = EMPTY
-    _indicators: Mapping[str, tuple[Mapping[str, float], float, int]] = EMPTY  # with age and unseen
+    _indicators: Mapping[str, tuple[Mapping[str, float], float, float, int]] = EMPTY  # age, time, `num_unseen`
+    _seen_s = 0.0  # when these were kept
 
     # The decision's state.
     num_conflicts = 0
@@ -175,18 +181,23 @@ class Decision:
         looked, others = self._asked.candidates, self._asked.others
         self._asked = None
         self._answers = answers
-        late = Answer(CandidateStatus.LATE, note="no answer")
-        compared = [answers.get(name, late) for name in looked.instance_ids]
-        for position, answer in enumerate(compared):
-            if answer.status is not CandidateStatus.FORECAST:
-                self._set_aside(looked.instance_id(position), answer)
+        try:
+            compared = list(map(answers.__getitem__, looked.instance_ids))
+        except KeyError:
+            compared = [answers.get(name, NO_ANSWER) for name in looked.instance_ids]
         for name in others:
-            self._answer_of_other(self._others[name], answers.get(name, late))
-        kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
-        self._forecasts = [compared[position] for position in kept]
-        self._compared = looked if len(kept) == len(compared) else looked.only(np.array(kept, np.intp))
+            self._answer_of_other(self._others[name], answers.get(name, NO_ANSWER))
+        if list(map(STATUS_OF, compared)).count(CandidateStatus.FORECAST) == len(compared):
+            self._forecasts, self._compared = compared, looked
+        else:
+            for position, answer in enumerate(compared):
+                if answer.status is not CandidateStatus.FORECAST:
+                    self._set_aside(looked.instance_id(position), answer, now_s)
+            kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
+            self._forecasts = [compared[position] for position in kept]
+            self._compared = looked.only(np.array(kept, np.intp))
         if self.core.rules.explains:
-            self._keep_indicators(self._compared.instance_ids)
+            self._keep_indicators(self._compared.instance_ids, now_s)
         self._rank_forecasts()
         return self._decide(now_s)
 
@@ -211,6 +222,8 @@ class Decision:
             return self._failed_at(answer.status, answer.note, now_s)
         if isinstance(chosen, Candidate):
             chosen.version, chosen.epoch = answer.version, answer.epoch
+            status = self.core.instances.by_id.get(chosen.instance_id)
+            chosen.num_reserved_since = 0 if status is None else status.versions.since(answer.version, answer.epoch)
             chosen.forecast = _with_delays_of(chosen.forecast, answer.forecast)
         else:
             assert self._forecasts is not None
@@ -311,17 +324,23 @@ class Decision:
                 return self._wait(now_s)
         self._looked = looked = policy.shortlist(known) if num_known else known
         if policy.needs_forecast:
-            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
-            if len(looked) or others:
-                self._asked = Ask(looked, others, policy.needs_delays)
-                return self._asked
-            self._compared = looked
-            return self._decide(now_s)
+            return self._ask(looked, now_s)
         self._compared = looked
         if num_known:
             self._score()
             if core.rules.explains:
                 self._keep_what_was_read(looked)
+        return self._decide(now_s)
+
+    def _ask(self, looked: Candidates, now_s: float) -> Intention:
+        """Ask for forecasts: also engines that failed, which are compared with none."""
+        others: Sequence[str] = ()
+        if self._others:
+            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
+        if len(looked) or others:
+            self._asked = Ask(looked, others, self.policy.needs_delays)
+            return self._asked
+        self._compared = looked
         return self._decide(now_s)
 
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
@@ -344,30 +363,18 @@ class Decision:
         assert answers is not None
         if not answers:
             return
-        by_id = self.core.instances.by_id
-        self._since = [
-            by_id[name].versions.since(answer.version, answer.epoch) if name in by_id else 0
-            for name, answer in zip(compared.instance_ids, answers, strict=True)
-        ]
-        forecasts = self._predicted()
-        names = {*policy.forecast_fields, "predicted_e2e_s"}
-        if policy.needs_prefix:
-            names.add("prefix_hit_tokens")
-        known = compared.known
-        # What is derived from forecasts is derived anew.
-        self._compared = Candidates(
-            known=known,
-            now_s=compared.now_s,
-            request=compared.request,
-            rows=compared.rows,
-            columns={name: column for name, column in compared.columns.items() if name in INDEX_OF},
-            excluded_by=compared.excluded_by,
-        )
-        self._compared.add(forecast_columns(forecasts, names))
+        self._since = self.core.instances.reserved_since(compared, answers)
+        if self._scores is not None or policy.needs_prefix:  # what is derived from forecasts is derived anew
+            compared = self._compared = replace(
+                compared, columns={name: column for name, column in compared.columns.items() if name in INDEX_OF}
+            )
+        compared.add(forecast_columns(self._predicted(), policy.forecast_columns))
         self._score()
 
     def _predicted(self) -> list[Forecast | None]:
         answers, since = self._forecasts or [], self._since or []
+        if not any(since):
+            return list(map(FORECAST_IN, answers))
         return [
             answer.forecast if not num or answer.forecast is None else delayed(answer.forecast, num)
             for answer, num in zip(answers, since, strict=True)
@@ -393,7 +400,7 @@ class Decision:
         assert compared is not None
         instance_id = compared.instance_id(best)
         instances = self.core.instances
-        if instances.suspects:
+        if instances.suspects and instance_id in instances.by_id:
             instances.by_id[instance_id].engine.allows(now_s)
         if self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None)
@@ -425,7 +432,7 @@ class Decision:
             status.engine.allows(now_s)
         if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None)
-        return self._reserve(candidate.instance_id, self.core.instances.table.row_of[candidate.instance_id])
+        return self._reserve(candidate.instance_id, self.core.instances.table.row_of.get(candidate.instance_id, NONE))
 
     def _forecast_of_chosen(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take the forecast of an instance that was chosen without one."""
@@ -443,7 +450,7 @@ class Decision:
         compared, scores = self._compared, self._scores
         if compared is None or scores is None:
             return NONE
-        if self._admits is None and self._order is None and self._forecasts is None and not self._others:
+        if self._admits is None and self._order is None and not self._others:
             best = self.policy.best(compared, scores)
             if not self._never_finishes(best):
                 return best  # the first of the order, found faster
@@ -478,25 +485,25 @@ class Decision:
             return False
         assert self._compared is not None
         e2e_s = self._compared.columns.get("predicted_e2e_s")
-        return e2e_s is not None and bool(e2e_s[position] == math.inf)
+        return e2e_s is not None and e2e_s.item(position) == math.inf
 
     def _note_refusals(self, now_s: float) -> None:
         compared, admits = self._compared, self._admits
         assert compared is not None
         assert admits is not None
-        if self._may_wait:
+        if self._may_wait and compared.known is self.core.instances.table.known:  # else these rows are of another list
             rows = _rows(compared)
             self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
 
     # Instances that no policy compared.
 
-    def _set_aside(self, instance_id: str, answer: Answer) -> None:
+    def _set_aside(self, instance_id: str, answer: Answer, now_s: float) -> None:
         """Record that an instance cannot be compared, and why."""
         status = self.core.instances.by_id.get(instance_id)
         if status is None:
             self._add_other(Candidate(instance_id=instance_id, status=answer.status, note=answer.note))
             return
-        candidate = status.candidate(answer.status, answer.note, self._looked.now_s if self._looked else 0.0)
+        candidate = status.candidate(answer.status, answer.note, now_s)
         candidate.answered_s = answer.answered_s
         candidate.forecast, candidate.version, candidate.epoch = answer.forecast, answer.version, answer.epoch
         self._add_other(candidate)
@@ -675,10 +682,11 @@ class Decision:
         named = {one.instance_id for one in compared}
         others = [one for one in self._others.values() if one.instance_id not in named]
         named.update(one.instance_id for one in others)
-        left_out = [] if self._looked is None else list(self._looked.left_out())
+        looked = self._looked
+        left_out = [] if looked is None else list(looked.left_out())
         by_id = self.core.instances.by_id
         rest = [
-            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note)
+            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note, 0.0 if looked is None else looked.now_s)
             if name in by_id
             else Candidate(instance_id=name, status=CandidateStatus.NOT_SHORTLISTED, note=note)
             for name, note in left_out
@@ -705,7 +713,8 @@ class Decision:
         name = compared.instance_id(position)
         candidate = Candidate(instance_id=name, status=self._status_of_compared())
         if name in self._indicators:
-            candidate.indicators, candidate.age_s, candidate.num_unseen = self._indicators[name]
+            candidate.indicators, age_s, reported_s, candidate.num_unseen = self._indicators[name]
+            candidate.age_s = age_of(candidate.indicators, age_s, reported_s, self._seen_s)
         if self._scores is not None:
             candidate.score = float(self._scores[position])
         if self._admits is not None:
@@ -721,28 +730,38 @@ class Decision:
         candidate.age_s = candidate.read.pop("age_s", candidate.age_s)
         return candidate
 
-    def _keep_indicators(self, names: Sequence[str]) -> None:
+    def _keep_indicators(self, names: Sequence[str], now_s: float) -> None:
         """Keep the last known indicators of some instances; each report replaces them by another object."""
         by_id = self.core.instances.by_id
-        statuses = [by_id[name] for name in names if name in by_id]
-        self._indicators = {one.instance_id: (one.indicators, one.age_s, one.num_unseen) for one in statuses}
+        self._seen_s = now_s
+        self._indicators = {
+            name: (one.indicators, one.age_s, one.reported_s, one.num_unseen)
+            for name in names
+            if (one := by_id.get(name)) is not None
+        }
 
     def _keep_what_was_read(self, looked: Candidates) -> None:
         """Copy the indicators that the policy read: the table is updated in place."""
-        reads = {name: looked[name].copy() for name in self.policy.needs}
+        reads = {name: _own(looked[name]) for name in self.policy.needs}
+        looked.add(reads)  # a tie-break may be read again
         if self._scores is not None:
-            self._scores = self._scores.copy()
+            self._scores = _own(self._scores)
         age_s = looked["age_s"]
         self._reads = {**reads, "age_s": np.where(age_s < math.inf, age_s, 0.0)} if reads else {}
         names = looked.instance_ids
         if self._scores is not None and len(names) > MAX_EXPLAINED:
             best = self.policy.order(looked, self._scores)[:MAX_EXPLAINED].tolist()
             names = tuple(names[position] for position in best)
-        self._keep_indicators(names)
+        self._keep_indicators(names, looked.now_s)
 
 
 def _rows(candidates: Candidates) -> Rows:
     return np.arange(len(candidates)) if candidates.rows is None else candidates.rows
+
+
+def _own(column: Column) -> Column:
+    """Return a column that is no view of the table."""
+    return column if column.base is None else column.copy()
 
 
 def _with_delays_of(before: Forecast | None, forecast: Forecast) -> Forecast:

@@ -80,8 +80,10 @@ class InstanceTable:
 
     def sent(self, instance_id: str, now_s: float, *, prefill_tokens: float = 0.0, blocks: float = 0.0) -> None:
         """Count a request that was sent to an instance as reserved there, until the instance's next report."""
-        row = self.row_of[instance_id]
-        self.known.reported[IN_FLIGHT, row] += (1.0, blocks, prefill_tokens)
+        row, reported = self.row_of[instance_id], self.known.reported
+        for index, share in zip(IN_FLIGHT, (1.0, blocks, prefill_tokens), strict=True):
+            if share:
+                reported[index, row] += share
         self.known.sent_last_minute[row] += 1.0
         self._sent.append((now_s, instance_id))
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler.candidate import Candidate, CandidateStatus
-from scheduler.candidates import Rows
+from scheduler.candidates import Candidates, Rows
 from scheduler.circuit import CircuitState
 from scheduler.instance_table import InstanceTable
 from scheduler.reservation_versions import ReservationVersions
 
+if TYPE_CHECKING:
+    from scheduler.decision import Answer
+
+HEAD_OF, VERSION_OF = attrgetter("head"), itemgetter(2)
+NO_VERSIONS = ReservationVersions()  # of an instance that is gone; never written to
 MAX_MODELS = 1024  # whose rows are remembered
 ROLES = ("both", "prefill", "decode")
 
@@ -70,6 +77,10 @@ class InstanceStatus:
         """The last reported ratio of real to predicted step time."""
         return self.indicators.get("pace") or 1.0
 
+    def age_at(self, now_s: float) -> float:
+        """Return how old the last known indicators are at a time; those reported since are new."""
+        return age_of(self.indicators, self.age_s, self.reported_s, now_s)
+
     def candidate(self, status: CandidateStatus, note: str = "", now_s: float = 0.0) -> Candidate:
         """Return the instance as a candidate with its last known indicators."""
         return Candidate(
@@ -77,7 +88,7 @@ class InstanceStatus:
             status=status,
             note=note,
             indicators=self.indicators,
-            age_s=self.age_s + (now_s - self.reported_s) if self.indicators else 0.0,
+            age_s=self.age_at(now_s),
             num_unseen=self.num_unseen,
         )
 
@@ -97,6 +108,11 @@ class InstanceStatus:
         return None if candidate.is_compared else candidate
 
 
+def age_of(indicators: Mapping[str, float], age_s: float, reported_s: float, now_s: float) -> float:
+    """Return how old indicators are at a time, which were as old as `age_s` when they were reported."""
+    return age_s + max(0.0, now_s - reported_s) if indicators else 0.0
+
+
 class InstanceDirectory:
     """Follows the list of instances, and finds those that may serve a request.
 
@@ -111,12 +127,14 @@ class InstanceDirectory:
         }
         self.suspects: set[str] = set()
         self._rows_of_model: dict[str, Rows | None] = {}
+        self._versions = [one.versions for one in self.by_id.values()]  # by row
 
     def update(self, statuses: Iterable[InstanceStatus]) -> None:
         """Take a new list of instances; one whose status is another object than before is unknown again."""
         before = self.by_id
         self.by_id = {one.instance_id: one for one in sorted(statuses, key=lambda one: one.instance_id)}
         self._rows_of_model.clear()
+        self._versions = [one.versions for one in self.by_id.values()]
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
         self.table.follow(self.by_id)
         self.suspects.intersection_update(self.by_id)
@@ -178,6 +196,19 @@ class InstanceDirectory:
         out = [self.table.row_of[candidate.instance_id] for candidate in candidates]
         all_rows = np.arange(len(self.by_id)) if rows is None else rows
         return all_rows[~np.isin(all_rows, out)]
+
+    def reserved_since(self, candidates: Candidates, answers: Sequence[Answer]) -> list[int]:
+        """Count, for each candidate, the reservations made after its answer."""
+        if candidates.known is not self.table.known:  # the list changed: some may be gone
+            known = [self.by_id.get(name) for name in candidates.instance_ids]
+            versions = [NO_VERSIONS if one is None else one.versions for one in known]
+        elif candidates.rows is None:
+            versions = self._versions
+        else:
+            versions = [self._versions[row] for row in candidates.rows.tolist()]
+        if list(map(HEAD_OF, versions)) == list(map(VERSION_OF, answers)):
+            return [0] * len(answers)
+        return [one.since(answer.version, answer.epoch) for one, answer in zip(versions, answers, strict=True)]
 
     def suspect(self, instance_id: str) -> None:
         """Have an instance's health checked at the next decision."""

@@ -51,8 +51,10 @@ class Policy:
         self.is_blind = not roots  # it reads no indicators
         self.forecast_fields = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
         self.needs_forecast = bool(self.forecast_fields)
+        names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
+        self.forecast_columns = tuple(sorted(names | {"prefix_hit_tokens"} if self.needs_prefix else names))
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
         self.needs_indicators = self.holds or any(root.source is IndicatorSource.REPORTED for root in roots)
         if _needs_forecast(_needs_of(self._filter)):
@@ -96,9 +98,8 @@ class Policy:
         if score != score:  # noqa: PLR0124 - NaN
             return int(self.order(candidates, scores)[0])
         if self._tie_break is not None:
-            equal = scores == score
-            if np.count_nonzero(equal) > 1:
-                equals = np.flatnonzero(equal)
+            equals = (scores == score).nonzero()[0]
+            if len(equals) > 1:
                 first = int(equals[lowest(self._tie_break(candidates)[equals], 1)[0]])
         return first
 

@@ -15,30 +15,32 @@ class ReservationVersions:
     fails, the instance answers those that counted on it with a conflict.
     """
 
-    _epoch: int = 0
+    epoch: int = 0
+    head: int = 0  # the count once all reservations in flight have been made
     _reported: int = 0
     _claims: list[int] = field(default_factory=list)
 
-    @property
-    def head(self) -> int:
-        """The count once all reservations in flight have been made."""
-        return max(self._reported, *self._claims) if self._claims else self._reported
-
     def report(self, version: int, epoch: int) -> None:
         """Take a count that the instance reported; within one epoch the highest holds, as replies may be reordered."""
-        self._reported = max(self._reported, version) if epoch == self._epoch else version
-        self._epoch = epoch
+        self._reported = max(self._reported, version) if epoch == self.epoch else version
+        self.epoch = epoch
+        self._count()
 
     def since(self, version: int, epoch: int) -> int:
         """Count the reservations made after a forecast."""
-        return max(0, self.head - version) if epoch == self._epoch else 0
+        return max(0, self.head - version) if epoch == self.epoch else 0
 
     @contextmanager
     def claimed(self, version: int | None) -> Iterator[None]:
         """Count a reservation while it is in flight; `version` is the count it depends on, None for any."""
         claim = (self.head if version is None else version) + 1
         self._claims.append(claim)
+        self._count()
         try:
             yield
         finally:
             self._claims.remove(claim)
+            self._count()
+
+    def _count(self) -> None:
+        self.head = max(self._reported, *self._claims) if self._claims else self._reported

@@ -17,8 +17,10 @@ def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
     sorted, so that many candidates cost little more than few.
     """
     scores = np.fmin(scores, np.inf)
-    threshold = np.partition(scores, k - 1)[k - 1]
-    positions = np.flatnonzero(scores <= threshold)
+    sorted_to_k = scores.copy()
+    sorted_to_k.partition(k - 1)
+    threshold = sorted_to_k[k - 1]
+    positions: Rows = (scores <= threshold).nonzero()[0]
     if len(positions) == k:
         return positions
     at_threshold = scores[positions] == threshold
@@ -26,7 +28,9 @@ def lowest(scores: Column, k: int, tie_break: Column | None = None) -> Rows:
     missing = k - len(below)
     if tie_break is not None:
         equals = equals[lowest(tie_break[equals], missing)]
-    return np.sort(np.concatenate((below, equals[:missing])))
+    kept = np.concatenate((below, equals[:missing]))
+    kept.sort()
+    return kept
 
 
 class RandomSampler:

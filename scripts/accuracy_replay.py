@@ -13,7 +13,8 @@ import numpy as np
 
 from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from simulator.reference_data import MEASURED_RUNS, MeasuredRun, data_folder
+from simulator.measured_runs import MEASURED_RUNS, MeasuredRun
+from simulator.reference_data import data_folder
 from simulator.replay import replay
 
 CALIBRATED = 30  # the first requests, to which two constants of the profile were fitted

@@ -22,12 +22,12 @@ from predictor.config import EngineConfig
 from predictor.profile import load_profile
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.assembly import simulate
 from simulator.conditions import Conditions
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.load_plan import Planned, Timing, by_arrival, planned
 from simulator.load_report import RequestResult
 from simulator.metrics import Latencies, latencies
@@ -102,12 +102,12 @@ async def live(policy: str, plan: list[Planned], arguments: argparse.Namespace) 
         engine_flags=("--profile", PROFILE, "--speed", str(arguments.speed), "--served-model-name", MODEL,
                       "--no-enable-prefix-caching", *flags),
     )  # fmt: skip
-    manner = Manner(model=MODEL, output="ignore-eos", time_scale=arguments.speed)
+    form = RequestFormat(model=MODEL, output="ignore-eos", time_scale=arguments.speed)
     ended: list[RequestResult] = []
     async with running(settings, lambda _: None) as cluster:
         return list(
             await run_plan(
-                plan, origin_of(cluster.gateway_urls[policy]), manner, LoadLimits(timeout_s=3600.0), ended.append
+                plan, origin_of(cluster.gateway_urls[policy]), form, LoadLimits(timeout_s=3600.0), ended.append
             )
         )
 
@@ -124,8 +124,8 @@ def simulated(policy: str, results: list[RequestResult], decision_s: float, argu
         times_s[order],
     )
     config = EngineConfig(**ENGINE, enable_prefix_caching=False)  # type: ignore[arg-type]  # all values are integers
-    units = [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * arguments.instances
-    took = latencies(simulate(units, work, policy, Conditions(decision_s=decision_s)))
+    specs = [InstanceSpec(config=config, step_time=load_profile(PROFILE).step_time)] * arguments.instances
+    took = latencies(simulate(specs, work, policy, Conditions(decision_s=decision_s)))
     back = np.argsort(order)
     return Latencies(ttft_s=took.ttft_s[back], tpot_s=took.tpot_s[back], e2e_s=took.e2e_s[back])
 

@@ -51,7 +51,7 @@ from services.cluster.child import Child
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of
 from services.http.client import Origin, origin_of
-from services.load.asking import Manner, body_of
+from services.load.request_format import RequestFormat, body_of
 from services.load.running import LoadLimits, LoadSender, run_plan
 from services.logs import configure
 from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine, seconds_of
@@ -245,16 +245,16 @@ async def loaded(
     chosen = set(generator.choice(len(plan), round(arguments.sample * len(plan)), replace=False).tolist())
     sampled = [one for number, one in enumerate(plan) if number in chosen]
     others = [one for number, one in enumerate(plan) if number not in chosen]
-    manner = Manner(model=MODEL, seed=seed)  # other prompts than before, so that none is cached
+    form = RequestFormat(model=MODEL, seed=seed)  # other prompts than before, so that none is cached
     limits = LoadLimits(timeout_s=WITHIN_S)
     children: list[Child] = []
     try:
         urls, scheduler, gateway = await front_of(mode, instances, folder, children)
-        await warmed_up(gateway, manner, limits, len(instances))
+        await warmed_up(gateway, form, limits, len(instances))
         used, start_s = processor_times(children, instances), time.monotonic()
         results, both = await asyncio.gather(
-            run_plan(others, gateway, manner, limits, lambda _: None),
-            broadcast(sampled, scheduler, urls, manner, limits),
+            run_plan(others, gateway, form, limits, lambda _: None),
+            broadcast(sampled, scheduler, urls, form, limits),
         )
         wall_s = time.monotonic() - start_s
         used = {kind: seconds - used.get(kind, 0.0) for kind, seconds in processor_times(children, instances).items()}
@@ -271,7 +271,7 @@ async def loaded(
     return [replace_name(one, f"{mode}.{one['name']}") for one in rows]
 
 
-async def warmed_up(gateway: Origin, manner: Manner, limits: LoadLimits, num_instances: int) -> None:
+async def warmed_up(gateway: Origin, form: RequestFormat, limits: LoadLimits, num_instances: int) -> None:
     """Send a few requests that do not count, until all instances have served some."""
     plan = [
         Planned(request_id=f"w{number}", due_s=0.1 * number, prompt_tokens=8, output_tokens=WARM_UP_TOKENS)
@@ -279,7 +279,7 @@ async def warmed_up(gateway: Origin, manner: Manner, limits: LoadLimits, num_ins
     ]
     deadline_s = time.monotonic() + WITHIN_S
     while True:
-        results = await run_plan(plan, gateway, manner, limits, lambda _: None)
+        results = await run_plan(plan, gateway, form, limits, lambda _: None)
         if len({one.instance for one in results if one.failure is None}) == num_instances:
             return
         if time.monotonic() > deadline_s:
@@ -319,11 +319,11 @@ async def front_of(
 
 
 async def broadcast(
-    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], manner: Manner, limits: LoadLimits
+    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], form: RequestFormat, limits: LoadLimits
 ) -> list[Both]:
     """Request a decision for each request when it is due, and send the request to all engines."""
     start_s = time.monotonic()
-    senders = {name: LoadSender(origin_of(url), manner, limits) for name, url in urls.items()}
+    senders = {name: LoadSender(origin_of(url), form, limits) for name, url in urls.items()}
 
     async def one(planned: Planned, stub: Any) -> Both | None:
         await asyncio.sleep(max(0.0, start_s + planned.due_s - time.monotonic()))
@@ -332,7 +332,7 @@ async def broadcast(
             max_tokens=planned.output_tokens, ignore_eos=True,
         )  # fmt: skip
         told = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=asked, dry_run=True), timeout=WITHIN_S)
-        body = json.loads(body_of(planned, manner)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
+        body = json.loads(body_of(planned, form)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
         encoded, now_s = json.dumps(body).encode(), time.monotonic()
         results = {name: RequestResult(plan=planned) for name in urls}
         await asyncio.gather(*(senders[name].send(planned, encoded, now_s, result) for name, result in results.items()))

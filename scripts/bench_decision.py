@@ -1,12 +1,13 @@
-"""CPU time of a decision alone: what a scheduler and a simulator both do per request.
+"""What a decision costs by itself: processor time per request of what schedulers and the simulator share.
 
-From a request to the chosen instance: the look-up in the prefix cache index, the shortlist, the scores, the choice, and
-its effect on the table of indicators, which changes as requests are sent. The forecasts are numbers from a table:
-making them is the sidecars' work, and `bench_predictor.py` measures it; requesting
-them is communication, and `bench_scheduler.py` measures that.
+A request goes through the decision core: prefix look-up, shortlist, forecasts as they come from sidecars, scores,
+choice, reservation; over a table of indicators that changes as requests are sent. The forecasts are values from a
+table: `bench_predictor.py` measures what it takes to make them, `bench_scheduler.py` what it takes to ask for them.
 
-- `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round.
-- `decision_cpu_growth.{policy}`: what it costs with the most instances over what it costs with the fewest.
+- `decision_cpu_us.{policy}.{instances}`: median over rounds of the mean of a round; forecasts come as columns.
+- `decision_served_cpu_us.{policy}.{instances}`: the same as live schedulers need it: forecasts come as one answer for
+  each instance, and what an explanation needs is kept.
+- `decision_cpu_growth.{policy}`: the cost with the most instances over the cost with the fewest.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from predictor.forecast_result import Forecast
-from scheduler.candidate import forecast_columns
+from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
+from scheduler.core import DecisionRules, SchedulerCore
+from scheduler.decision import Answer, Ask, Reserve
 from scheduler.instance_table import InstanceTable
-from scheduler.policy import policy_from
-from scheduler.prefix import PrefixIndex
+from scheduler.instances import InstanceDirectory
+from scheduler.placement import PlacementRequest
+from scheduler.prefix import PromptPrefixes
+from scheduler.prefix.prompt import PromptBlocks
 
 POLICIES = {
     "lmetric": "lmetric",
@@ -40,9 +45,9 @@ POLICIES = {
     "expr": "expr: p_tokens * batch_size",
 }
 INSTANCES = (12, 64, 256)
-NUM_TALKS = 400
+NUM_PROMPTS = 400
 BLOCK_TOKENS = 16
-MOST_BLOCKS = 60  # of a prompt
+MAX_BLOCKS = 60  # of a prompt
 
 
 def main() -> None:
@@ -75,9 +80,10 @@ def main() -> None:
 def measured(
     names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
 ) -> Iterator[dict[str, object]]:
-    """Take turns, so that a busy moment of the machine falls on all alike."""
-    deciders = {(name, num): decider(POLICIES[name], num) for name in names for num in instances}
-    times: dict[tuple[str, int], list[float]] = {case: [] for case in deciders}
+    """Measure in turns, so that a busy moment of the machine affects all alike."""
+    cases = [(name, num, served) for name in names for num in instances for served in (False, True)]
+    deciders = {case: decider(POLICIES[case[0]], case[1], served=case[2]) for case in cases}
+    times: dict[tuple[str, int, bool], list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):
         for case, decide in deciders.items():
             start_s = time.process_time()
@@ -87,57 +93,71 @@ def measured(
                 times[case].append(1e6 * (time.process_time() - start_s) / requests)
     n = rounds * requests
     medians = {case: statistics.median(values) for case, values in times.items()}
-    for (name, num), value in medians.items():
-        yield {"name": f"decision_cpu_us.{name}.{num}", "value": value, "unit": "us", "n": n}
+    for (name, num, served), value in medians.items():
+        kind = "decision_served_cpu_us" if served else "decision_cpu_us"
+        yield {"name": f"{kind}.{name}.{num}", "value": value, "unit": "us", "n": n}
     for name in names:
-        growth = medians[name, max(instances)] / medians[name, min(instances)]
+        growth = medians[name, max(instances), False] / medians[name, min(instances), False]
         yield {"name": f"decision_cpu_growth.{name}", "value": growth, "unit": "ratio", "n": n}
 
 
-def decider(text: str, num: int) -> Callable[[], int]:
-    """Prepare a policy over so many instances, and give what decides about one request after the other."""
+def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
+    """Prepare a core over instances, and return a function that decides for one request after the other."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
-    table, policy = InstanceTable(ids), policy_from(text, seed=1)
+    table = InstanceTable(ids)
     for name in ids:
         table.replace(name, reported(rng), now_s=0.0)
-    index = PrefixIndex(dict.fromkeys(ids, 1056))
-    talks = [[(talk, block) for block in range(rng.randint(4, MOST_BLOCKS))] for talk in range(NUM_TALKS)]
-    for talk in talks:
-        index.sent(rng.choice(ids), talk)
+    core = SchedulerCore(
+        text,
+        InstanceDirectory(table),
+        random=rng.random,
+        rules=DecisionRules(explains=served),
+        prefixes=PromptPrefixes(table, dict.fromkeys(ids, 1056)),
+        seed=1,
+    )
+    prompts = [prompt(number, rng.randint(4, MAX_BLOCKS)) for number in range(NUM_PROMPTS)]
+    for one in prompts:
+        core.prefixes.sent(rng.choice(ids), one)
     forecasts = np.array([forecast(rng) for _ in ids])
+    answers = {name: Answer(CandidateStatus.FORECAST, one) for name, one in zip(ids, forecasts, strict=True)}
+    names = {*core.policy.forecast_fields, "predicted_e2e_s"}
     clock_s = 0.0
-    least_s = 1.0 / (3 * num)  # between two requests
+    pause_s = 1.0 / (3 * num)  # between two requests
 
     def decide() -> int:
         nonlocal clock_s
-        clock_s += least_s
-        talk = talks[int(clock_s / least_s) % NUM_TALKS]
-        request = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(talk) + 100)
-        if policy.needs_prefix:
-            hits = index.look_up(talk, ids)
-            request = RequestIndicators(prompt_tokens=request.prompt_tokens, prefix_class=hits.deepest)
-            known = table.candidates(request, clock_s)
-            known.add({"prefix_hit_tokens": BLOCK_TOKENS * hits.num_blocks})
-        else:
-            known = table.candidates(request, clock_s)
-        looked = policy.shortlist(known)
-        if policy.needs_forecast:
-            made = forecasts if looked.rows is None else forecasts[looked.rows]
-            looked.add(forecast_columns(made.tolist(), policy.forecast_fields))
-        chosen = looked.row(policy.choose(looked))
-        table.sent(ids[chosen], clock_s, prefill_tokens=100.0)
-        if policy.needs_prefix:
-            index.sent(ids[chosen], talk)
-        if table.known.reported[2, chosen] > 20:  # as many are reserved: it tells of itself
-            table.replace(ids[chosen], reported(rng), clock_s)
-        return chosen
+        clock_s += pause_s
+        blocks = prompts[int(clock_s / pause_s) % NUM_PROMPTS]
+        indicators = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(blocks.names) + 100)
+        decision = core.decision(PlacementRequest(indicators=indicators, blocks=blocks, arrived_s=clock_s))
+        intention = decision.start(clock_s)
+        if isinstance(intention, Ask) and served:
+            intention = decision.answers(answers, clock_s)
+        elif isinstance(intention, Ask):
+            rows = intention.candidates.rows
+            asked = forecasts if rows is None else forecasts[rows]
+            columns = forecast_columns(asked.tolist(), names)
+            intention = decision.answers_in_columns(columns, clock_s)
+        if not isinstance(intention, Reserve):
+            raise TypeError(f"{intention} is no reservation")
+        decision.reserved(10.0)
+        name, row = intention.instance_id, intention.row
+        table.sent(name, clock_s, prefill_tokens=100.0)
+        if table.known.reported[2, row] > 20:  # that many are reserved: it reports
+            table.replace(name, reported(rng), clock_s)
+        return row
 
     return decide
 
 
+def prompt(number: int, num_blocks: int) -> PromptBlocks:
+    """Name the blocks of a prompt that shares nothing with others."""
+    return PromptBlocks(names=tuple((number, block) for block in range(num_blocks)), block_tokens=BLOCK_TOKENS)
+
+
 def reported(rng: random.Random) -> dict[str, float]:
-    """What a busy instance tells of itself."""
+    """What a busy instance reports."""
     return {
         "num_running": float(rng.randint(20, 48)),
         "num_waiting": float(rng.randint(0, 5)),

@@ -43,7 +43,7 @@ from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import UnreadableError, View
 from services.http.client import origin_of
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned, Timing, by_arrival, planned
@@ -100,7 +100,7 @@ async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, 
         engine_flags=("--profile", PROFILE, "--speed", str(arguments.speed), "--served-model-name", MODEL),
         scheduler_flags=("--forecast-always", "--record", record),
     )  # fmt: skip
-    manner = Manner(
+    form = RequestFormat(
         model=MODEL, output="ignore-eos" if arguments.lengths == "known" else "header", time_scale=arguments.speed
     )
     async with running(settings, lambda name: print(f"{name} serves", file=sys.stderr)) as cluster:
@@ -109,7 +109,7 @@ async def measure(arguments: argparse.Namespace, record: str) -> list[dict[str, 
         start_s = time.monotonic()
         sampling = asyncio.create_task(sample(plan, cluster, arguments))
         ended: list[RequestResult] = []
-        results = await run_plan(plan, origin, manner, LoadLimits(timeout_s=3600.0), ended.append)
+        results = await run_plan(plan, origin, form, LoadLimits(timeout_s=3600.0), ended.append)
         samples = await sampling
         wall_s = time.monotonic() - start_s
         used = {kind: seconds - before[kind] for kind, seconds in processor_times(cluster).items()}

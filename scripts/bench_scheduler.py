@@ -1,14 +1,16 @@
-"""What a scheduler that serves costs: time until a decision, and processor time, over sidecars that answer at once.
+"""What a decision costs in a running process: time and processor time, over sidecars that answer at once.
 
 The scheduler runs as its users run it; the sidecars are all in one other process, where they forecast nothing but count
-promises as real ones do, `--engines-per-sidecar` of them behind one port; requests come at random (Poisson) at a fixed
-rate, and are released after a while. Everything stays on loopback, so the times include what the sidecars and the load
-take from the same cores.
+reservations as real ones do, `--engines-per-sidecar` of them behind one port; requests arrive at random (Poisson) at a
+fixed rate, and are released after a while. Everything stays on loopback, so the times include what the sidecars and the
+load take from the same cores. With `--decide in-process` the same driver decides without a scheduler, as in a gateway;
+its process also makes the load, which is a small part of the time.
 
-- `decision_ms.{policy}.{instances}.p50|p99`: from the scheduler's taking a request to its decision, as it says itself.
+- `decision_ms.{policy}.{instances}.p50|p99`: from the arrival of a request to its decision, as the decision reports it.
 - `schedule_ms.{policy}.{instances}.p50|p99`: the same as its client sees it.
-- `scheduler_cpu_us.{policy}.{instances}`: processor time of the scheduler's process, all threads, user and system, per
-  request scheduled and released; what `bench_decision.py` measures is the part of it that is no communication.
+- `scheduler_cpu_us.{policy}.{instances}`: processor time of the process that decides, all threads, user and system, per
+  request placed and released; `bench_decision.py` measures the part of it that is no communication.
+- `sidecars_cpu_us.{policy}.{instances}`: processor time of the stand-ins for all sidecars, per request.
 """
 
 from __future__ import annotations
@@ -17,15 +19,23 @@ import argparse
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
+import services  # noqa: F401 - sets options of gRPC, which it reads when it is imported
+
+# isort: split
 import grpc
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scripts.asking import quantile
-from scripts.running import Running, block_serving, instance_flags, report, sidecars_running
+from scripts.running import Running, StandInSidecars, block_serving, instance_flags, report, sidecars_running
 from scripts.stand_ins import PLACE
+from services.instances import Listed, instance_from_flag
+from services.placement.lifecycle import placement_driver
+from services.placement.settings import SchedulerSettings
 
 STAY_S = 2.0  # from a decision to its release
 WARM_UP_S = 2.0
@@ -40,6 +50,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=36.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case")
     parser.add_argument("--engines-per-sidecar", type=int, default=16)
+    parser.add_argument("--decide", choices=("scheduler", "in-process"), default="scheduler")
     arguments = parser.parse_args()
     results: list[dict[str, object]] = []
     for policy in arguments.policy or ["block"]:
@@ -52,9 +63,12 @@ def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str,
     """Measure one policy over so many instances."""
     with ExitStack() as stack:
         sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
+        name, rate, seconds = f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds
+        if arguments.decide == "in-process":
+            return uvloop.run(measured_in_process(policy, sidecars, name, rate, seconds))
         flags = ["--policy", policy, "--sidecar-deadline-ms", "1000", *instance_flags(sidecars)]
         scheduler = stack.enter_context(block_serving("scheduler", *flags))
-        return uvloop.run(measured(scheduler, f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds))
+        return uvloop.run(measured(scheduler, sidecars, name, rate, seconds))
 
 
 def name_of(policy: str) -> str:
@@ -62,19 +76,55 @@ def name_of(policy: str) -> str:
     return "".join(letter for letter in policy.replace(":", "-") if letter.isalnum() or letter in "-_")
 
 
-async def measured(scheduler: Running, name: str, rate: float, seconds: float) -> list[dict[str, object]]:
-    """Let requests come and go, and put what they saw into numbers."""
+Schedule = Callable[[common_pb2.Request], Awaitable[common_pb2.Decision]]
+Release = Callable[[common_pb2.ReleaseRequest], Awaitable[object]]
+
+
+async def measured(
+    scheduler: Running, sidecars: StandInSidecars, name: str, rate: float, seconds: float
+) -> list[dict[str, object]]:
+    """Measure a scheduler."""
+    async with grpc.aio.insecure_channel(f"{PLACE}:{scheduler.port}") as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+
+        async def schedule(request: common_pb2.Request) -> common_pb2.Decision:
+            return (await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request))).decision
+
+        return await numbers_of(schedule, stub.Release, (scheduler.cpu_s, sidecars.cpu_s), name, rate, seconds)
+
+
+async def measured_in_process(
+    policy: str, sidecars: StandInSidecars, name: str, rate: float, seconds: float
+) -> list[dict[str, object]]:
+    """Measure decisions of this process."""
+    settings = SchedulerSettings(policy=policy, sidecar_deadline_s=1.0, scheduler_id="bench")
+    source = Listed([instance_from_flag(flag.removeprefix("--instance=")) for flag in instance_flags(sidecars)])
+    async with placement_driver(settings, source, CollectorRegistry()) as driver:
+
+        async def schedule(request: common_pb2.Request) -> common_pb2.Decision:
+            return await driver.schedule(scheduler_pb2.ScheduleRequest(request=request))
+
+        return await numbers_of(schedule, driver.release, (time.process_time, sidecars.cpu_s), name, rate, seconds)
+
+
+async def numbers_of(  # noqa: PLR0917 - what a load is made of
+    schedule: Schedule,
+    release: Release,
+    clocks: tuple[Callable[[], float], Callable[[], float]],
+    name: str,
+    rate: float,
+    seconds: float,
+) -> list[dict[str, object]]:
+    """Let requests arrive and end, and summarise what they saw; `clocks` are of the decider and of the sidecars."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
     took_s: list[float] = []
-    async with grpc.aio.insecure_channel(f"{PLACE}:{scheduler.port}") as channel:
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        await load(stub, rng, rate, WARM_UP_S, ([], []))
-        cpu_s = scheduler.cpu_s()
-        await load(stub, rng, rate, seconds, (decisions, took_s))
-        cpu_s = scheduler.cpu_s() - cpu_s
+    await load(schedule, release, rng, rate, WARM_UP_S, ([], []))
+    before_s = [clock() for clock in clocks]
+    await load(schedule, release, rng, rate, seconds, (decisions, took_s))
+    cpu_s, sidecars_cpu_s = (clock() - before for clock, before in zip(clocks, before_s, strict=True))
     if not all(decision.HasField("reserved_for_s") for decision in decisions):
-        raise RuntimeError("some decisions hold no place")
+        raise RuntimeError("some requests were placed without a reservation")
     n = len(decisions)
     decision_ms = [1e3 * decision.decision_s for decision in decisions]
     schedule_ms = [1e3 * one for one in took_s]
@@ -84,18 +134,20 @@ async def measured(scheduler: Running, name: str, rate: float, seconds: float) -
         (f"schedule_ms.{name}.p50", quantile(schedule_ms, 0.5), "ms"),
         (f"schedule_ms.{name}.p99", quantile(schedule_ms, 0.99), "ms"),
         (f"scheduler_cpu_us.{name}", 1e6 * cpu_s / n, "us"),
+        (f"sidecars_cpu_us.{name}", 1e6 * sidecars_cpu_s / n, "us"),
     ]
     return [{"name": name, "value": value, "unit": unit, "n": n} for name, value, unit in numbers]
 
 
-async def load(
-    stub: scheduler_pb2_grpc.SchedulerAsyncStub,
+async def load(  # noqa: PLR0917 - what a load is made of
+    schedule: Schedule,
+    release: Release,
     rng: random.Random,
     rate: float,
     seconds: float,
     seen: tuple[list[common_pb2.Decision], list[float]],
 ) -> None:
-    """Send requests at their own times, whatever becomes of those before; wait for the last to be released."""
+    """Send requests at their arrival times, whatever happens to earlier ones; wait for the last to be released."""
     decisions, took_s = seen
 
     async def one(number: int) -> None:
@@ -104,16 +156,16 @@ async def load(
         )
         request.tag.CopyFrom(common_pb2.Tag(median_tokens=rng.randint(10, 500), spread=0.5, estimator="bench"))
         start_s = time.perf_counter()
-        response = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request))
+        decision = await schedule(request)
         took_s.append(time.perf_counter() - start_s)
-        decisions.append(response.decision)
+        decisions.append(decision)
         await asyncio.sleep(rng.expovariate(1 / STAY_S))
         outcome = common_pb2.Outcome(
             request_id=request.request_id, output_tokens=9, finish_reason=common_pb2.FINISH_REASON_STOP
         )
-        await stub.Release(
+        await release(
             common_pb2.ReleaseRequest(
-                request_id=request.request_id, instance_id=response.decision.instance.instance_id, outcome=outcome
+                request_id=request.request_id, instance_id=decision.instance.instance_id, outcome=outcome
             )
         )
 

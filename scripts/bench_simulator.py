@@ -19,9 +19,9 @@ import numpy as np
 from predictor.config import EngineConfig
 from predictor.profile import load_profile
 from simulator.assembly import simulate
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.reference_data import data_folder
-from simulator.result import FATES
+from simulator.result import STATUSES
 from simulator.traces import trace_from
 from simulator.workload import RequestLengths, Workload, at_rate, drawn, fitting, lengths_of, poisson_gaps, workload
 
@@ -75,18 +75,18 @@ def processor_seconds(num_instances: int, work: Workload, policy: str) -> float:
     start_s = time.process_time()
     result = simulate(cluster(num_instances), work, policy)
     seconds = time.process_time() - start_s
-    if not (result.decisions.fate == FATES.index("finished")).all():
+    if not (result.decisions.status == STATUSES.index("finished")).all():
         raise RuntimeError(f"{policy}: not every request finished")
     return seconds
 
 
-def cluster(num_instances: int) -> list[Unit]:
+def cluster(num_instances: int) -> list[InstanceSpec]:
     """Return equal instances."""
     config = EngineConfig(
         max_num_seqs=48, max_num_batched_tokens=512, num_gpu_blocks=1057, max_model_len=LONGEST,
         enable_prefix_caching=False,
     )  # fmt: skip
-    return [Unit(config=config, step_time=load_profile(PROFILE).step_time)] * num_instances
+    return [InstanceSpec(config=config, step_time=load_profile(PROFILE).step_time)] * num_instances
 
 
 def sharegpt() -> RequestLengths:

@@ -35,7 +35,7 @@ from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.programs import VllmServer
 from services.http.client import origin_of
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.load_plan import Planned
@@ -210,7 +210,9 @@ async def one_try(engine: Child, number: int, concurrency: int, tokens: int, sum
         for place in range(concurrency)
     ]
     before_s, exported_s = cpu_s_of(engine), export_s(sums)
-    results = await run_plan(plan, origin_of(f"http://{HOST}:{engine.port}"), Manner(model=MODEL), LIMITS, ignored)
+    results = await run_plan(
+        plan, origin_of(f"http://{HOST}:{engine.port}"), RequestFormat(model=MODEL), LIMITS, ignored
+    )
     cpu_s = cpu_s_of(engine) - before_s
     failed = [result.note for result in results if result.failure is not None]
     if failed:

@@ -30,7 +30,8 @@ from predictor.fitting.vidur_tables import (
 )
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
-from simulator.reference_data import MEASURED_RUNS, data_folder
+from simulator.measured_runs import MEASURED_RUNS
+from simulator.reference_data import data_folder
 from simulator.replay import replay
 
 CALIBRATION_REQUESTS = 30

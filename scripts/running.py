@@ -83,11 +83,23 @@ def stand_in(part: str, *arguments: str) -> Iterator[Running]:
         yield Running(process=process, port=ports[0])
 
 
+class StandInSidecars(list[int]):
+    """The ports of stand-ins for sidecars, and the process that they share."""
+
+    process: subprocess.Popen[str]
+
+    def cpu_s(self) -> float:
+        """Return the processor time that they have taken together."""
+        return own_cpu_s(self.process.pid)
+
+
 @contextmanager
-def sidecars_running(num: int, together: int) -> Iterator[list[int]]:
-    """Run stand-ins for sidecars, all in one process, so many behind one port; give the port of each."""
-    with stand_ins_at("sidecars", str(num), str(together)) as (_, ports):
-        yield ports
+def sidecars_running(num: int, together: int) -> Iterator[StandInSidecars]:
+    """Run stand-ins for sidecars, all in one process, `together` of them behind one port."""
+    with stand_ins_at("sidecars", str(num), str(together)) as (process, ports):
+        sidecars = StandInSidecars(ports)
+        sidecars.process = process
+        yield sidecars
 
 
 @contextmanager

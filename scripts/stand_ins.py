@@ -346,6 +346,11 @@ class StubNode:
         """Take a promise back."""
         return self._sidecars[request.instance_id].release(request)
 
+    async def release_stream(self, requests: Any, context: Any) -> Any:
+        """Release one reservation after the other."""
+        async for request in requests:
+            yield await self.release(request, context)
+
 
 async def serve_sidecars(num: int, together: int) -> None:
     """Serve on one port for each node, say which for each sidecar, and go on."""
@@ -378,6 +383,9 @@ def handlers_of(one: StubNode) -> grpc.GenericRpcHandler:
             one.reserve_stream,
             predictor_pb2.ReserveRequest.FromString,
             predictor_pb2.ReserveResponse.SerializeToString,
+        ),
+        "ReleaseStream": grpc.stream_stream_rpc_method_handler(
+            one.release_stream, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
         ),
         "Release": grpc.unary_unary_rpc_method_handler(
             one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString

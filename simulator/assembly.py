@@ -20,7 +20,7 @@ from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator import kernels
 from simulator.conditions import FIRST_COME, Conditions, require_outages
-from simulator.fleet import Unit, make_fleet, noise_factors, residual_table
+from simulator.fleet import InstanceSpec, make_fleet, noise_factors, residual_table
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
@@ -29,7 +29,7 @@ from simulator.workload import LONGEST, RequestLengths, Workload
 
 
 def simulate(
-    units: Sequence[Unit],
+    specs: Sequence[InstanceSpec],
     work: Workload,
     policy: str | Mapping[str, Any],
     conditions: Conditions | None = None,
@@ -38,35 +38,40 @@ def simulate(
     progress: Callable[[int], None] | None = None,
 ) -> RunResult:
     """Serve a workload with a policy; the same arguments give the same result."""
-    return simulation(units, work, policy, conditions or Conditions(), seed=seed).run(progress)
+    return simulation(specs, work, policy, conditions or Conditions(), seed=seed).run(progress)
 
 
 def simulation(
-    units: Sequence[Unit], work: Workload, policy: str | Mapping[str, Any], conditions: Conditions, *, seed: int = 0
+    specs: Sequence[InstanceSpec],
+    work: Workload,
+    policy: str | Mapping[str, Any],
+    conditions: Conditions,
+    *,
+    seed: int = 0,
 ) -> Simulation:
     """Make a cluster ready to run."""
     if len(work) == 0:
         raise ValueError("requests: there is none")
-    require_outages(conditions.outages, len(units))
+    require_outages(conditions.outages, len(specs))
     draws = np.random.default_rng([seed, 1])
-    block_size = _block_size(units, work.lengths)
+    block_size = _block_size(specs, work.lengths)
     lengths = _in_blocks(work.lengths, block_size)
     fleet = make_fleet(
-        units,
+        specs,
         num_contents=lengths.num_contents,
         noise=noise_factors(conditions.step_noise, draws),
         residual=residual_table(conditions.residual),
         knows_lengths=bool(np.isnan(work.tag_median).all()),
         generator=draws,
     )
-    ids = _names(len(units))
+    ids = _names(len(specs))
     pauses = np.random.default_rng([seed, 2])
-    queue_order = QueueOrder(work, units, conditions, conditions.num_schedulers)
+    queue_order = QueueOrder(work, specs, conditions, conditions.num_schedulers)
     schedulers = []
     for _ in range(conditions.num_schedulers):
         made = policy_from(policy, seed=int(draws.integers(1 << 62)))
         table = InstanceTable(ids)
-        sizes = {name: unit.config.num_gpu_blocks for name, unit in zip(ids, units, strict=True)}
+        sizes = {name: spec.config.num_gpu_blocks for name, spec in zip(ids, specs, strict=True)}
         core = SchedulerCore(
             made,
             InstanceDirectory(table),
@@ -82,7 +87,7 @@ def simulation(
     decisions.instance = NOBODY
     decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
     simulation = Simulation(
-        units=tuple(units),
+        specs=tuple(specs),
         work=work,
         schedulers=schedulers,
         conditions=conditions,
@@ -90,12 +95,12 @@ def simulation(
         requests=_requests(work, lengths, conditions.order_s_per_token),
         scheduler_of=_schedulers_of(len(work), conditions.num_schedulers, draws),
         queue_order=queue_order,
-        results=np.zeros(len(units), RESULT).view(np.recarray),
+        results=np.zeros(len(specs), RESULT).view(np.recarray),
         reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,
-        possible=_possible(units, lengths),
-        up_since=dict.fromkeys(range(len(units)), 0.0),
-        minute=[deque() for _ in units],
+        possible=_possible(specs, lengths),
+        up_since=dict.fromkeys(range(len(specs)), 0.0),
+        minute=[deque() for _ in specs],
         watches_minute="requests_per_minute" in roots,
         watches_drain="drained_s" in roots,
     )
@@ -130,10 +135,10 @@ def _schedulers_of(num: int, num_schedulers: int, draws: np.random.Generator) ->
     return draws.integers(0, num_schedulers, num)
 
 
-def _block_size(units: Sequence[Unit], lengths: RequestLengths) -> int:
+def _block_size(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> int:
     if lengths.num_contents == 0:
         return lengths.block_tokens
-    sizes = {unit.config.block_size for unit in units}
+    sizes = {spec.config.block_size for spec in specs}
     if len(sizes) > 1:
         raise ValueError(f"block_size: must be the same everywhere where prompts' contents are known, not {sizes}")
     (size,) = sizes
@@ -171,14 +176,14 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
         asked.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
     outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NOBODY
-    return kernels.Requests(asked=asked, contents=lengths.contents, outcomes=outcomes)
+    return kernels.Requests(facts=asked, contents=lengths.contents, outcomes=outcomes)
 
 
-def _possible(units: Sequence[Unit], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:
+def _possible(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:
     """Tell which instances could ever serve which request; None where all could."""
     columns = []
-    for unit in units:
-        config = unit.config
+    for spec in specs:
+        config = spec.config
         tokens = np.minimum(lengths.prompt_tokens + lengths.output_tokens, config.max_model_len)
         fits = -(-tokens // config.block_size) <= config.num_gpu_blocks - 1
         columns.append(fits & (lengths.prompt_tokens < config.max_model_len))

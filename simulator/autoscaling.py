@@ -18,7 +18,7 @@ from scheduler.provisioning.planner import DRAIN, START, Planner
 from simulator import kernels
 from simulator.assembly import simulation
 from simulator.conditions import Conditions
-from simulator.fleet import Unit, restart
+from simulator.fleet import InstanceSpec, restart
 from simulator.result import RunResult
 from simulator.run import BACK, CALL, Simulation
 from simulator.workload import Workload
@@ -76,7 +76,7 @@ class ProvisionedRun:
 
 
 def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
-    units: Sequence[Unit],
+    specs: Sequence[InstanceSpec],
     work: Workload,
     policy: str | Mapping[str, Any],
     options: AutoscalingOptions,
@@ -84,12 +84,12 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     *,
     seed: int = 0,
 ) -> ProvisionedRun:
-    """Serve a workload while a rule changes the size of the cluster; `units` are all available instances."""
-    if len(units) < options.limits.max_instances:
+    """Serve a workload while a rule changes the size of the cluster; `specs` are all available instances."""
+    if len(specs) < options.limits.max_instances:
         raise ValueError(
-            f"max_instances: {options.limits.max_instances} is more than the {len(units)} available instances"
+            f"max_instances: {options.limits.max_instances} is more than the {len(specs)} available instances"
         )
-    sim = simulation(units, work, policy, conditions or Conditions(), seed=seed)
+    sim = simulation(specs, work, policy, conditions or Conditions(), seed=seed)
     if not sim.schedulers[0].policy.needs_forecast:
         raise ValueError(f"policy: {sim.schedulers[0].policy.text} makes no forecasts, which the rules need")
     provisioner = SimulatedProvisioner(sim, options)
@@ -117,7 +117,7 @@ class SimulatedProvisioner:
         self._open = np.zeros(0, np.int64)
         self._new: list[int] = []
         sim.up_since = dict.fromkeys(range(options.first), 0.0)
-        sim.fleet.units.up[options.first :] = 0
+        sim.fleet.instances.up[options.first :] = 0
         sim.find_places()
         sim.decided = self._placed
         sim.schedule(0.0, CALL, self._tick)
@@ -183,7 +183,7 @@ class SimulatedProvisioner:
     def _observe_finished(self, now_s: float) -> None:
         sim = self._sim
         for index in sim.up_since:
-            kernels.harvest(sim.fleet, sim.requests, index)
+            kernels.collect_finished(sim.fleet, sim.requests, index)
         numbers = np.concatenate([self._open, np.array(self._new, np.int64)])
         self._new.clear()
         finished_s = sim.requests.outcomes.finished_s[numbers]
@@ -199,9 +199,9 @@ class SimulatedProvisioner:
             head = sim.fleet.stack.engine[index, 0]
             if head.num_running + head.num_waiting + head.num_pending:
                 continue
-            kernels.harvest(sim.fleet, sim.requests, index)
-            restart(sim.fleet, index, sim.units[index], now_s)
-            sim.fleet.units[index].up = 0
+            kernels.collect_finished(sim.fleet, sim.requests, index)
+            restart(sim.fleet, index, sim.specs[index], now_s)
+            sim.fleet.instances[index].up = 0
             sim.up_s += now_s - sim.up_since.pop(index)
             sim.leaving.remove(index)
             self._paid_s += now_s - self._requested_s.pop(index)

@@ -128,7 +128,7 @@ def trial_s(trial: Trial) -> float:
     """Run a trial; return the measured percentile, or infinity if it was stopped because it misses the objective."""
     scenario, objective = trial.scenario, trial.objective
     work = scenario.workload(trial.rate, trial.seed)
-    running = simulation(scenario.units(), work, trial.policy, scenario.conditions, seed=trial.seed)
+    running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
     max_late = (1 - objective.percentile / 100) * len(work) + 1
 
     def watch(_: int) -> None:

@@ -26,7 +26,7 @@ NUM_RESIDUAL = 4097
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class InstanceSpec:
     """One instance: its engine, its real speed, and the speed that its predictor assumes."""
 
     config: EngineConfig
@@ -53,7 +53,7 @@ def noise_factors(spread: float, generator: np.random.Generator) -> npt.NDArray[
 
 
 def make_fleet(
-    units: Sequence[Unit],
+    specs: Sequence[InstanceSpec],
     *,
     num_contents: int,
     noise: npt.NDArray[np.float64],
@@ -62,34 +62,34 @@ def make_fleet(
     generator: np.random.Generator,
 ) -> EngineArrays:
     """Stack idle engines; without prompt contents, KV blocks are only counted."""
-    if not units:
+    if not specs:
         raise ValueError("instances: must not be empty")
-    singles = [Engine(unit.config, unit.step_time).state for unit in units]
-    slots = 2 * max(unit.config.max_num_seqs for unit in units) + 32
-    longest = max(-(-unit.config.max_model_len // unit.config.block_size) for unit in units)
+    singles = [Engine(spec.config, spec.step_time).state for spec in specs]
+    slots = 2 * max(spec.config.max_num_seqs for spec in specs) + 32
+    longest = max(-(-spec.config.max_model_len // spec.config.block_size) for spec in specs)
     width = longest + 1 if any(state.engine[0].prefix_caching for state in singles) else 1
     stack = _stacked(singles, slots=slots, width=width, num_contents=max(1, num_contents))
     costs = [state.costs for state in singles]
-    predicted = [_predicted_costs(unit, own) for unit, own in zip(units, costs, strict=True)]
-    records = np.zeros(len(units), INSTANCE).view(np.recarray)
+    predicted = [_predicted_costs(spec, own) for spec, own in zip(specs, costs, strict=True)]
+    records = np.zeros(len(specs), INSTANCE).view(np.recarray)
     records.up = records.changed = 1
-    records.pace = [unit.pace for unit in units]
-    records.predicted_pace = [unit.predicted_pace for unit in units]
+    records.pace = [spec.pace for spec in specs]
+    records.predicted_pace = [spec.predicted_pace for spec in specs]
     records.deterministic = [
-        knows_lengths and len(noise) == 1 and unit.predicted_step_time is None and unit.pace == unit.predicted_pace
-        for unit in units
+        knows_lengths and len(noise) == 1 and spec.predicted_step_time is None and spec.pace == spec.predicted_pace
+        for spec in specs
     ]
-    records.first_noise = generator.integers(0, NUM_NOISE, len(units))
+    records.first_noise = generator.integers(0, NUM_NOISE, len(specs))
     fleet = EngineArrays(
         stack=stack._replace(costs=_costs(costs)),
         predicted_costs=_costs(predicted),
-        units=records,
-        slots=_empty_slots(len(units), slots),
-        free_slots=np.zeros((len(units), slots), np.int64),
+        instances=records,
+        slots=_empty_slots(len(specs), slots),
+        free_slots=np.zeros((len(specs), slots), np.int64),
         noise=noise,
         residual=residual,
     )
-    for index in range(len(units)):
+    for index in range(len(specs)):
         free_all(fleet, index)
     return fleet
 
@@ -97,13 +97,13 @@ def make_fleet(
 def workspace_for(fleet: EngineArrays) -> State:
     """Allocate the states that forecasts of one engine need, and one lookahead per engine."""
     arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
-    fleet.units.has_lookahead = 0
+    fleet.instances.has_lookahead = 0
     return stack_like(
-        State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), LOOKAHEAD + len(fleet.units)
+        State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), LOOKAHEAD + len(fleet.instances)
     )
 
 
-def widened(fleet: EngineArrays) -> EngineArrays:
+def with_more_slots(fleet: EngineArrays) -> EngineArrays:
     """Double the number of request slots of every engine."""
     old = fleet.slots.shape[1]
     new = 2 * old
@@ -116,16 +116,16 @@ def widened(fleet: EngineArrays) -> EngineArrays:
     grown: dict[str, Any] = {}
     for name in ("requests", "running", "preempted", "turns", "waiting", "pending", "tables", "hashes"):
         grown[name] = _wider(getattr(stack, name), 1, new)
-    grown["facts"] = no_facts(len(fleet.units), new)  # simulated clients give none yet
+    grown["facts"] = no_facts(len(fleet.instances), new)  # simulated clients give none yet
     grown["batch"] = _wider(stack.batch, 2, new)
-    slots = _empty_slots(len(fleet.units), new)
+    slots = _empty_slots(len(fleet.instances), new)
     slots[:, :old] = fleet.slots
     wide = fleet._replace(
         stack=stack._replace(**grown), slots=slots, free_slots=_wider(fleet.free_slots, 1, new)
     )  # fmt: skip
-    for unit, free in zip(wide.units, wide.free_slots, strict=True):
-        free[unit.num_free_slots : unit.num_free_slots + old] = np.arange(new - 1, old - 1, -1)
-        unit.num_free_slots += old
+    for spec, free in zip(wide.instances, wide.free_slots, strict=True):
+        free[spec.num_free_slots : spec.num_free_slots + old] = np.arange(new - 1, old - 1, -1)
+        spec.num_free_slots += old
     return wide
 
 
@@ -134,13 +134,13 @@ def free_all(fleet: EngineArrays, index: int) -> None:
     num_slots = fleet.slots.shape[1]
     fleet.slots.number[index] = NOBODY
     fleet.free_slots[index, : num_slots - 1] = np.arange(num_slots - 1, 0, -1)
-    fleet.units[index].num_free_slots = num_slots - 1
+    fleet.instances[index].num_free_slots = num_slots - 1
 
 
-def restart(fleet: EngineArrays, index: int, unit: Unit, now_s: float) -> list[int]:
+def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -> list[int]:
     """Restart an engine with empty state; return the numbers of the requests that it loses."""
     lost = [int(number) for number in fleet.slots.number[index] if number != NOBODY]
-    fresh = Engine(unit.config, unit.step_time).state
+    fresh = Engine(spec.config, spec.step_time).state
     engine = fleet.stack.engine[index, 0]
     preemptions = int(engine.num_preemptions)
     fleet.stack.engine[index] = fresh.engine
@@ -148,8 +148,8 @@ def restart(fleet: EngineArrays, index: int, unit: Unit, now_s: float) -> list[i
     fleet.stack.blocks[index, : len(fresh.blocks)] = fresh.blocks
     fleet.stack.cached[index] = NOBODY
     free_all(fleet, index)
-    fleet.units[index].changed = 1
-    fleet.units[index].has_lookahead = 0
+    fleet.instances[index].changed = 1
+    fleet.instances[index].has_lookahead = 0
     return lost
 
 
@@ -191,10 +191,10 @@ def _empty_slots(num: int, slots: int) -> Any:
     return empty
 
 
-def _predicted_costs(unit: Unit, own: Costs) -> Costs:
-    if unit.predicted_step_time is None:
+def _predicted_costs(spec: InstanceSpec, own: Costs) -> Costs:
+    if spec.predicted_step_time is None:
         return own
-    return tabulate(unit.predicted_step_time, len(own.by_tokens) - 1, len(own.by_count) - 1)
+    return tabulate(spec.predicted_step_time, len(own.by_tokens) - 1, len(own.by_count) - 1)
 
 
 def _costs(costs: Sequence[Costs]) -> Costs:

@@ -29,9 +29,9 @@ HORIZON_S = 150.0  # requests that arrive further apart do not affect each other
 def forecast_accuracy(scenario: Scenario, rate: float, seed: int, share: float = SAMPLE_SHARE) -> dict[str, Any]:
     """Simulate, and compare the forecasts with the outcomes of their requests."""
     changed = scenario.changed(conditions={"sample_s": 0.0})
-    units, work = changed.units(), changed.workload(rate, seed)
+    specs, work = changed.instance_specs(), changed.workload(rate, seed)
     chosen = np.flatnonzero(np.random.default_rng([seed, 17]).random(len(work)) < share)
-    running = simulation(units, work, FORECASTING_POLICY, changed.conditions, seed=seed)
+    running = simulation(specs, work, FORECASTING_POLICY, changed.conditions, seed=seed)
     forecasts: dict[int, npt.NDArray[np.float64]] = {}
     running.decided = _recorder(forecasts, set(chosen.tolist()))
     result = running.run()
@@ -60,7 +60,7 @@ def _recorder(
 
 def _rank(result: RunResult, number: int, predicted_s: npt.NDArray[np.float64]) -> int | None:
     """Return the rank, by real e2e, of the instance with the best forecast; 0 is the best."""
-    real = np.array([_e2e_on(result, number, index) for index in range(len(result.units))])
+    real = np.array([_e2e_on(result, number, index) for index in range(len(result.specs))])
     if np.isnan(real).any():
         return None
     return int((real < real[int(predicted_s.argmin())]).sum())
@@ -80,6 +80,6 @@ def _e2e_on(result: RunResult, number: int, index: int) -> float:
         tag_median=work.tag_median[mine],
         tag_spread=work.tag_spread[mine],
     )
-    alone = simulate([result.units[index]], part, POLICY, Conditions(sample_s=0.0))
+    alone = simulate([result.specs[index]], part, POLICY, Conditions(sample_s=0.0))
     position = int(np.searchsorted(mine, number))
     return float(latencies(alone).e2e_s[position])

@@ -25,7 +25,7 @@ BEFORE, WITH, WITHOUT, LOOKAHEAD = 0, 1, 2, 3
 def copy_as_known(fleet: EngineArrays, index: int, source: State, target: State, now_s: float) -> None:
     """Copy an engine as its sidecar knows it: lengths by tags, predicted step times, only requests that are visible."""
     copy_into(target, source)
-    engine, instance, slots = target.engine[0], fleet.units[index], fleet.slots[index]
+    engine, instance, slots = target.engine[0], fleet.instances[index], fleet.slots[index]
     size = len(target.pending)
     position = 0
     while position < engine.num_pending:
@@ -72,7 +72,7 @@ def predict_step_ends(state: State, now_s: float) -> None:
 def copy_for_forecast(fleet: EngineArrays, workspace: State, index: int, target: State, now_s: float) -> None:
     """Copy an engine into `target` as it is known now, or from its lookahead if it can have one."""
     source = engine_at(fleet.stack, fleet.predicted_costs, index)
-    engine, instance, slots = source.engine[0], fleet.units[index], fleet.slots[index]
+    engine, instance, slots = source.engine[0], fleet.instances[index], fleet.slots[index]
     if not instance.deterministic or engine.by_priority or not loop.has_tail_ahead(source):
         copy_as_known(fleet, index, source, target, now_s)
         return
@@ -136,7 +136,7 @@ def forecast(
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         fill_slot(fleet, requests, index, slot, number, now_s)
         entry = fleet.slots[index, slot]
-        entry.log_median, entry.spread = requests.asked[number].log_median, requests.asked[number].spread
+        entry.log_median, entry.spread = requests.facts[number].log_median, requests.facts[number].spread
         apply_tag(fleet, source.requests[slot], entry)
         before, with_it = layer(workspace, source, BEFORE), layer(workspace, source, WITH)
         without_it = layer(workspace, source, WITHOUT)
@@ -159,7 +159,7 @@ def forecast(
 def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
     """Forecast for each engine when all its requests have finished."""
     any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
-    for index in range(len(fleet.units)):
+    for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)
         copy_for_forecast(fleet, workspace, index, copied, now_s)
@@ -167,4 +167,4 @@ def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_
         drained_s[index] = max(0.0, copied.engine[0].now_s - now_s)
 
 
-foretell_directly, drain_directly = direct(forecast), direct(forecast_drain)
+forecast_directly, forecast_drain_directly = direct(forecast), direct(forecast_drain)

@@ -62,8 +62,8 @@ INSTANCE = np.dtype(
     align=True,
 )
 
-# The indicators that `look` writes, in the order of its argument `rows`.
-TELLS = (
+# The indicators that `refresh` writes, in the order of its argument `rows`.
+INDICATORS = (
     "num_running", "num_waiting", "num_reserved", "num_total_blocks", "num_free_blocks", "num_reserved_blocks",
     "num_waiting_blocks", "queued_prefill_tokens", "context_tokens", "remaining_tokens", "kv_hit_ratio", "pace",
     "step_s", "num_preemptions_total", "num_finished_total",
@@ -78,7 +78,7 @@ class EngineArrays(NamedTuple):
 
     stack: State
     predicted_costs: Costs  # step times that forecasts use
-    units: np.recarray[Any, Any]
+    instances: np.recarray[Any, Any]
     slots: np.recarray[Any, Any]
     free_slots: np.ndarray
     noise: np.ndarray  # factors of successive step times; a single 1 without noise
@@ -88,7 +88,7 @@ class EngineArrays(NamedTuple):
 class Requests(NamedTuple):
     """All requests of a run and their outcomes, indexed by number; `contents` joins the blocks of all prompts."""
 
-    asked: np.recarray[Any, Any]
+    facts: np.recarray[Any, Any]
     contents: np.ndarray
     outcomes: np.recarray[Any, Any]
 
@@ -132,7 +132,7 @@ def advance_one(fleet: EngineArrays, index: int, until_s: float) -> None:
     """Run one engine until a time; with noise, step by step."""
     any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
     state = engine_at(fleet.stack, fleet.stack.costs, index)
-    engine, instance = state.engine[0], fleet.units[index]
+    engine, instance = state.engine[0], fleet.instances[index]
     size = len(fleet.noise)
     engine.pace = instance.pace
     if size == 1:
@@ -160,8 +160,8 @@ def is_quiet(fleet: EngineArrays, index: int, until_s: float) -> bool:
 @kernel
 def advance(fleet: EngineArrays, until_s: float) -> None:
     """Run all engines until a time."""
-    for index in range(len(fleet.units)):
-        instance = fleet.units[index]
+    for index in range(len(fleet.instances)):
+        instance = fleet.instances[index]
         if instance.up and not is_quiet(fleet, index, until_s):
             advance_one(fleet, index, until_s)
             instance.changed = 1
@@ -170,7 +170,7 @@ def advance(fleet: EngineArrays, until_s: float) -> None:
 @kernel
 def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, number: int, arrives_s: float) -> None:
     """Write a request into a slot, as not yet arrived."""
-    facts = requests.asked[number]
+    facts = requests.facts[number]
     engine, request = fleet.stack.engine[index, 0], fleet.stack.requests[index, slot]
     max_tokens = min(facts.max_tokens, engine.max_model_len - facts.prompt_tokens)
     request.status = UNBORN
@@ -193,9 +193,9 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
 
 
 @kernel
-def harvest(fleet: EngineArrays, requests: Requests, index: int) -> None:
+def collect_finished(fleet: EngineArrays, requests: Requests, index: int) -> None:
     """Record the outcomes of the requests that an engine has finished, and free their slots."""
-    instance = fleet.units[index]
+    instance = fleet.instances[index]
     for slot in range(1, fleet.slots.shape[1]):
         entry = fleet.slots[index, slot]
         request = fleet.stack.requests[index, slot]
@@ -224,9 +224,9 @@ def write_outcome(outcome: np.record, request: np.record) -> None:
 @kernel
 def send(fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float) -> int:
     """Send a request to an engine, whose indicators count it from `visible_s` on; return FULL if no slot is free."""
-    instance = fleet.units[index]
+    instance = fleet.instances[index]
     if instance.num_free_slots == 0:
-        harvest(fleet, requests, index)
+        collect_finished(fleet, requests, index)
         if instance.num_free_slots == 0:
             return FULL
     instance.num_free_slots -= 1
@@ -234,8 +234,8 @@ def send(fleet: EngineArrays, requests: Requests, number: int, index: int, arriv
     entry = fleet.slots[index, slot]
     entry.number = number
     entry.visible_s = visible_s
-    entry.log_median = requests.asked[number].log_median
-    entry.spread = requests.asked[number].spread
+    entry.log_median = requests.facts[number].log_median
+    entry.spread = requests.facts[number].spread
     fill_slot(fleet, requests, index, slot, number, arrives_s)
     queues.announce(engine_at(fleet.stack, fleet.stack.costs, index), slot)
     instance.changed = 1
@@ -243,7 +243,7 @@ def send(fleet: EngineArrays, requests: Requests, number: int, index: int, arriv
 
 
 @kernel
-def look(
+def refresh(
     fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float, now_s: float,
     rows: np.ndarray, indicators: np.ndarray,
 ) -> int:  # fmt: skip
@@ -251,8 +251,8 @@ def look(
     if number >= 0 and send(fleet, requests, number, index, arrives_s, visible_s) == FULL:
         return FULL
     advance(fleet, now_s)
-    for at in range(len(fleet.units)):
-        instance = fleet.units[at]
+    for at in range(len(fleet.instances)):
+        instance = fleet.instances[at]
         if instance.changed or fleet.stack.engine[at, 0].num_pending > 0:
             instance.changed = 0
             write_indicators(fleet, at, now_s, rows, indicators[:, at])
@@ -262,7 +262,7 @@ def look(
 @kernel
 def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.ndarray, indicators: np.ndarray) -> None:
     """Write an engine's indicators as its sidecar computes them (predictor/indicators.py)."""
-    engine, instance = fleet.stack.engine[index, 0], fleet.units[index]
+    engine, instance = fleet.stack.engine[index, 0], fleet.instances[index]
     requests, slots = fleet.stack.requests[index], fleet.slots[index]
     queued_tokens = context = remaining = 0
     for position in range(engine.num_running):
@@ -326,10 +326,10 @@ def remaining_tokens_of(fleet: EngineArrays, request: np.record, entry: np.recor
 @kernel
 def count_hits(fleet: EngineArrays, requests: Requests, number: int, hit_tokens: np.ndarray) -> int:
     """Count the prompt tokens that each engine has cached; return the deepest content cached anywhere, or -1."""
-    facts = requests.asked[number]
+    facts = requests.facts[number]
     deepest = -1
     max_hits = 0
-    for index in range(len(fleet.units)):
+    for index in range(len(fleet.instances)):
         engine = fleet.stack.engine[index, 0]
         num_hits = 0
         if engine.prefix_caching:
@@ -351,15 +351,15 @@ def count_late(fleet: EngineArrays, requests: Requests, now_s: float, limit_s: f
     """Count the requests whose first token was later than the limit, or is missing and already later."""
     num_late = 0
     for number in range(len(requests.outcomes)):
-        late_s = requests.outcomes[number].first_token_s - requests.asked[number].arrival_s
+        late_s = requests.outcomes[number].first_token_s - requests.facts[number].arrival_s
         num_late += late_s > limit_s
-    for index in range(len(fleet.units)):
+    for index in range(len(fleet.instances)):
         for slot in range(1, fleet.slots.shape[1]):
             number = fleet.slots[index, slot].number
             if number >= 0:
                 first_s = fleet.stack.requests[index, slot].first_token_s
-                num_late += (first_s if first_s >= 0 else now_s) - requests.asked[number].arrival_s > limit_s
+                num_late += (first_s if first_s >= 0 else now_s) - requests.facts[number].arrival_s > limit_s
     return num_late
 
 
-look_directly, hits_directly = direct(look), direct(count_hits)
+refresh_directly, count_hits_directly = direct(refresh), direct(count_hits)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.step_time import Costs, step_seconds, tabulate
-from simulator.result import FATES, RunResult
+from simulator.result import STATUSES, RunResult
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class Latencies:
 def latencies(result: RunResult) -> Latencies:
     """Return latencies from the arrival at the cluster, so with decision and network."""
     outcomes, arrival_s = result.outcomes, result.work.arrival_s
-    finished = result.decisions.fate == FATES.index("finished")
+    finished = result.decisions.status == STATUSES.index("finished")
     first = np.where(outcomes.first_token_s >= 0, outcomes.first_token_s, np.nan)
     last = np.where(finished, outcomes.finished_s, np.nan)
     rest = np.maximum(outcomes.produced_tokens - 1, 1)
@@ -64,16 +64,16 @@ def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0
     """Summarise a run; latencies leave out the requests that arrived in the first `skip_s`."""
     took = latencies(result)
     counted = result.work.arrival_s >= result.work.arrival_s[0] + skip_s
-    fates = result.decisions.fate
+    statuses = result.decisions.status
     first_s = float(result.work.arrival_s[0])
     span_s = max(result.end_s - first_s, 1e-9)
-    finished = fates == FATES.index("finished")
+    finished = statuses == STATUSES.index("finished")
     lengths = result.work.lengths
     computed = result.decisions.instance >= 0
     totals: dict[str, Any] = {
         "policy": result.policy,
-        "num_requests": len(fates),
-        **{f"num_{name}": int((fates == place).sum()) for place, name in enumerate(FATES)},
+        "num_requests": len(statuses),
+        **{f"num_{name}": int((statuses == place).sum()) for place, name in enumerate(STATUSES)},
         "span_s": span_s,
         "requests_per_s": float(finished.sum() / span_s),
         "output_tokens_per_s": float(result.outcomes.produced_tokens.sum() / span_s),
@@ -129,18 +129,18 @@ def prefill_imbalance(result: RunResult) -> float | None:
     """
     outcomes, instance = result.outcomes, result.decisions.instance
     started = (outcomes.first_token_s >= 0) & (instance >= 0)
-    if not started.any() or len(result.units) < 2:
+    if not started.any() or len(result.specs) < 2:
         return None
     tokens = np.maximum(1, result.work.lengths.prompt_tokens - outcomes.hit_tokens)[started]
     seconds = np.zeros(len(tokens))
-    for index, unit in enumerate(result.units):
+    for index, spec in enumerate(result.specs):
         mine = instance[started] == index
         if mine.any():
-            known = tabulate(unit.step_time, int(tokens.max()), 1)
+            known = tabulate(spec.step_time, int(tokens.max()), 1)
             cost = {int(count): _prefill_s(known, int(count)) for count in np.unique(tokens[mine])}
             seconds[mine] = [cost[int(count)] for count in tokens[mine]]
     window = ((outcomes.first_token_s[started] - result.work.arrival_s[0]) // WINDOW_S).astype(np.int64)
-    work = np.zeros((int(window.max()) + 1, len(result.units)))
+    work = np.zeros((int(window.max()) + 1, len(result.specs)))
     np.add.at(work, (window, instance[started]), seconds)
     work = work[work.sum(axis=1) > 0]
     return float((work.max(axis=1) / work.mean(axis=1) - 1).mean())
@@ -158,15 +158,15 @@ def request_table(result: RunResult) -> dict[str, np.ndarray]:
     took = latencies(result)
     times = {name: np.where(result.outcomes[name] >= 0, result.outcomes[name], np.nan)
              for name in ("scheduled_s", "first_token_s", "finished_s")}  # fmt: skip
-    width = len(str(len(result.units) - 1))
-    names = np.array([*(f"instance-{index:0{width}d}" for index in range(len(result.units))), ""])
+    width = len(str(len(result.specs) - 1))
+    names = np.array([*(f"instance-{index:0{width}d}" for index in range(len(result.specs))), ""])
     return {
         "number": np.arange(len(result.work)),
         "arrival_s": result.work.arrival_s,
         "prompt_tokens": result.work.lengths.prompt_tokens,
         "output_tokens": result.work.lengths.output_tokens,
         "tag_median_tokens": result.work.tag_median,
-        "fate": np.array(FATES)[result.decisions.fate],
+        "fate": np.array(STATUSES)[result.decisions.status],
         "instance": names[result.decisions.instance],
         "scheduler": np.asarray(result.decisions.scheduler),
         "num_sends": np.asarray(result.decisions.num_sends),

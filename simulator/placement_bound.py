@@ -24,48 +24,48 @@ from predictor.step_time import (
     SAMPLED,
     tabulate,
 )
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 
 SCALES = np.array([1e3, 1e4, 1e6])  # of the prices, so that the solver works with numbers near one
 
 
-def sustained_rate(units: Sequence[Unit], work: Workload, rate: float) -> float:
+def sustained_rate(specs: Sequence[InstanceSpec], work: Workload, rate: float) -> float:
     """Return the rate at which instances that never idle have just served all requests when the last one arrives.
 
     The workload must be drawn at `rate`. A run of a finite trace may sustain a little more, because it starts with
     empty instances and ends with full ones.
     """
-    if any(unit != units[0] for unit in units):
+    if any(spec != specs[0] for spec in specs):
         raise ValueError("bound: is defined for equal instances only")
-    if units[0].config.enable_prefix_caching:
+    if specs[0].config.enable_prefix_caching:
         raise ValueError("bound: is not defined with prefix caching")
-    seconds = min_busy_s(units[0], work) / len(units)
+    seconds = min_busy_s(specs[0], work) / len(specs)
     return rate * float(work.arrival_s[-1]) / seconds
 
 
-def min_busy_s(unit: Unit, work: Workload) -> float:
+def min_busy_s(spec: InstanceSpec, work: Workload) -> float:
     """Return the minimum time for which one instance is busy with all requests."""
     prompts = work.lengths.prompt_tokens.astype(np.float64)
     decodes = work.lengths.output_tokens - 1.0  # the prompt's step produces the first token
     contexts = decodes * prompts + decodes * (decodes + 1) / 2
     amounts = np.array([decodes.sum(), prompts.sum(), contexts.sum()])
-    rows, costs = zip(*_steps(unit), strict=True)
+    rows, costs = zip(*_steps(spec), strict=True)
     found = linprog(-amounts / SCALES, A_ub=np.array(rows) / SCALES, b_ub=np.array(costs))
     assert found.success, found.message
-    return unit.pace * -float(found.fun)
+    return spec.pace * -float(found.fun)
 
 
-def _steps(unit: Unit) -> Iterator[tuple[tuple[float, float, float], float]]:
+def _steps(spec: InstanceSpec) -> Iterator[tuple[tuple[float, float, float], float]]:
     """Yield the steps that constrain the prices: (decodes, prompt tokens, context read) and minimum seconds.
 
     Between the knots of the step time, and between empty and full memory, costs are linear.
     """
-    num_seqs, chunk = unit.config.max_num_seqs, unit.config.max_num_batched_tokens
-    room = (unit.config.num_gpu_blocks - 1) * unit.config.block_size
-    costs = tabulate(unit.step_time, chunk, num_seqs)
+    num_seqs, chunk = spec.config.max_num_seqs, spec.config.max_num_batched_tokens
+    room = (spec.config.num_gpu_blocks - 1) * spec.config.block_size
+    costs = tabulate(spec.step_time, chunk, num_seqs)
     once = costs.coefficients[CONSTANT] + costs.by_count[:, SAMPLED].min()
-    knots = {int(edge) for x in unit.step_time.by_tokens.x for edge in (np.floor(x), np.ceil(x))} | {chunk}
+    knots = {int(edge) for x in spec.step_time.by_tokens.x for edge in (np.floor(x), np.ceil(x))} | {chunk}
     for decodes in range(min(num_seqs, chunk) + 1):
         prompts = {1, *(knot - decodes for knot in knots)}
         for tokens in sorted({0, *(one for one in prompts if 0 < one <= chunk - decodes)}):

@@ -10,14 +10,16 @@ import numpy.typing as npt
 from predictor.step_time import StepTime, step_seconds, tabulate
 from scheduler.admission.order import fewest_late, late_last
 from simulator.conditions import FEWEST_LATE, FIRST_COME, LATE_LAST, Conditions
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 
 
 class QueueOrder:
     """The order of the admission queue by the run's conditions."""
 
-    def __init__(self, work: Workload, units: Sequence[Unit], conditions: Conditions, num_schedulers: int) -> None:
+    def __init__(
+        self, work: Workload, specs: Sequence[InstanceSpec], conditions: Conditions, num_schedulers: int
+    ) -> None:
         """Estimate how long the cluster would be busy with each request, where the order needs it."""
         self.mean_step_s: Callable[[], float] = lambda: 0.0  # of all instances, as they report it
         self._turn, self._num_schedulers = conditions.turn, num_schedulers
@@ -26,11 +28,11 @@ class QueueOrder:
             return
         prompt_tokens = work.lengths.prompt_tokens
         tags = np.where(np.isnan(work.tag_median), work.lengths.output_tokens, work.tag_median)
-        seats = sum(unit.config.max_num_seqs for unit in units)
-        room = sum(unit.config.num_gpu_blocks * unit.config.block_size for unit in units)
+        seats = sum(spec.config.max_num_seqs for spec in specs)
+        room = sum(spec.config.num_gpu_blocks * spec.config.block_size for spec in specs)
         self._steps = (tags * np.maximum(1 / seats, (prompt_tokens + tags / 2) / room)).tolist()
         prompts, which = np.unique(prompt_tokens, return_inverse=True)
-        self._prefill_s = (prefill_seconds(units[0].step_time, prompts) / len(units))[which].tolist()
+        self._prefill_s = (prefill_seconds(specs[0].step_time, prompts) / len(specs))[which].tolist()
 
     def order(self, waiting: Sequence[int], now_s: float) -> Sequence[int]:
         """Sort the waiting requests of an admission queue."""

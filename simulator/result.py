@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 
 # The final status of a request.
 FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
-FATES = (UNFINISHED, FINISHED, REFUSED, LOST)
+STATUSES = (UNFINISHED, FINISHED, REFUSED, LOST)
 
 DECISION = np.dtype(
     [
         ("instance", "i4"),
         ("scheduler", "i4"),
-        ("fate", "i4"),
+        ("status", "i4"),
         ("num_sends", "i4"),
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
@@ -44,7 +44,7 @@ class RunResult:
     """The outcome of every request, in the order of arrival; times are on the simulation's clock."""
 
     work: Workload
-    units: tuple[Unit, ...]
+    specs: tuple[InstanceSpec, ...]
     policy: str
     outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
     decisions: np.recarray[Any, Any]  # DECISION

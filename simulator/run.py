@@ -20,14 +20,14 @@ from scheduler.placement import PlacementRequest
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 from simulator import forecast_kernels, kernels
 from simulator.conditions import SENT_INDEX, Conditions
-from simulator.fleet import Unit, restart, widened, workspace_for
+from simulator.fleet import InstanceSpec, restart, with_more_slots, workspace_for
 from simulator.queue_order import QueueOrder
-from simulator.result import FATES, FINISHED, LOST, REFUSED, ClusterSample, RunResult
+from simulator.result import FINISHED, LOST, REFUSED, STATUSES, ClusterSample, RunResult
 from simulator.scheduler_view import SchedulerView
 from simulator.workload import Workload
 
 FOREVER = math.inf
-ROWS = np.array([INDEX_OF[name] for name in kernels.TELLS], np.int64)
+ROWS = np.array([INDEX_OF[name] for name in kernels.INDICATORS], np.int64)
 PER_MINUTE, DRAINED = INDEX_OF["requests_per_minute"], INDEX_OF["drained_s"]
 FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
     INDEX_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
@@ -51,7 +51,7 @@ FORECAST_FIELDS = {
 class Simulation:
     """A cluster in motion."""
 
-    units: tuple[Unit, ...]
+    specs: tuple[InstanceSpec, ...]
     work: Workload
     schedulers: list[SchedulerView]
     conditions: Conditions
@@ -192,20 +192,20 @@ class Simulation:
 
     def _out(self, time_s: float, index: int) -> None:
         self.look(time_s)
-        if not self.fleet.units[index].up:
+        if not self.fleet.instances[index].up:
             return
-        kernels.harvest(self.fleet, self.requests, index)
-        self.fleet.units[index].up = 0
+        kernels.collect_finished(self.fleet, self.requests, index)
+        self.fleet.instances[index].up = 0
         self.up_s += time_s - self.up_since.pop(index)
         self.find_places()
         rows = self.fleet.stack.requests[index]
         begun = {int(row.serial): row.first_token_s >= 0 for row in rows}
         produced = {int(row.serial): row.copy() for row in rows}
-        for number in sorted(restart(self.fleet, index, self.units[index], time_s)):
+        for number in sorted(restart(self.fleet, index, self.specs[index], time_s)):
             row = produced[number]
             outcome = self.requests.outcomes[number]
             if begun[number]:  # its client has seen a part of the answer, and that it broke off
-                self.decisions[number].fate = FATES.index(LOST)
+                self.decisions[number].status = STATUSES.index(LOST)
                 outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
                 outcome.num_preemptions += row.num_preemptions
                 outcome.produced_tokens = row.output_tokens
@@ -215,7 +215,7 @@ class Simulation:
 
     def _back(self, time_s: float, index: int) -> None:
         self.look(time_s)
-        self.fleet.units[index].up = self.fleet.units[index].changed = 1
+        self.fleet.instances[index].up = self.fleet.instances[index].changed = 1
         self.fleet.stack.engine[index, 0].now_s = time_s
         self.up_since[index] = time_s
         self.find_places()
@@ -226,7 +226,7 @@ class Simulation:
 
     def find_places(self) -> None:
         """Note who may get requests."""
-        up = self.fleet.units.up.astype(bool)
+        up = self.fleet.instances.up.astype(bool)
         up[list(self.leaving)] = False
         self.rows = None if up.all() else np.flatnonzero(up)
 
@@ -235,17 +235,17 @@ class Simulation:
     def look(self, now_s: float) -> None:
         """Send what was decided last, advance all engines, and have them tell of themselves."""
         number, index, arrives_s, shown_s = self.unsent
-        while kernels.look_directly(
+        while kernels.refresh_directly(
             self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.reported
         ):
-            self.fleet = widened(self.fleet)
+            self.fleet = with_more_slots(self.fleet)
             self.workspace = None
         if number >= 0:
             self.unsent = (NOBODY, 0, 0.0, 0.0)
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
-            forecast_kernels.drain_directly(self.fleet, self._room(), now_s, self.reported[DRAINED])
+            forecast_kernels.forecast_drain_directly(self.fleet, self._room(), now_s, self.reported[DRAINED])
 
     def _decide(self, number: int, now_s: float) -> None:
         """Have a request's scheduler begin its decision."""
@@ -344,24 +344,24 @@ class Simulation:
     def _no_instance(self, number: int) -> None:
         """Keep a request until an instance is back, or refuse one that none could ever serve."""
         if self.possible is not None and not self.possible[number].any():
-            self.decisions[number].fate = FATES.index(REFUSED)
+            self.decisions[number].status = STATUSES.index(REFUSED)
         else:
             self.unplaced.append(number)
 
     def _add_prefix(self, request: PlacementRequest, number: int) -> None:
         """Add what is known of the prompt's content: its blocks, or the engines' actual hits."""
         if self.conditions.prefix_view == SENT_INDEX:
-            block_size = self.units[0].config.block_size
+            block_size = self.specs[0].config.block_size
             contents = self._contents(number)
             request.blocks = PromptBlocks(names=contents, block_tokens=block_size) if contents else NO_BLOCKS
             return
-        hits = np.zeros(len(self.units))
-        deepest = kernels.hits_directly(self.fleet, self.requests, number, hits)
+        hits = np.zeros(len(self.specs))
+        deepest = kernels.count_hits_directly(self.fleet, self.requests, number, hits)
         request.prefix_hits = hits
         request.indicators.prefix_class = None if deepest < 0 else int(deepest)
 
     def _contents(self, number: int) -> list[int]:
-        asked = self.requests.asked[number]
+        asked = self.requests.facts[number]
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
@@ -369,7 +369,7 @@ class Simulation:
         """Forecast a request on some instances, in one call of compiled code."""
         rows = np.arange(len(among)) if among.rows is None else among.rows
         results = self.results[: len(rows)]
-        forecast_kernels.foretell_directly(
+        forecast_kernels.forecast_directly(
             self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, results
         )
         columns = {name: _column(results, FORECAST_FIELDS[name]) for name in self._forecast_names}
@@ -389,7 +389,7 @@ class Simulation:
             self.minute[index].append(self.now_s)
         if self._has_fresh_indicators:
             return
-        scheduler.note_sent(index, shown_s, self.prompt_tokens[number], self.units[index].config.block_size)
+        scheduler.note_sent(index, shown_s, self.prompt_tokens[number], self.specs[index].config.block_size)
 
     def _count_minute(self, now_s: float) -> None:
         for index, times in enumerate(self.minute):
@@ -402,19 +402,19 @@ class Simulation:
     def _end(self) -> RunResult:
         self.look(self.now_s)
         kernels.advance(self.fleet, FOREVER)
-        for index in range(len(self.units)):
-            kernels.harvest(self.fleet, self.requests, index)
+        for index in range(len(self.specs)):
+            kernels.collect_finished(self.fleet, self.requests, index)
             for number in self.fleet.slots.number[index]:
                 if number != NOBODY:  # it can never be served: the engine waits for room that nobody will free
                     self.requests.outcomes[number].finished_s = NOBODY
         finished = self.requests.outcomes.finished_s >= 0
-        self.decisions.fate[finished & (self.decisions.fate == 0)] = FATES.index(FINISHED)
+        self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)
         ends = self.requests.outcomes.finished_s[finished]
         end_s = max(float(ends.max(initial=0.0)), float(self.work.arrival_s[-1]))
         up_s = self.up_s + sum(end_s - since_s for since_s in self.up_since.values())
         return RunResult(
             work=self.work,
-            units=self.units,
+            specs=self.specs,
             policy=self.schedulers[0].policy.text,
             outcomes=self.requests.outcomes,
             decisions=self.decisions,

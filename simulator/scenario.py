@@ -13,7 +13,7 @@ from predictor.batching import settled
 from predictor.config import FIELD_NAMES, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
 from simulator.conditions import CONDITION_NAMES, Conditions, Outage
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.metrics import SloTarget
 from simulator.pooled_bound import pooled_config, pooled_step_time
 from simulator.traffic import Tags, Traffic, draw_workload, require_name
@@ -49,13 +49,13 @@ class Instances:
         for name, _ in self.engine:
             require_name(name, FIELD_NAMES, "instances.engine")
 
-    def unit(self) -> Unit:
+    def instance_spec(self) -> InstanceSpec:
         """Describe one of these instances."""
         profile = _profile(self.profile)
         suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
         config = settled(EngineConfig(**{**suggested, **dict(self.engine)}))
         predicted = pooled_step_time(_profile(self.foreseen).step_time, self.pooled) if self.foreseen else None
-        return Unit(
+        return InstanceSpec(
             config=pooled_config(config, self.pooled),
             step_time=pooled_step_time(profile.step_time, self.pooled),
             predicted_step_time=predicted,
@@ -74,9 +74,9 @@ class Scenario:
     conditions: Conditions = field(default_factory=Conditions)
     slo: SloTarget = field(default_factory=SloTarget)
 
-    def units(self) -> list[Unit]:
+    def instance_specs(self) -> list[InstanceSpec]:
         """Describe all instances."""
-        return [unit for kind in self.instances for unit in [kind.unit()] * kind.count]
+        return [spec for kind in self.instances for spec in [kind.instance_spec()] * kind.count]
 
     def workload(self, rate: float | None, seed: int) -> Workload:
         """Draw the traffic: the same seed gives the same requests in the same pattern at any rate.
@@ -87,7 +87,7 @@ class Scenario:
 
     def max_request_tokens(self) -> int:
         """The maximum length of a request, prompt and response, on any instance."""
-        return max(kind.unit().config.max_model_len for kind in self.instances)
+        return max(kind.instance_spec().config.max_model_len for kind in self.instances)
 
     def changed(self, **changes: Any) -> Scenario:
         """Return a copy with the changes of a nested table."""

@@ -82,7 +82,7 @@ def share_used(request: SizingRequest) -> float:
     """Simulate a cluster; return the largest ratio of a percentile to its limit: at most 1 meets the target."""
     scenario = sized(request.scenario, request.num_instances)
     work = scenario.workload(request.rate, request.seed)
-    result = simulate(scenario.units(), work, request.policy, scenario.conditions, seed=request.seed)
+    result = simulate(scenario.instance_specs(), work, request.policy, scenario.conditions, seed=request.seed)
     return request.target.share_used(latencies(result))
 
 

@@ -146,7 +146,7 @@ def at_rate(gaps: Floats, rate: float) -> Floats:
 def by_schedule(gaps: Floats, schedule: Sequence[tuple[float, float]]) -> Floats:
     """Scale gaps to a rate that changes over time: pairs of (start in s, requests/s), the last without end.
 
-    A gap of 1 is a unit of the rate's integral, so a Poisson process stays one.
+    A gap of 1 is a spec of the rate's integral, so a Poisson process stays one.
     """
     starts = np.array([start for start, _ in schedule])
     rates = np.array([rate for _, rate in schedule])

@@ -48,8 +48,8 @@ def random_fleet(rng: np.random.Generator, *, unknown: float = 0.1) -> Candidate
         RequestIndicators(prompt_tokens=prompt_tokens, tag_tokens=float(rng.integers(1, 500)))
     )
     hits = rng.integers(0, prompt_tokens + 1, num).astype(float)
-    forecasts_read = rng.choice([0.5, 1.0, 2.0, math.inf, math.nan], (4, num))
+    forecast_fields = rng.choice([0.5, 1.0, 2.0, math.inf, math.nan], (4, num))
     candidates.add({"prefix_hit_tokens": hits})
     names = ("predicted_e2e_s", "predicted_ttft_s", "predicted_tpot_s", "delay_sum_s")
-    candidates.add(dict(zip(names, forecasts_read, strict=True)))
+    candidates.add(dict(zip(names, forecast_fields, strict=True)))
     return candidates

@@ -128,11 +128,15 @@ class PrefixIndex:
     def _shrink(self, instance_id: str) -> None:
         cache, size, held = self._caches[instance_id], self._sizes[instance_id], self._held[instance_id]
         if held > size:
-            bit = 1 << self._bits[instance_id]
+            others, holders = ~(1 << self._bits[instance_id]), self._holders
             while held > size and cache:
                 name, num_blocks = cache.popitem(last=False)
                 held -= num_blocks
-                self._drop(name, bit)
+                left = holders[name] & others
+                if left:
+                    holders[name] = left
+                else:
+                    del holders[name]
             self._held[instance_id] = held if cache else 0.0
 
     def _drop(self, name: Hashable, bit: int) -> None:

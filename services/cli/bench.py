@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from services.cli.settings_options import SettingValues, settings_options
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits
 from services.load.settings import DEFAULT_RATE, DEFAULT_REQUESTS, BenchSettings
 from services.settings import CommandSettings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SHOW_BAR_S = 2.0
 MODELS_S = 10.0
 KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
-SETTINGS = CommandSettings("bench", BenchSettings, Manner, LoadLimits, environment=("BLOCK_BENCH",))
+SETTINGS = CommandSettings("bench", BenchSettings, RequestFormat, LoadLimits, environment=("BLOCK_BENCH",))
 
 
 @click.command()
@@ -43,7 +43,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
 
     from predictor.request import Slo
     from services.http.client import origin_of
-    from services.load.asking import headers_from
+    from services.load.request_format import headers_from
     from simulator.load_report import summary, table, write_csv
 
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
@@ -51,21 +51,21 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     slo = Slo(ttft_s=seconds("slo_ttft_ms", settings.slo_ttft_ms), tpot_s=seconds("slo_tpot_ms", settings.slo_tpot_ms))
     limits = given.make(LoadLimits)
     key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-    manner = given.make(Manner, model=settings.model, headers=headers_from(settings.header, key), slo=slo)
-    plan = plan_from(settings, manner.seed)
+    form = given.make(RequestFormat, model=settings.model, headers=headers_from(settings.header, key), slo=slo)
+    plan = plan_from(settings, form.seed)
     warm_up = {planned.request_id for planned in plan[: settings.warm_up]}
     with opened(settings.csv) as out:
-        results = uvloop.run(measured(plan, origin, manner, limits))
+        results = uvloop.run(measured(plan, origin, form, limits))
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
-    total = {"url": url, "time_scale": manner.time_scale, "num_warm_up": len(warm_up), **summary(results, slo)}
+    total = {"url": url, "time_scale": form.time_scale, "num_warm_up": len(warm_up), **summary(results, slo)}
     if as_json:
         json.dump(total, sys.stdout)
         print()
     else:
-        if manner.time_scale != 1:
-            print(f"times are the endpoint's: one of its seconds takes {1 / manner.time_scale:g} s\n")
+        if form.time_scale != 1:
+            print(f"times are the endpoint's: one of its seconds takes {1 / form.time_scale:g} s\n")
         print("\n".join(table(total)))
     return 0 if total["num_ok"] else 1
 
@@ -98,24 +98,26 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
     return planned(requests, timing, generator, block_tokens=trace.block_tokens)
 
 
-async def measured(plan: Sequence[Planned], origin: Origin, manner: Manner, limits: LoadLimits) -> list[RequestResult]:
+async def measured(
+    plan: Sequence[Planned], origin: Origin, form: RequestFormat, limits: LoadLimits
+) -> list[RequestResult]:
     """Send all requests; on a terminal a bar shows the progress."""
     from dataclasses import replace
 
     from services.load.running import run_plan
 
-    if not manner.model:
-        manner = replace(manner, model=await only_model(origin, manner))
-    with progress(len(plan), plan[-1].due_s / manner.time_scale) as ended:
-        return await run_plan(plan, origin, manner, limits, ended)
+    if not form.model:
+        form = replace(form, model=await only_model(origin, form))
+    with progress(len(plan), plan[-1].due_s / form.time_scale) as ended:
+        return await run_plan(plan, origin, form, limits, ended)
 
 
-async def only_model(origin: Origin, manner: Manner) -> str:
+async def only_model(origin: Origin, form: RequestFormat) -> str:
     """Get the endpoint's model, if it lists exactly one."""
     from services.http.client import HttpClient
 
     client = HttpClient()
-    authorization = [pair for pair in manner.headers if pair[0] == b"authorization"]
+    authorization = [pair for pair in form.headers if pair[0] == b"authorization"]
     try:
         status, body = await client.get(origin, b"/v1/models", within_s=MODELS_S, headers=authorization)
         names = [str(model["id"]) for model in json.loads(body)["data"]] if status == 200 else None

@@ -105,7 +105,7 @@ def capacity(
         raise ValueError(f"seeds: must be at least 2, as one shows no noise, not {seeds}")
     if first_rate is not None and not 0 < first_rate < 1e6:
         raise ValueError(f"first_rate: must be a number above 0, not {first_rate}")
-    num = len(scenario.units())
+    num = len(scenario.instance_specs())
     search = Search(
         resolution=resolution,
         precision=precision,

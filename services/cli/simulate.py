@@ -79,13 +79,13 @@ def simulate(
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
             summaries.append(summary(result, slo if slo != SloTarget() else None))
     if as_json:
-        print(json.dumps({"num_instances": len(scenario.units()), "seed": seed, "policies": summaries}))
+        print(json.dumps({"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}))
     else:
         _print_table(summaries)
 
 
 def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> RunResult:
-    return simulate_once(scenario.units(), work, policy, scenario.conditions, seed=seed, progress=progress)
+    return simulate_once(scenario.instance_specs(), work, policy, scenario.conditions, seed=seed, progress=progress)
 
 
 def _advance(at: Callable[[int], None], before: int, done: int) -> None:

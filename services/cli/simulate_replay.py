@@ -17,7 +17,7 @@ from simulator.workload import Workload, lengths_of, scaled_up, workload
 
 def recorded(path: str, scenario: Scenario, rate: float | None) -> Workload:
     """Read requests by arrival time, with the tags that the scheduler used; `rate` rescales the arrival times."""
-    block_size = scenario.units()[0].config.block_size
+    block_size = scenario.instance_specs()[0].config.block_size
     if is_recording(path):
         requests = requests_in(path, block_size=block_size)
     else:

@@ -13,7 +13,7 @@ import numpy as np
 from predictor.request import Slo
 from services.cluster import ClusterSettings, running
 from services.http.client import origin_of
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.settings import A30_PROFILE, Option
 from simulator.load_plan import Planned, Timing, planned, synthetic
@@ -84,14 +84,14 @@ async def compare(
 ) -> dict[str, dict[str, Any]]:
     """Start a cluster, send the traffic by each policy in turn, and summarise the results of each."""
     plan = plan_of(settings)
-    manner = Manner(model=MODEL, time_scale=settings.speed)
+    form = RequestFormat(model=MODEL, time_scale=settings.speed)
     totals = {}
     async with running(cluster_of(settings), started) as cluster:
         for url in cluster.gateway_urls.values():  # first requests take longer
-            await run_plan(plan[:WARM_UP], origin_of(url), manner, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
+            await run_plan(plan[:WARM_UP], origin_of(url), form, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
         for policy, url in cluster.gateway_urls.items():
             results = await run_plan(
-                plan, origin_of(url), manner, LoadLimits(timeout_s=TIMEOUT_S), partial(ended, policy)
+                plan, origin_of(url), form, LoadLimits(timeout_s=TIMEOUT_S), partial(ended, policy)
             )
             totals[policy] = summary(results, Slo())
     return totals

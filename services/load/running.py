@@ -2,7 +2,7 @@
 
 Latencies count from when a request was due, not from when it was sent, so that delays of an overloaded sender or server
 are included. All times are in the endpoint's time, which may pass slower or faster than the wall clock
-(`Manner.time_scale`).
+(`RequestFormat.time_scale`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from uuid import uuid4
 from protos.block.v1 import common_pb2
 from services.http.client import ConnectError, Connection, HttpClient, Origin, request_head
 from services.http.sse import StreamReader
-from services.load.asking import Manner, body_of, headers_of
+from services.load.request_format import RequestFormat, body_of, headers_of
 from simulator.load_plan import Planned
 from simulator.load_report import RequestResult
 
@@ -45,10 +45,14 @@ class LoadLimits:
 
 
 async def run_plan(
-    plan: Sequence[Planned], origin: Origin, manner: Manner, limits: LoadLimits, on_end: Callable[[RequestResult], None]
+    plan: Sequence[Planned],
+    origin: Origin,
+    form: RequestFormat,
+    limits: LoadLimits,
+    on_end: Callable[[RequestResult], None],
 ) -> list[RequestResult]:
     """Send all requests when they are due; return their results when the last one has ended."""
-    sender = LoadSender(origin, manner, limits)
+    sender = LoadSender(origin, form, limits)
     in_flight = asyncio.Semaphore(limits.max_in_flight)
     results: list[RequestResult] = []
     start_s = time.monotonic()
@@ -63,7 +67,7 @@ async def run_plan(
     try:
         async with asyncio.TaskGroup() as tasks:
             for planned in sorted(plan, key=lambda planned: planned.due_s):
-                body, due_s = body_of(planned, manner), start_s + planned.due_s / manner.time_scale
+                body, due_s = body_of(planned, form), start_s + planned.due_s / form.time_scale
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 tasks.create_task(one(planned, body, due_s))
     finally:
@@ -74,10 +78,10 @@ async def run_plan(
 class LoadSender:
     """Sends requests in one format to one endpoint, and records the results."""
 
-    def __init__(self, origin: Origin, manner: Manner, limits: LoadLimits) -> None:
+    def __init__(self, origin: Origin, form: RequestFormat, limits: LoadLimits) -> None:
         """Prepare; connections are opened when needed."""
         self._origin = origin
-        self._manner = manner
+        self._form = form
         self._timeout_s = limits.timeout_s
         self._client = HttpClient(connect_s=min(5.0, limits.timeout_s), max_kept=limits.max_in_flight)
         self._run_id = uuid4().hex[:8]  # makes request ids unique to this run
@@ -88,9 +92,9 @@ class LoadSender:
 
     async def send(self, planned: Planned, body: bytes, due_s: float, result: RequestResult) -> None:
         """Send a request that is due at a time of the monotonic clock; failures are recorded in the result."""
-        result.sent_s = (time.monotonic() - due_s) * self._manner.time_scale
-        headers = headers_of(planned, self._manner, f"{self._run_id}-{planned.request_id}")
-        head = request_head(b"POST", self._origin, self._manner.target, headers, len(body))
+        result.sent_s = (time.monotonic() - due_s) * self._form.time_scale
+        headers = headers_of(planned, self._form, f"{self._run_id}-{planned.request_id}")
+        head = request_head(b"POST", self._origin, self._form.target, headers, len(body))
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._client.send(self._origin, head, body, self._timeout_s)
@@ -106,7 +110,7 @@ class LoadSender:
             result.failure = "timeout"
 
     async def _receive(self, connection: Connection, due_s: float, result: RequestResult) -> None:
-        scale = self._manner.time_scale
+        scale = self._form.time_scale
         headers = dict(connection.headers)
         result.instance = headers.get(b"x-block-instance", b"").decode("latin-1")
         result.predicted_ttft_s = _seconds(headers.get(b"x-block-predicted-ttft-ms"), scale)

@@ -1,4 +1,4 @@
-"""Decisions and outcomes as JSON lines, to be explained later or replayed by the simulator.
+"""Records decisions and outcomes as JSON lines, to explain them later or to replay them in the simulator.
 
 A line is one of these, with the messages of protos/block/v1/common.proto:
 
@@ -31,15 +31,15 @@ from services.placement.metrics import SchedulerMetrics
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 8192  # lines that are not written yet; more are dropped, and counted
+MAX_PENDING = 8192  # lines that are not written yet; further ones are dropped and counted
 ALL = 1 << 32
 
 
 class DecisionRecorder(PlacementListener):
-    """Writes in its own thread, so that no decision waits for a disk."""
+    """Writes in its own thread, so that no decision waits for the disk."""
 
     def __init__(self, path: str, *, share: float, max_bytes: int, metrics: SchedulerMetrics) -> None:
-        """Open the file to append; ValueError where it cannot be written."""
+        """Open the file to append; ValueError if it cannot be written."""
         self._path = Path(path)
         self._below = round(share * ALL)
         self._max_bytes = max_bytes
@@ -62,7 +62,7 @@ class DecisionRecorder(PlacementListener):
             self._put({"outcome": outcome})
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining lines, and close the file."""
         self._waiting.put(None)
         self._thread.join()
         self._file.close()

@@ -1,4 +1,4 @@
-"""How long answers will be: by the request itself, by the tagger, or by a default when the tagger does not reply."""
+"""The length of a response: given by the request, by the tagger, or by default if the tagger does not reply."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LengthResolver(PlacementListener):
     """Finds a tag for every request, and sends outcomes to the tagger, which learns from them."""
 
     def __init__(self, settings: SchedulerSettings, metrics: SchedulerMetrics) -> None:
-        """Connect to the tagger, if there is one; it may come later."""
+        """Connect to the tagger, if one is set; it may start later."""
         self._deadline_s = settings.tagger_deadline_s
         self._metrics = metrics
         self._without = chained(["client", "constant"], settings.without_tagger)
@@ -46,9 +46,9 @@ class LengthResolver(PlacementListener):
         self._stub = tagger_pb2_grpc.LengthTaggerStub(self._channel) if self._channel else None
 
     async def resolve(self, request: common_pb2.Request, prompt: bytes, *, ask: bool) -> None:
-        """Complete a request with what forecasts need: the length of its prompt and of its answer.
+        """Complete a request with the lengths that forecasts need: of its prompt and of its response.
 
-        Without `ask` the answer's length is estimated without the tagger.
+        Without `ask` the length of the response is estimated without the tagger.
         """
         if not request.prompt_tokens:
             if not prompt:
@@ -57,7 +57,7 @@ class LengthResolver(PlacementListener):
         if request.HasField("tag"):
             self._metrics.tags.labels("request").inc()
         elif not request.HasField("output_tokens"):
-            fixed = request.ignore_eos and request.HasField("max_tokens")  # the tagger could not know better
+            fixed = request.ignore_eos and request.HasField("max_tokens")  # the length is known
             tag = await self._ask(request, prompt) if ask and not fixed and self._stub is not None else None
             request.tag.CopyFrom(tag or self._default(request))
 
@@ -84,7 +84,7 @@ class LengthResolver(PlacementListener):
         return answer.tag
 
     def _default(self, request: common_pb2.Request) -> common_pb2.Tag:
-        """Estimate a length without the tagger, by its own simplest rules."""
+        """Estimate a length without the tagger: the expected length of the client, or a constant."""
         try:
             query = Query(
                 max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -106,7 +106,7 @@ class LengthResolver(PlacementListener):
         )
 
     def _fail(self, error: Exception) -> None:
-        """Count a failure; one too many opens the tagger's circuit."""
+        """Count a failure; consecutive ones open the circuit of the tagger."""
         late = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         self._metrics.tagger_failures.labels("late" if late else "failed").inc()
         if self._circuit.failed(time.monotonic()):
@@ -115,7 +115,7 @@ class LengthResolver(PlacementListener):
     # Outcomes.
 
     def on_outcome(self, outcome: common_pb2.Outcome) -> None:
-        """Send a completed outcome to the tagger in the next batch; it is lost if the tagger is away for long."""
+        """Send a completed outcome to the tagger in the next batch; the oldest are dropped if it is away for long."""
         if self._stub is None or outcome.finish_reason not in COMPLETED:
             return
         self._outcomes.append(outcome)
@@ -148,7 +148,7 @@ class LengthResolver(PlacementListener):
         return True
 
     async def close(self) -> None:
-        """Send what is left, if the tagger takes it, and close the channel."""
+        """Send the remaining outcomes, if the tagger accepts them, and close the channel."""
         self._closing.set()
         if self._sending is not None:
             await self._sending

@@ -15,46 +15,52 @@ class SchedulerMetrics:
         """Start from zero."""
         self.decision_s = Histogram(
             "block_decision_seconds",
-            "From taking a request to the decision where it goes.",
+            "From receiving a request to its decision.",
             ("policy",),
             buckets=SECONDS,
             registry=registry,
         )
         self.decisions = Counter(
-            "block_decisions", "Decisions, by what they rest on.", ("policy", "basis"), registry=registry
+            "block_decisions", "Decisions, by their basis.", ("policy", "basis"), registry=registry
         )
         self.held = Gauge(
-            "block_held_requests", "Requests that wait for an instance that admits them.", registry=registry
+            "block_held_requests", "Requests that are held until an instance admits them.", registry=registry
         )
-        self.holds = Counter("block_holds", "Requests that were held, by why that ended.", ("end",), registry=registry)
-        self.held_s = Histogram("block_held_seconds", "How long.", buckets=HELD_SECONDS, registry=registry)
-        self.undecided = Counter("block_undecided", "Requests that could be sent nowhere.", registry=registry)
+        self.holds = Counter(
+            "block_holds", "Requests that were held, by how the hold ended.", ("end",), registry=registry
+        )
+        self.held_s = Histogram(
+            "block_held_seconds", "How long requests were held.", buckets=HELD_SECONDS, registry=registry
+        )
+        self.undecided = Counter("block_undecided", "Requests for which there was no instance.", registry=registry)
         self.fan_out_s = Histogram(
-            "block_fan_out_seconds", "From asking all sidecars to the last answer.", buckets=SECONDS, registry=registry
+            "block_fan_out_seconds", "From requesting forecasts to the last reply.", buckets=SECONDS, registry=registry
         )
         self.sidecar_failures = Counter(
-            "block_sidecar_failures", "Sidecars' failures to answer.", ("instance", "kind"), registry=registry
+            "block_sidecar_failures", "Calls of sidecars that failed.", ("instance", "kind"), registry=registry
         )
         self.forecast_error = Summary(
             "block_scheduler_forecast_error_ratio",
-            "|predicted - actual| / actual time to the end, of forecasts as sidecars made them.",
+            "|predicted - actual| / actual latency, of uncorrected forecasts.",
             ("instance",),
             registry=registry,
         )
-        self.circuits_open = Gauge("block_sidecar_circuits_open", "Sidecars that are left alone.", registry=registry)
-        self.instances = Gauge("block_instances", "Instances that are known.", registry=registry)
+        self.circuits_open = Gauge("block_sidecar_circuits_open", "Sidecars whose circuit is open.", registry=registry)
+        self.instances = Gauge("block_instances", "Instances in the list.", registry=registry)
         self.reserves = Counter(
-            "block_reservations", "Attempts to reserve, by what came of them.", ("result",), registry=registry
+            "block_reservations", "Attempts to reserve, by their result.", ("result",), registry=registry
         )
         self.releases = Counter(
-            "block_releases", "Reservations ended, by whether there was one.", ("released",), registry=registry
+            "block_releases", "Releases, by whether there was a reservation.", ("released",), registry=registry
         )
-        self.tags = Counter("block_scheduler_tags", "Lengths, by who told them.", ("source",), registry=registry)
+        self.tags = Counter(
+            "block_scheduler_tags", "Response lengths, by their source.", ("source",), registry=registry
+        )
         self.tagger_failures = Counter(
-            "block_tagger_failures", "The tagger's failures to answer.", ("kind",), registry=registry
+            "block_tagger_failures", "Calls of the tagger that failed.", ("kind",), registry=registry
         )
         self.outcomes = Counter(
-            "block_scheduler_outcomes", "Outcomes for the tagger, by whether it got them.", ("told",), registry=registry
+            "block_scheduler_outcomes", "Outcomes for the tagger, by what became of them.", ("told",), registry=registry
         )
         self.recorded = Counter(
             "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry

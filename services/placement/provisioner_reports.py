@@ -25,15 +25,15 @@ PAUSE_S = 1.0
 
 
 class ProvisionerReports(PlacementListener):
-    """Reports to any number of provisioners, each at its own pace: whichever leads next has got all of it."""
+    """Sends all reports to every provisioner, each over its own stream, so that any of them can become the leader."""
 
     def __init__(self, addresses: Sequence[str], scheduler_id: str) -> None:
         """Connect to them; they may start later."""
-        self._scheduler_id, self._sequence = scheduler_id, int(time.time() * 1e6)  # above that of an earlier process
+        self._scheduler_id, self._sequence = scheduler_id, int(time.time() * 1e6)  # higher than in an earlier process
         self._streams = [ReportStream(address) for address in addresses]
 
     def on_placement(self, request: common_pb2.Request, placement: Placement, message: common_pb2.Decision) -> None:
-        """Report where a request goes, and what was predicted there and elsewhere."""
+        """Report a placement, its forecast, and the forecasts of other instances."""
         del message
         forecast = placement.forecast
         if not self._streams or forecast is None:

@@ -53,6 +53,14 @@ def reserve_response(raw: bytes) -> predictor_pb2.ReserveResponse:
         raise ValueError("its reply is no ReserveResponse") from None
 
 
+def release_response(raw: bytes) -> common_pb2.ReleaseResponse:
+    """Parse the reply to a release."""
+    try:
+        return common_pb2.ReleaseResponse.FromString(raw)
+    except DecodeError:
+        raise ValueError("its reply is no ReleaseResponse") from None
+
+
 def answer_of(response: predictor_pb2.PredictResponse, request_id: str, answered_s: float) -> Answer:
     """Read one instance's reply about one request."""
     version, epoch = response.version, response.epoch

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.candidate import CandidateStatus
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.metrics import SchedulerMetrics
 from services.placement.pipelined_call import PipelinedCall
-from services.placement.replies import FAILURES, predict_responses, reserve_response, status_of
+from services.placement.replies import FAILURES, predict_responses, release_response, reserve_response, status_of
 from services.placement.settings import SchedulerSettings
 from services.rpc.channels import open_channel
 
@@ -63,14 +62,11 @@ class SidecarConnection:
         self._suspects = suspects
         self._deadline_s = settings.sidecar_deadline_s
         self._channel = open_channel(address)
-        stub = predictor_pb2_grpc.PredictorStub(self._channel)
-        self._release, self._watch = stub.Release, stub.Watch
+        self._watch = predictor_pb2_grpc.PredictorStub(self._channel).Watch
         self._predict = PipelinedCall(self._channel, "Predict", self._deadline_s)
         self._reserve = PipelinedCall(self._channel, "Reserve", self._deadline_s)
+        self._release = PipelinedCall(self._channel, "Release", RELEASE_S)
         self._asked: tuple[Sequence[str], bytes] = ((), b"")
-        self._num_calls = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._is_removed = False
 
     def ask(self, request: bytes, names: Sequence[str]) -> ForecastCall:
@@ -98,6 +94,7 @@ class SidecarConnection:
             if self.breaker.failed(status.value):
                 self._predict.cancel()
                 self._reserve.cancel()
+                self._release.cancel()
 
     async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         """Have an instance reserve a request."""
@@ -113,9 +110,13 @@ class SidecarConnection:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """End a reservation."""
-        with self._calling():
-            response: common_pb2.ReleaseResponse = await self._release(request, timeout=RELEASE_S)
-        return response
+        if self._is_removed:
+            raise ConnectionError("instance was removed from the list")
+        reply = self._release.send(request.SerializeToString())
+        await asyncio.wait([reply], timeout=RELEASE_S)
+        if not reply.done():
+            raise TimeoutError(f"no reply within {RELEASE_S:g} s")
+        return release_response(reply.result())
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
         """Follow what an instance reports by itself."""
@@ -124,24 +125,9 @@ class SidecarConnection:
         async for message in self._watch(request):
             yield message
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Keep the channel open: closing it would cancel the calls on it."""
-        if self._is_removed:
-            raise ConnectionError("instance was removed from the list")
-        self._num_calls += 1
-        self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self._num_calls -= 1
-            if not self._num_calls:
-                self._is_idle.set()
-
     async def close(self) -> None:
         """Accept no more calls, finish those in flight, and close the channel."""
         self._is_removed = True
-        await asyncio.gather(self._predict.close(), self._reserve.close())
-        await self._is_idle.wait()  # every call has a deadline
+        await asyncio.gather(self._predict.close(), self._reserve.close(), self._release.close())
         await self._channel.close()
         self.breaker.close()

@@ -25,7 +25,9 @@ from services.rpc.settings import ServerSettings
 from services.supervised_task import supervised
 
 NAME = "predictor"
-ENDLESS = tuple(f"/block.v1.Predictor/{method}" for method in ("Watch", "PredictStream", "ReserveStream"))
+ENDLESS = tuple(
+    f"/block.v1.Predictor/{method}" for method in ("Watch", "PredictStream", "ReserveStream", "ReleaseStream")
+)
 
 
 def serve(engines: Sequence[SidecarSettings], server: ServerSettings, profile: Profile | None) -> None:

@@ -66,6 +66,13 @@ class PredictorService(predictor_pb2_grpc.PredictorServicer):
         """Release a reservation."""
         return await self._instance(request.instance_id).release(request)
 
+    async def ReleaseStream(
+        self, request_iterator: AsyncIterator[common_pb2.ReleaseRequest], context: Context
+    ) -> AsyncIterator[common_pb2.ReleaseResponse]:
+        """Release one reservation after the other."""
+        async for request in request_iterator:
+            yield await self._instance(request.instance_id).release(request)
+
     async def Watch(
         self, request: predictor_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[predictor_pb2.WatchResponse]:

@@ -244,10 +244,11 @@ def indicators_from(message: common_pb2.Indicators) -> dict[str, float]:
     if not (math.isfinite(message.age_s) and message.age_s >= 0):
         raise ValueError(f"indicators.age_s: must be a time from 0 on, not {message.age_s}")
     values: dict[str, float] = {}
-    for name, value in message.more.items():
-        if math.isnan(value):
-            raise ValueError(f"indicators.more[{name!r}]: is NaN")
-        values[name] = value
+    if message.more:  # iterating an empty map costs more than all the rest
+        for name, value in message.more.items():
+            if math.isnan(value):
+                raise ValueError(f"indicators.more[{name!r}]: is NaN")
+            values[name] = value
     for field, value in message.ListFields():
         name = field.name
         if name in INDICATOR_FIELDS:

@@ -113,7 +113,7 @@ def run_shape(run: ShapeRun) -> dict[str, Any]:
     """Simulate one shape under one rule; return its numbers."""
     table = {"schedule": [list(pair) for pair in run.shape.rates], "num_requests": run.shape.num_requests}
     scenario = run.scenario.changed(traffic=table)
-    units = scenario.units()
+    units = scenario.instance_specs()
     options = _options(run, scenario)
     work = scenario.workload(None, run.seed)
     done = simulate_provisioned(units, work, "block", options, scenario.conditions, seed=run.seed)
@@ -142,7 +142,7 @@ def measure_shapes(  # noqa: PLR0913 - what is measured, and how
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:  # fmt: skip
     """Simulate every shape under every rule; return the results of all seeds, by shape and rule."""
     base = scenario_from(table)
-    num_available = len(base.units())
+    num_available = len(base.instance_specs())
     code = {rule: _code(rule) for rule in rules}
     cases = {
         (shape.name, rule, seed): ShapeRun(
@@ -174,7 +174,7 @@ def _code(rule: str) -> str:
 
 def _options(run: ShapeRun, scenario: Scenario) -> AutoscalingOptions:
     name, _, number = run.rule.partition("@")
-    config = scenario.units()[0].config
+    config = scenario.instance_specs()[0].config
     objectives = ScalingObjectives(
         threshold_s=float(number) if number and name != SCHEDULE else THRESHOLD_S,
         cold_start_s=run.shape.cold_start_s,

@@ -148,7 +148,7 @@ def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress)
 def _bound(experiment: Experiment, setting: Setting) -> Capacity:
     scenario, rate = setting.scenario, setting.first_rate
     seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
-    each = [sustained_rate(scenario.units(), scenario.workload(rate, seed), rate) for seed in seeds]
+    each = [sustained_rate(scenario.instance_specs(), scenario.workload(rate, seed), rate) for seed in seeds]
     return Capacity(policy=BOUND, mean=float(np.mean(each)), ci95=half_width(each), per_seed=tuple(each), num_trials=0)
 
 
@@ -170,7 +170,7 @@ def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -
 def run_point(point: Point) -> dict[str, Any]:
     """Simulate once; return the summary and the distributions."""
     work = point.scenario.workload(point.rate, point.seed)
-    result = simulate(point.scenario.units(), work, point.policy, point.scenario.conditions, seed=point.seed)
+    result = simulate(point.scenario.instance_specs(), work, point.policy, point.scenario.conditions, seed=point.seed)
     took = latencies(result)
     totals = summary(result, point.scenario.slo)
     totals["cdf"] = {"ttft_s": cdf(took.ttft_s), "e2e_s": cdf(took.e2e_s)}

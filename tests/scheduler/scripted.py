@@ -303,7 +303,7 @@ class ReferenceDriver:
         self.core = core_of(script, self.sidecars)
         self.now_s = FIRST_S
         self._fresh = fresh
-        self._watches = self.core.policy.needs_reported or self.core.policy.needs_prefix
+        self._watches = self.core.policy.needs_indicators or self.core.policy.needs_prefix
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._processes: dict[Decision, Callable[[], object]] = {}

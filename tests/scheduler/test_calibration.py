@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.forecast_result import Forecast
-from scheduler.calibration import ENOUGH, Calibration
+from scheduler.calibration import MIN_OUTCOMES, Calibration
 
 FORETOLD = Forecast(
     request_id="r", ttft_s=0.2, e2e_s=8.2, tpot_s=0.1, queue_s=0.1, output_tokens=81, num_preemptions=0,
@@ -22,7 +22,7 @@ SHORT = replace(FORETOLD, e2e_s=0.7)
 def test_nothing_is_corrected_before_enough_is_known() -> None:
     """The first outcomes may be anything."""
     calibration = Calibration()
-    for _ in range(ENOUGH - 1):
+    for _ in range(MIN_OUTCOMES - 1):
         calibration.observe(FORETOLD, 0.4, 10.0)
     assert calibration.corrected(FORETOLD) == FORETOLD
     calibration.observe(FORETOLD, 0.4, 10.0)

@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.candidates import RequestIndicators
 from scheduler.expressions import condition, number
-from scheduler.expressions.checking import DEEPEST, FUNCTIONS, LONGEST, MOST_NODES
+from scheduler.expressions.checking import FUNCTIONS, MAX_CHARACTERS, MAX_DEPTH, MAX_NODES
 from scheduler.indicators import roots_of
 from scheduler.policy import policy_from
 from tests.fleets import fleet, random_fleet
@@ -51,7 +51,7 @@ def test_a_formula_equals_the_policy_that_it_restates(built_in: str) -> None:
     ours, theirs = policy_from(built_in), policy_from(f"expr: {RESTATED[built_in]}")
     for _ in range(NUM_STATES):
         candidates = random_fleet(rng)
-        one, other = ours.among(candidates), theirs.among(candidates)
+        one, other = ours.shortlist(candidates), theirs.shortlist(candidates)
         assert one.instance_ids == other.instance_ids
         scores, theirs_scores = ours.scores(one), theirs.scores(other)
         assert np.array_equal(scores, theirs_scores, equal_nan=True)
@@ -177,7 +177,7 @@ MALICIOUS = [
     "1" + " + 1" * 450,
     "abs(" * 90 + "1" + ")" * 90,
     "1 if 1 > 0 else " * 100 + "1",
-    "num_running" + " " * LONGEST,
+    "num_running" + " " * MAX_CHARACTERS,
     "num_running\0",
     "num_running\n+\nnum_waiting",
     "num_running #",
@@ -225,9 +225,9 @@ HARMLESS = ("(" * 150 + "1" + ")" * 150, "num_running #", "num_running\n+\nnum_w
         ("num_running.x", ".x is not allowed"),
         ("num_running > 2", "num_running > 2 is not a number"),
         ("9 ** 9 ** 9", "powers must be numbers from 0 to 4"),
-        ("+".join(["1"] * 40), f"is nested deeper than {DEEPEST} levels"),
+        ("+".join(["1"] * 40), f"is nested deeper than {MAX_DEPTH} levels"),
         ("max(" + ",".join(["1"] * 17) + ")", "max takes 2 to 16 arguments"),
-        ("num_running" + " " * LONGEST, f"is longer than {LONGEST} characters"),
+        ("num_running" + " " * MAX_CHARACTERS, f"is longer than {MAX_CHARACTERS} characters"),
     ],
 )
 def test_a_refusal_says_why(text: str, hint: str) -> None:
@@ -240,7 +240,7 @@ def test_a_refusal_says_why(text: str, hint: str) -> None:
 def test_a_formula_can_be_too_large() -> None:
     """In terms, when it is neither long nor deep."""
     inner = "max(" + ",".join(["1"] * 16) + ")"
-    with pytest.raises(ValueError, match=f"is larger than {MOST_NODES} terms"):
+    with pytest.raises(ValueError, match=f"is larger than {MAX_NODES} terms"):
         number("max(" + ",".join([inner, *["max(" + ",".join([inner] * 9) + ")"] * 2]) + ")")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from scheduler.candidates import RequestIndicators
-from scheduler.hotspots import Hotspots
+from scheduler.hotspots import HotspotDetector
 from scheduler.indicators import INDEX_OF
 from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
@@ -29,26 +29,26 @@ ONE_HOLDS = np.array([90.0, 0.0, 0.0, 0.0])
 
 
 def seen(
-    hotspots: Hotspots,
+    hotspots: HotspotDetector,
     now_s: float,
     prefix_class: str | None = "c",
     hits: np.ndarray = ONE_HOLDS,
     scores: np.ndarray = HOLDER_LOWER,
 ) -> list[int] | None:
     """Whom the detector wants to be avoided for a request of 100 tokens."""
-    hot = hotspots.seen(RequestIndicators(prompt_tokens=100, prefix_class=prefix_class), hits, scores, now_s)
+    hot = hotspots.observe(RequestIndicators(prompt_tokens=100, prefix_class=prefix_class), hits, scores, now_s)
     return None if hot is None else np.flatnonzero(hot).tolist()
 
 
 def test_it_fires_after_more_than_two_in_a_row_for_each_holder() -> None:
     """One of four holds, and all requests are of the class: two may go there, the third may not."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     assert [seen(hotspots, now_s) for now_s in (0.0, 1.0, 2.0, 3.0)] == [None, None, [0], [0]]
 
 
 def test_it_is_calm_while_the_share_is_not_above_the_holders() -> None:
     """Equation 2: one in four requests for one in four instances is just what it may be, one more is not."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     for second in range(0, 40, 4):
         for other in range(3):
             assert seen(hotspots, second + other, None) is None
@@ -58,7 +58,7 @@ def test_it_is_calm_while_the_share_is_not_above_the_holders() -> None:
 
 def test_a_request_that_scores_lower_elsewhere_breaks_the_row() -> None:
     """Batches have grown so much that the holder is not the best any more: no need to interfere."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     given = [HOLDER_LOWER, HOLDER_LOWER, HOLDER_HIGHER, HOLDER_LOWER, HOLDER_LOWER, HOLDER_LOWER]
     hot = [seen(hotspots, second, scores=scores) for second, scores in enumerate(given)]
     assert hot == [None] * 5 + [[0]]
@@ -66,13 +66,13 @@ def test_a_request_that_scores_lower_elsewhere_breaks_the_row() -> None:
 
 def test_equal_scores_are_not_lower() -> None:
     """Where the holder is as good as others, it is not thought to draw requests."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     assert [seen(hotspots, second, scores=np.full(4, 7.0)) for second in range(6)] == [None] * 6
 
 
 def test_more_holders_end_the_alarm() -> None:
     """As others get to hold the prefix, its share is no longer too much for them; nor is it where all hold it."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     for second in range(30):
         seen(hotspots, second)
         seen(hotspots, second, None)
@@ -84,7 +84,7 @@ def test_more_holders_end_the_alarm() -> None:
 
 def test_a_minute_later_all_is_forgotten() -> None:
     """The window slides; what it held is not kept."""
-    hotspots = Hotspots(window_s=60.0)
+    hotspots = HotspotDetector(window_s=60.0)
     assert [seen(hotspots, second) for second in (0.0, 1.0, 2.0)] == [None, None, [0]]
     assert seen(hotspots, 62.5) is None
     for second in range(63, 70):
@@ -97,19 +97,19 @@ def test_a_minute_later_all_is_forgotten() -> None:
 
 def test_only_requests_with_many_hits_count() -> None:
     """A prefix that is small beside what has to be computed anyhow draws nobody; unknown hits are no hits."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     assert [seen(hotspots, second, hits=ONE_HOLDS / 2) for second in range(9)] == [None] * 9
     assert [seen(hotspots, second, hits=np.zeros(4)) for second in range(9, 18)] == [None] * 9
     assert [seen(hotspots, second, hits=np.full(4, np.nan)) for second in range(18, 27)] == [None] * 9
     some = np.array([90.0, np.nan, 0.0, 0.0])
-    assert [seen(Hotspots(), second, hits=some) for second in range(3)] == [None] * 3
-    hotspots = Hotspots()
+    assert [seen(HotspotDetector(), second, hits=some) for second in range(3)] == [None] * 3
+    hotspots = HotspotDetector()
     assert [seen(hotspots, second, hits=some) for second in range(3)] == [None, None, [0]]
 
 
 def test_two_classes_do_not_disturb_each_other() -> None:
     """Each is counted by itself, and each holder avoided for its own class only."""
-    hotspots = Hotspots()
+    hotspots = HotspotDetector()
     other = np.roll(ONE_HOLDS, 2)
     lower = np.array([1.0, 2.0, 1.0, 2.0])
     hot = [
@@ -238,7 +238,7 @@ def skewed() -> Iterator[tuple[float, int, int, list[int]]]:
 def fires_over(requests: Iterator[tuple[float, int, int, list[int]]]) -> tuple[int, int]:
     """Route requests over sixteen instances; check each verdict; count verdicts, and requests."""
     ids = tuple(f"i{number:02}" for number in range(16))
-    table, index, hotspots = InstanceTable(ids), PrefixIndex(dict.fromkeys(ids, 3000)), Hotspots()
+    table, index, hotspots = InstanceTable(ids), PrefixIndex(dict.fromkeys(ids, 3000)), HotspotDetector()
     window: deque[tuple[float, object]] = deque()
     leaving: list[deque[float]] = [deque() for _ in ids]
     num_fired = num_requests = 0
@@ -253,7 +253,7 @@ def fires_over(requests: Iterator[tuple[float, int, int, list[int]]]) -> tuple[i
         candidates = table.candidates(request, now_s)
         candidates.add({"prefix_hit_tokens": np.minimum(512 * hits.num_blocks, prompt_tokens)})
         scores = candidates["p_tokens"] * candidates["batch_size"]
-        hot = hotspots.seen(request, candidates["prefix_hit_tokens"], scores, now_s)
+        hot = hotspots.observe(request, candidates["prefix_hit_tokens"], scores, now_s)
         counts = candidates["prefix_hit_ratio"].max() >= 0.5
         window.append((now_s, hits.deepest if counts else None))
         while window[0][0] <= now_s - 60:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scheduler.candidate_ranking import Candidate, CandidateStatus, by_forecasts, order
 
 import scheduler.policies
 from scheduler.candidates import RequestIndicators
@@ -27,14 +26,14 @@ STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
 def chosen(text: str, columns: Columns, request: RequestIndicators = HUNDRED) -> str:
     """Whom a fresh policy chooses."""
     policy = policy_from(text, seed=1)
-    candidates = policy.among(fleet(request=request, **columns))
+    candidates = policy.shortlist(fleet(request=request, **columns))
     return candidates.instance_id(policy.choose(candidates))
 
 
 def ranked(text: str, columns: Columns) -> str:
     """Whom a fresh policy ranks how, as one word."""
     policy = policy_from(text, seed=1)
-    candidates = policy.among(fleet(request=HUNDRED, **columns))
+    candidates = policy.shortlist(fleet(request=HUNDRED, **columns))
     order = policy.order(candidates, policy.scores(candidates))
     return "".join(candidates.instance_id(place) for place in order)
 
@@ -297,7 +296,7 @@ def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
     def first(text: str, ages_s: list[float]) -> str:
         policy, candidates = policy_from(text, seed=1), fleet(request=HUNDRED, **columns)
         candidates.known.reported_s[:] = [-age_s for age_s in ages_s]
-        looked = policy.among(candidates)
+        looked = policy.shortlist(candidates)
         return looked.instance_id(policy.choose(looked))
 
     everybody = ", sample = 3" if name == "power_of_two" else ""
@@ -307,26 +306,6 @@ def test_what_is_stale_counts_unless_a_filter_says_otherwise(name: str) -> None:
     assert first(fresh, [math.inf, 9.0, 1.0]) == "c"  # nothing was ever heard of a
     assert first(fresh, [30.0, 30.0, 30.0]) == "a"
     assert first(f"{name}: filter = 'age_s >= 0'{everybody}", [30.0, 0.0, 1.0]) == "a"
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_where_none_is_healthy_the_last_resort_needs_no_policy(name: str) -> None:
-    """All are late, down or draining: those that may work come first, the less busy ones of them; none is scored."""
-    fates = {
-        "a": CandidateStatus.DRAINING,
-        "b": CandidateStatus.DOWN,
-        "c": CandidateStatus.LATE,
-        "d": CandidateStatus.LATE,
-        "e": CandidateStatus.STOPPED,
-    }
-    loads = dict(zip("abcde", (0.0, 0.0, 9.0, 4.0, 0.0), strict=True))
-    candidates = [
-        Candidate(instance_id=one, fate=fate, indicators={"num_running": loads[one]}) for one, fate in fates.items()
-    ]
-    ranking = by_forecasts(policy_from(name, seed=1), InstanceTable("abcde").candidates(HUNDRED))
-    assert "".join(one.instance_id for one in order(candidates, ranking)) == "dcba"
-    assert all(one.score is None for one in candidates)
-    assert order([], ranking) == []
 
 
 @pytest.mark.parametrize("name", ["llumnix", "infaas"])
@@ -428,7 +407,7 @@ def test_power_of_two_takes_the_less_loaded_of_two_that_are_drawn() -> None:
     def draws(text: str, seed: int) -> Counter[str]:
         policy = policy_from(text, seed)
         candidates = fleet(**columns)
-        drawn = (policy.among(candidates) for _ in range(600))
+        drawn = (policy.shortlist(candidates) for _ in range(600))
         return Counter(some.instance_id(policy.choose(some)) for some in drawn)
 
     counts = draws("power_of_two", 1)

@@ -8,8 +8,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from scheduler.instance_table import InstanceTable
 from scheduler.policy import policy_from
-from scheduler.shortlist import Draws, lowest
+from scheduler.shortlist import RandomSampler, lowest
 from scheduler.spec import spec_from
 from tests.fleets import fleet, random_fleet
 
@@ -30,13 +31,13 @@ def test_the_lowest_are_those_that_a_full_sort_would_give() -> None:
 
 def test_every_set_is_drawn_as_often() -> None:
     """Pairs of five: ten of them, evenly; in order, never one twice; seeded."""
-    draws = Draws(np.random.default_rng(1))
-    counts = Counter(tuple(draws.some(2, of=5).tolist()) for _ in range(5000))
+    draws = RandomSampler(np.random.default_rng(1))
+    counts = Counter(tuple(draws.sample(2, of=5).tolist()) for _ in range(5000))
     assert set(counts) == set(combinations(range(5), 2))
     assert max(counts.values()) - min(counts.values()) < 150
-    again = Draws(np.random.default_rng(1))
-    assert Counter(tuple(again.some(2, of=5).tolist()) for _ in range(5000)) == counts
-    assert draws.some(3, of=3).tolist() == [0, 1, 2]
+    again = RandomSampler(np.random.default_rng(1))
+    assert Counter(tuple(again.sample(2, of=5).tolist()) for _ in range(5000)) == counts
+    assert draws.sample(3, of=3).tolist() == [0, 1, 2]
 
 
 FORECAST_FIELDS = {
@@ -50,7 +51,7 @@ FORECAST_FIELDS = {
 def decided(text: str) -> tuple[str, str]:
     """Who is forecast, and who is chosen."""
     policy = policy_from(text, seed=1)
-    among = policy.among(fleet(**FORECAST_FIELDS))
+    among = policy.shortlist(fleet(**FORECAST_FIELDS))
     return "".join(among.instance_ids), among.instance_id(policy.choose(among))
 
 
@@ -141,8 +142,8 @@ def test_the_same_policy_is_written_in_several_ways() -> None:
         ("block: k = 1.5", "k: must be a whole number"),
         ("block: k = true", "k: must be a whole number"),
         ("block: k = 'some'", "k: must be a whole number"),
-        ("block: shortlist = 'jsq'", "shortlist: says nothing without k"),
-        ("block: k = 'all', shortlist = 'jsq'", "shortlist: says nothing without k"),
+        ("block: shortlist = 'jsq'", "shortlist: has no effect without k"),
+        ("block: k = 'all', shortlist = 'jsq'", "shortlist: has no effect without k"),
         ("block: k = 3, shortlist = 'marginal'", "shortlist: marginal needs forecasts itself"),
         ("block: k = 3, shortlist = 'marginalia'", "did you mean marginal?"),
         ("block: k = 3, shortlist = 'block: k = 3'", "needs forecasts itself"),
@@ -172,6 +173,22 @@ def test_a_table_that_is_no_policy_is_refused(table: dict) -> None:
         policy_from(table)
 
 
+def test_each_step_names_the_instances_that_it_left_out() -> None:
+    """Also where not all instances were there from the beginning; those that stay are not named."""
+    policy = policy_from("block: filter = 'num_running > 1', sample = 3, k = 2, shortlist = 'jsq'", seed=1)
+    table = InstanceTable("abcdef")
+    for number, name in enumerate("abcdef"):
+        table.replace(name, {"num_running": float(number), "num_waiting": 0.0}, now_s=10.0)
+    some = table.candidates(rows=np.array([1, 2, 3, 4, 5]))
+    looked = policy.among(some)
+    left_out = dict(looked.left_out())
+    assert left_out["b"] == "does not pass the filter"
+    assert sorted(left_out.values()) == ["does not pass the filter", "is not on the shortlist", "was not drawn"]
+    assert sorted([*left_out, *looked.instance_ids]) == list("bcdef")
+    assert dict(some.left_out()) == {}
+    assert dict(policy_from("block").among(some).left_out()) == {}
+
+
 def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:
     """On random states somebody is always chosen, of those who were to be looked at."""
     rng = np.random.default_rng(8)
@@ -181,7 +198,7 @@ def test_all_policies_stand_filters_samples_and_shortlists_together() -> None:
         policy = policy_from(extra, seed=3)
         for _ in range(200):
             candidates = random_fleet(rng)
-            among = policy.among(candidates)
+            among = policy.shortlist(candidates)
             assert 1 <= len(among) <= min(4, len(candidates))
             place = among.row(policy.choose(among))
             assert candidates.instance_ids[place] in among.instance_ids

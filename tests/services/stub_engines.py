@@ -1,4 +1,4 @@
-"""Engines that stream what a test tells them to, over real HTTP on free ports."""
+"""Stub engines that stream what a test sets, over HTTP on free ports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encod
 
 @dataclass(slots=True, kw_only=True)
 class StubEngine:
-    """Answers every request with the same pieces; `status`, `breaks_after` and `hold` are what may go wrong."""
+    """Replies to every request with the same pieces; `status`, `breaks_after` and `hold` are its faults."""
 
     pieces: list[str] = field(default_factory=lambda: ["Once", " upon", " a time"])
     status: int = 200
-    breaks_after: int | None = None  # pieces
+    breaks_after: int | None = None  # number of pieces
     hold: asyncio.Event | None = None
-    hold_at: int = 1  # before which piece
+    hold_at: int = 1  # index of the piece before which it waits
     raw_events: list[bytes] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
@@ -40,16 +40,16 @@ class StubEngine:
         writer.close()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; False where the connection is to end."""
+        """Reply to one request; return False if the connection is to end."""
         if self.status != 200:
-            body = json.dumps({"error": {"message": "as told", "code": self.status}}).encode()
+            body = json.dumps({"error": {"message": "by the test", "code": self.status}}).encode()
             writer.write(b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
             return True
         writer.write(CHUNKED)
-        for place, event in enumerate(self.events()):
-            if place == self.breaks_after:
+        for index, event in enumerate(self.events()):
+            if index == self.breaks_after:
                 return False
-            if place == self.hold_at and self.hold is not None:
+            if index == self.hold_at and self.hold is not None:
                 held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
                 await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
@@ -65,7 +65,7 @@ class StubEngine:
         return True
 
     def events(self) -> list[bytes]:
-        """Everything that a stream says."""
+        """Return all events of a stream."""
         if self.raw_events is not None:
             return self.raw_events
         chat = "messages" in self.bodies[-1]
@@ -77,13 +77,13 @@ class StubEngine:
             "completion_tokens": len(self.pieces),
             "prompt_tokens_details": {"cached_tokens": 4},
         }
-        says = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
-        return [json.dumps(one).encode() for one in says] + [b"[DONE]"]
+        chunks = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
+        return [json.dumps(one).encode() for one in chunks] + [b"[DONE]"]
 
 
 @asynccontextmanager
 async def engines(number: int) -> AsyncIterator[list[StubEngine]]:
-    """Some of them, each on a port of its own."""
+    """Serve stub engines, each on its own port."""
     stubs = [StubEngine() for _ in range(number)]
     servers = []
     for stub in stubs:

@@ -1,4 +1,4 @@
-"""Sidecars that do what a test tells them to, over real gRPC on free ports."""
+"""Stub sidecars whose replies a test controls, served over gRPC on free ports."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ REFUSED = predictor_pb2.RESERVE_RESULT_REFUSED
 
 @dataclass(slots=True, kw_only=True)
 class StubSidecar:
-    """Forecasts a time that grows with each promise, and counts promises as a real one does.
+    """Forecasts a latency that grows with each reservation, and counts reservations as a real sidecar does.
 
-    `twist` changes an answer before it is sent, or makes it something else altogether; while `hung` is there it answers
-    nothing until that is set.
+    `twist` changes or replaces a reply before it is sent; while `hung` is given, no reply is sent until it is set.
     """
 
     name: str
     engine_url: str = "http://127.0.0.1:1"
     ttft_s: float = 0.1
     e2e_s: float = 2.0
-    per_promise_s: float = 0.1
+    per_reservation_s: float = 0.1
     state: common_pb2.InstanceState.ValueType = READY
     streams: bool = True
-    always_comes_first: bool = False  # somebody else, whenever a place is asked for on a condition
+    always_conflicts: bool = False  # with another reservation, whenever a version is given
     models: tuple[str, ...] = ()
     hung: asyncio.Event | None = None
     hung_reserving: asyncio.Event | None = None
-    hung_promised: asyncio.Event | None = None  # after the promise, before it is told
+    hung_after_reserving: asyncio.Event | None = None  # after the reservation, before the reply
     twist: Callable[[predictor_pb2.PredictResponse], Any] | None = None
     refuse: grpc.StatusCode | None = None
     held: dict[str, predictor_pb2.ReserveRequest] = field(default_factory=dict)
-    ever: list[str] = field(default_factory=list)  # whom it promised a place
+    reserved_ids: list[str] = field(default_factory=list)  # of all reservations so far
     outcomes: list[common_pb2.Outcome] = field(default_factory=list)
     questions: list[predictor_pb2.PredictRequest] = field(default_factory=list)
-    refuse_prompts_of: int = -1  # tokens
-    refuse_promises: bool = False
+    refuse_prompts_of: int = -1  # prompts of this number of tokens
+    refuse_reservations: bool = False
     num_streams: int = 0
-    num_streamed: int = 0  # questions
+    num_streamed: int = 0  # requests over streams
     open_streams: set[asyncio.Event] = field(default_factory=set)
     load: dict[str, float] = field(default_factory=lambda: {"num_running": 1, "num_waiting": 0})
     watchers: set[asyncio.Event] = field(default_factory=set)
-    num_watched: int = 0  # times that somebody began to
+    num_watched: int = 0  # calls of Watch so far
     num_conflicts: int = 0
     version: int = 0
     epoch: int = 7
@@ -65,7 +64,7 @@ class StubSidecar:
 
     @property
     def instance(self) -> Instance:
-        """How a scheduler is told of it."""
+        """The entry in a list of instances."""
         return Instance(
             instance_id=self.name,
             engine_url=self.engine_url,
@@ -74,7 +73,7 @@ class StubSidecar:
         )
 
     async def start(self) -> None:
-        """Listen: on any free port at first, on the same one after that."""
+        """Serve: on any free port at first, on the same port afterwards."""
         self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         methods = {
             "Predict": grpc.unary_unary_rpc_method_handler(self.predict),
@@ -90,26 +89,26 @@ class StubSidecar:
         await self.server.start()
 
     async def stop(self) -> None:
-        """Listen no more, at once."""
+        """Stop serving at once."""
         await self.server.stop(None)
-        self.server = None  # while there is a loop that it can end on
+        self.server = None  # it has to be collected while the event loop runs
 
-    async def die(self) -> None:
-        """Be gone, and with it all that it knew."""
+    async def crash(self) -> None:
+        """Stop serving and lose all state."""
         await self.stop()
         self.held.clear()
         self.version, self.epoch = 0, self.epoch + 1
 
     async def predict(self, raw: bytes, context: Any) -> bytes:
-        """Answer one question."""
+        """Reply to a Predict request."""
         request = predictor_pb2.PredictRequest.FromString(raw)
         self.questions.append(request)
         if self.hung is not None:
             await self.hung.wait()
         if self.refuse is not None:
-            await context.abort(self.refuse, "as told")
+            await context.abort(self.refuse, "by the test")
         if any(one.prompt_tokens == self.refuse_prompts_of for one in request.requests):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "requests[0].prompt_tokens: as told")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "requests[0].prompt_tokens: by the test")
         if request.instance_id != self.name:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is {self.name}")
         response = predictor_pb2.PredictResponse(
@@ -124,14 +123,14 @@ class StubSidecar:
         return twisted if isinstance(twisted, bytes) else (twisted or response).SerializeToString()
 
     async def predict_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Answer one question after the other."""
+        """Reply to Predict requests, one after the other."""
         self.num_streams += 1
         async for raw in self._until_ended(raws):
             self.num_streamed += 1
             yield await self.predict(raw, context)
 
     async def reserve_stream(self, raws: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Promise one place after the other."""
+        """Reply to Reserve requests, one after the other."""
         async for raw in self._until_ended(raws):
             yield await self.reserve(raw, context)
 
@@ -146,13 +145,13 @@ class StubSidecar:
             self.open_streams.discard(ended)
 
     def end_streams(self) -> None:
-        """End all streams, as a server may."""
+        """End all streams, as a server may do."""
         for ended in self.open_streams:
             ended.set()
 
     def prediction(self, request: common_pb2.Request) -> predictor_pb2.Prediction:
-        """Foresee what a request would experience behind all that was promised."""
-        wait_s = self.per_promise_s * len(self.held)
+        """Return a forecast that counts all reservations."""
+        wait_s = self.per_reservation_s * len(self.held)
         forecast = common_pb2.Forecast(
             request_id=request.request_id,
             queue_s=wait_s,
@@ -164,11 +163,11 @@ class StubSidecar:
         return predictor_pb2.Prediction(request_id=request.request_id, forecast=forecast)
 
     def indicators(self) -> common_pb2.Indicators:
-        """Tell how busy it is."""
+        """Return the current indicators."""
         return indicators_message({**self.load, "num_reserved": len(self.held)}, age_s=0.01)
 
     async def watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        """Tell of itself, and again whenever `tell` is called."""
+        """Send the state, and again after every `update_load`."""
         self.num_watched += 1
         changed = asyncio.Event()
         self.watchers.add(changed)
@@ -187,26 +186,26 @@ class StubSidecar:
         finally:
             self.watchers.discard(changed)
 
-    def tell(self, **load: float) -> None:
-        """Have all who watch told of a change."""
+    def update_load(self, **load: float) -> None:
+        """Change indicators, and send them to all watchers."""
         self.load.update(load)
         for changed in self.watchers:
             changed.set()
 
     async def reserve(self, raw: bytes, context: Any) -> bytes:
-        """Promise a place, unless others came first."""
+        """Reserve a request, unless its version is out of date."""
         request = predictor_pb2.ReserveRequest.FromString(raw)
         if self.hung_reserving is not None:
             await self.hung_reserving.wait()
         if self.refuse is not None:
-            await context.abort(self.refuse, "as told")
+            await context.abort(self.refuse, "by the test")
         response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self.epoch, expires_in_s=request.ttl_s)
         name = request.request.request_id
-        self.version += self.always_comes_first
+        self.version += self.always_conflicts
         stale = (request.if_version, request.if_epoch) != (self.version, self.epoch)
-        if self.refuse_promises:
+        if self.refuse_reservations:
             response.result = REFUSED
-            response.prediction.refusal.field, response.prediction.refusal.reason = "prompt_tokens", "as told"
+            response.prediction.refusal.field, response.prediction.refusal.reason = "prompt_tokens", "by the test"
         elif name in self.held:
             response.result = EXTENDED
         elif request.HasField("if_version") and stale:
@@ -216,16 +215,16 @@ class StubSidecar:
         else:
             response.result = RESERVED
             self.held[name] = request
-            self.ever.append(name)
+            self.reserved_ids.append(name)
             self.version += 1
-        if self.hung_promised is not None:
-            await self.hung_promised.wait()
+        if self.hung_after_reserving is not None:
+            await self.hung_after_reserving.wait()
         response.version = self.version
         response.indicators.CopyFrom(self.indicators())
         return response.SerializeToString()
 
     async def release(self, raw: bytes, context: Any) -> bytes:
-        """Take a promise back."""
+        """Release a reservation."""
         request = common_pb2.ReleaseRequest.FromString(raw)
         released = self.held.pop(request.request_id, None) is not None
         if request.HasField("outcome"):
@@ -233,18 +232,18 @@ class StubSidecar:
         return common_pb2.ReleaseResponse(released=released, indicators=self.indicators()).SerializeToString()
 
 
-async def _unless(ended: asyncio.Event, question: Any) -> Any:
-    """Wait for a question; None where the stream is to end before one comes."""
-    asked, told = asyncio.ensure_future(question), asyncio.ensure_future(ended.wait())
-    await asyncio.wait([asked, told], return_when=asyncio.FIRST_COMPLETED)
-    for one in (asked, told):
-        one.cancel()
-    return asked.result() if asked.done() and not asked.cancelled() else None
+async def _unless(ended: asyncio.Event, message: Any) -> Any:
+    """Wait for a message; None if the stream is to end before one comes."""
+    received, ending = asyncio.ensure_future(message), asyncio.ensure_future(ended.wait())
+    await asyncio.wait([received, ending], return_when=asyncio.FIRST_COMPLETED)
+    for task in (received, ending):
+        task.cancel()
+    return received.result() if received.done() and not received.cancelled() else None
 
 
 @asynccontextmanager
 async def sidecars(*names: str, **options: Any) -> AsyncIterator[list[StubSidecar]]:
-    """Some of them, each on a port of its own."""
+    """Serve stub sidecars, each on its own port."""
     stubs = [StubSidecar(name=name, **options) for name in names]
     for stub in stubs:
         await stub.start()

@@ -1,4 +1,4 @@
-"""Sources of the list of instances: flags, a watched file, a DNS name."""
+"""Sources of the list of instances: flags, a watched file, DNS."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ B = {**A, "instance_id": "b", "state": "draining"}
 
 
 def names(instances: Instances | None) -> list[str] | None:
-    """The ids of instances."""
+    """Return the ids of instances."""
     return None if instances is None else [instance.instance_id for instance in instances]
 
 
 def test_a_flag_names_an_engine_and_its_sidecar() -> None:
-    """ID=URL,ADDRESS, and optional models."""
+    """The form is ID=URL,ADDRESS, with models if they are known."""
     assert instance_from_flag("a=http://h:1,h:2") == Instance(
         instance_id="a", engine_url="http://h:1", sidecar_address="h:2"
     )
@@ -57,20 +57,20 @@ def test_a_flag_names_an_engine_and_its_sidecar() -> None:
     ],
 )
 def test_a_bad_flag_is_named(text: str, named: str) -> None:
-    """The error quotes the flag."""
+    """The error has the flag and the reason."""
     with pytest.raises(ValueError, match=named) as caught:
         instance_from_flag(text)
     assert text in str(caught.value)
 
 
-def test_two_instances_of_one_id_are_refused() -> None:
-    """An id names one instance."""
+def test_duplicate_ids_are_refused() -> None:
+    """An id identifies one instance."""
     with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' occurs twice"):
         Listed([instance_from_flag("a=http://h:1,h:2")] * 2)
 
 
-def test_toml_and_json_are_equal(tmp_path: Path) -> None:
-    """A table per instance; JSON may omit the outer object."""
+def test_toml_and_json_are_equivalent(tmp_path: Path) -> None:
+    """They have a table per instance; JSON may omit the outer object."""
     for name, text in {
         "i.json": json.dumps({"instances": [A, B]}),
         "bare.json": json.dumps([A, B]),
@@ -101,7 +101,7 @@ def test_toml_and_json_are_equal(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_entry_is_named(data: Any, named: str, tmp_path: Path) -> None:
-    """The error names file, index and field."""
+    """The error has the file, the index and the field."""
     path = tmp_path / "i.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=named) as caught:
@@ -113,8 +113,8 @@ def test_a_bad_entry_is_named(data: Any, named: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("i.json", "{"), ("i.json", "[" * 100_000), ("i.toml", "= 3"), ("i.toml", "")]
 )
-def test_files_without_a_list(name: str, text: str, tmp_path: Path) -> None:
-    """Broken files are refused; an empty one is a list without instances."""
+def test_a_file_without_a_list(name: str, text: str, tmp_path: Path) -> None:
+    """Malformed files are refused; an empty one is a list without instances."""
     path = tmp_path / name
     path.write_text(text)
     if not text:
@@ -125,7 +125,7 @@ def test_files_without_a_list(name: str, text: str, tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path) -> None:
-    """Changed in place or replaced, a new list is returned once; a bad one is an error once."""
+    """A new list, changed in place or replaced, is returned once; a bad one is reported once."""
     path = tmp_path / "i.json"
 
     async def test() -> None:
@@ -149,8 +149,8 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path) -> N
     run(test)
 
 
-def test_watching_keeps_the_last_valid_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An error is logged once; the next valid list is reported."""
+def test_watching_keeps_the_last_good_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error is logged once; the next good list is returned."""
     path = tmp_path / "i.json"
     path.write_text(json.dumps([A]))
     caplog.set_level(logging.INFO)
@@ -173,8 +173,8 @@ def test_watching_keeps_the_last_valid_list(tmp_path: Path, caplog: pytest.LogCa
     assert "instances[0].sidecar_address" in str(vars(warnings[0]))
 
 
-def test_a_name_resolves_to_its_addresses() -> None:
-    """Each address is an instance; a name that cannot be resolved is an error."""
+def test_a_dns_name_has_an_instance_for_each_address() -> None:
+    """A name that cannot be resolved is an error."""
 
     async def test() -> None:
         source = source_from_name("engines.example:8000:50052")
@@ -206,13 +206,13 @@ def test_a_name_resolves_to_its_addresses() -> None:
 
 @pytest.mark.parametrize("text", ["", "name", "name:1", "name:1:x", ":1:2", "name:0:2", "name:1:99999"])
 def test_a_bad_name_is_refused(text: str) -> None:
-    """Name and both ports are required."""
+    """The name and both ports are required."""
     with pytest.raises(ValueError, match="NAME:ENGINE_PORT:SIDECAR_PORT"):
         source_from_name(text)
 
 
 def test_localhost_is_resolved() -> None:
-    """By the real resolver."""
+    """This uses the resolver of the system."""
 
     async def test() -> None:
         found = await FromName("localhost", engine_port=1, sidecar_port=2).poll()

@@ -14,7 +14,7 @@ from simulator.metrics import request_table
 from simulator.parallel import one_by_one
 from simulator.result import RunResult
 from simulator.workload import RequestLengths, workload
-from tests.simulator.small_clusters import units
+from tests.simulator.small_clusters import specs
 
 
 def one_refused() -> RunResult:
@@ -22,7 +22,7 @@ def one_refused() -> RunResult:
     work = workload(
         RequestLengths(prompt_tokens=np.array([5, 600]), output_tokens=np.array([1, 1])), np.array([0.0, 0.5])
     )
-    return simulate(units(1), work, "random")
+    return simulate(specs(1), work, "random")
 
 
 def test_rows_are_written_as_csv() -> None:

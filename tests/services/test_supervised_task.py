@@ -1,4 +1,4 @@
-"""Background work is restarted after unforeseen failures."""
+"""Supervised tasks are restarted after unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tests.services.waiting import PATIENCE_S
 
 
 def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None, None]], list[int]]:
-    """Work that fails in these ways, one per run, and then returns; and a list of its runs."""
-    runs: list[int] = []
+    """A task that fails with these exceptions, one after the other, and then ends; it counts its starts."""
+    begun: list[int] = []
 
     async def work() -> None:
-        runs.append(len(runs))
-        if len(runs) <= len(failures):
-            raise failures[len(runs) - 1]
+        begun.append(len(begun))
+        if len(begun) <= len(failures):
+            raise failures[len(begun) - 1]
 
-    return work, runs
+    return work, begun
 
 
-def test_failed_work_is_logged_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    """Each failure is a log line with its traceback; work that returns is not restarted."""
-    work, runs = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
+def test_failures_are_logged_and_the_task_is_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure is logged with its traceback; a task that returns is not restarted."""
+    work, begun = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
     asyncio.run(supervised("counting", work, pause_s=0))
-    assert runs == [0, 1, 2, 3]
+    assert begun == [0, 1, 2, 3]
     assert [(one.levelno, one.fields["work"]) for one in caplog.records] == [(logging.ERROR, "counting")] * 3  # type: ignore[attr-defined]
     assert all(one.exc_info for one in caplog.records)
 
 
-def test_a_cancelled_task_ends() -> None:
-    """Also within the pause between two runs, and where the work fails while it is cancelled."""
+def test_a_cancelled_task_is_not_restarted() -> None:
+    """Neither within the pause nor after a failure while it ends."""
 
     async def test() -> None:
-        working, ended, failed_once = asyncio.Event(), [], []
+        working, ended, clumsily = asyncio.Event(), [], []
 
         async def work() -> None:
             working.set()
@@ -46,25 +46,25 @@ def test_a_cancelled_task_ends() -> None:
             finally:
                 ended.append(True)
 
-        async def failing_end() -> None:
+        async def clumsy() -> None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                if failed_once:
+                if clumsily:
                     raise
-                failed_once.append(True)
+                clumsily.append(True)
                 raise KeyError("b") from None
 
-        failed, runs = failing(KeyError("a"))
+        failed, begun = failing(KeyError("a"))
         tasks = [
             asyncio.create_task(supervised("waiting", work)), asyncio.create_task(supervised("pausing", failed)),
-            asyncio.create_task(supervised("failing in the end", failing_end, pause_s=0)),
+            asyncio.create_task(supervised("failing in the end", clumsy, pause_s=0)),
         ]  # fmt: skip
         await working.wait()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.cancelled() for task in tasks)
-        assert (ended, runs) == ([True], [0])
+        assert (ended, begun) == ([True], [0])
 
     asyncio.run(test())

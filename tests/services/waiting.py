@@ -1,4 +1,4 @@
-"""Waiting in tests for a condition, with a limit that suits a busy machine."""
+"""Waiting in tests for a condition, with a time-out that is long enough for a busy machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-PATIENCE_S = 60.0  # of one condition
+PATIENCE_S = 60.0  # for one condition
 LIMIT_S = 120.0  # of one test
 
 
 def run(test: Callable[[], Awaitable[None]], limit_s: float = LIMIT_S) -> None:
-    """Run a test on an event loop of its own; one that hangs fails."""
+    """Run a test on its own event loop; a test that hangs fails."""
 
     async def limited() -> None:
         async with asyncio.timeout(limit_s):
@@ -23,13 +23,13 @@ def run(test: Callable[[], Awaitable[None]], limit_s: float = LIMIT_S) -> None:
 async def until(
     condition: Callable[[], bool] | Callable[[], Awaitable[bool]],
     within_s: float = PATIENCE_S,
-    what: str = "the condition of a test",
+    what: str = "the condition of the test",
 ) -> None:
-    """Poll until a condition holds."""
+    """Check a condition repeatedly until it is true."""
     deadline_s = time.monotonic() + within_s
     while True:
         holds = condition()
         if holds if isinstance(holds, bool) else await holds:
             return
-        assert time.monotonic() < deadline_s, f"not within the limit: {what}"
+        assert time.monotonic() < deadline_s, f"timed out: {what}"
         await asyncio.sleep(0.02)

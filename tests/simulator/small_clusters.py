@@ -13,7 +13,7 @@ from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from predictor.step_time import StepTime
-from simulator.fleet import Unit
+from simulator.fleet import InstanceSpec
 from simulator.workload import RequestLengths, Workload, at_rate, poisson_gaps, workload
 
 SECOND = StepTime(constant_s=1.0, empty_s=1.0)  # every step takes a second
@@ -66,9 +66,9 @@ def families(num: int, rate: float) -> tuple[Workload, list[list[str]]]:
     return work, names
 
 
-def units(num: int = 3, step_time: StepTime = A30, **changes: Any) -> list[Unit]:
+def specs(num: int = 3, step_time: StepTime = A30, **changes: Any) -> list[InstanceSpec]:
     """Equal instances."""
-    return [Unit(config=config(**changes), step_time=step_time)] * num
+    return [InstanceSpec(config=config(**changes), step_time=step_time)] * num
 
 
 def request(work: Workload, number: int, names: Sequence[str] = ()) -> RequestFacts:
@@ -102,9 +102,11 @@ def plain_score(engine: Engine, policy: str, candidate: RequestFacts, now_s: flo
     return forecast.e2e_s + (0.05 * forecast.delay_sum_s if delays else 0.0)
 
 
-def plain_run(made: Sequence[Unit], work: Workload, policy: str, names: Any = None) -> tuple[list[int], list[Outcome]]:
+def plain_run(
+    made: Sequence[InstanceSpec], work: Workload, policy: str, names: Any = None
+) -> tuple[list[int], list[Outcome]]:
     """Serve a workload; return the instance and the outcome of each request."""
-    engines = [Engine(unit.config, unit.step_time) for unit in made]
+    engines = [Engine(spec.config, spec.step_time) for spec in made]
     chosen = []
     for number in range(len(work)):
         now_s = float(work.arrival_s[number])

@@ -12,7 +12,7 @@ from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, ProvisionedRun, simulate_provisioned
 from simulator.metrics import latencies
 from simulator.workload import Workload, by_schedule, poisson_gaps, workload
-from tests.simulator.small_clusters import A30, lengths, units
+from tests.simulator.small_clusters import A30, lengths, specs
 
 OBJECTIVES = ScalingObjectives(threshold_s=8.0, cold_start_s=10.0, seats=8)
 
@@ -29,7 +29,7 @@ def run(rule: str, work: Workload, **changes: Any) -> ProvisionedRun:
     options = replace(
         AutoscalingOptions(rule=rule, first=1, cold_start_s=10.0, objectives=OBJECTIVES, limits=limits), **changes
     )
-    return simulate_provisioned(units(6, A30), work, "block", options)
+    return simulate_provisioned(specs(6, A30), work, "block", options)
 
 
 def test_no_request_is_lost_while_a_cluster_grows_and_shrinks() -> None:

@@ -13,7 +13,7 @@ from simulator import forecast_kernels
 from simulator.assembly import simulate
 from simulator.conditions import Conditions, Outage
 from simulator.workload import noisy, tagged
-from tests.simulator.small_clusters import families, poisson, units
+from tests.simulator.small_clusters import families, poisson, specs
 
 ROUNDING_S = 1e-8
 
@@ -33,12 +33,12 @@ class Comparison:
         with_lookahead = results.copy()
         heads = fleet.stack.engine[:, 0]
         has_queue = heads.num_waiting > heads.max_num_seqs - heads.num_running
-        self.num_lookaheads += int((fleet.units.has_lookahead * has_queue).sum())
-        self.num_forecasts += len(fleet.units)
-        deterministic = fleet.units.deterministic.copy()
-        fleet.units.deterministic = 0
+        self.num_lookaheads += int((fleet.instances.has_lookahead * has_queue).sum())
+        self.num_forecasts += len(fleet.instances)
+        deterministic = fleet.instances.deterministic.copy()
+        fleet.instances.deterministic = 0
         self._forecast(fleet, *rest)
-        fleet.units.deterministic = deterministic
+        fleet.instances.deterministic = deterministic
         for name in results.dtype.names or (...,):
             np.testing.assert_allclose(with_lookahead[name], results[name], rtol=0, atol=ROUNDING_S, err_msg=str(name))
         results[:] = with_lookahead
@@ -47,8 +47,8 @@ class Comparison:
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     """Make every forecast of the test's simulations both ways."""
-    made = Comparison(forecast_kernels.foretell_directly)
-    monkeypatch.setattr(forecast_kernels, "foretell_directly", made)
+    made = Comparison(forecast_kernels.forecast_directly)
+    monkeypatch.setattr(forecast_kernels, "forecast_directly", made)
     return made
 
 
@@ -60,7 +60,7 @@ COMPILED = sorted(name for name, batcher in BATCHERS.items() if is_compiled(batc
 def test_by_every_local_scheduler(comparison: Comparison, batcher: str, policy: str) -> None:
     """Forecasts are equal while queues grow and requests are preempted."""
     tokens = 128 if batcher in ("vllm_v1", "sarathi") else 512
-    made = units(batcher=batcher, max_num_batched_tokens=tokens, num_gpu_blocks=61)
+    made = specs(batcher=batcher, max_num_batched_tokens=tokens, num_gpu_blocks=61)
     result = simulate(made, poisson(400, 60.0), policy)
     assert comparison.num_lookaheads > 300
     assert result.outcomes.num_preemptions.any() or batcher != "vllm_v1"
@@ -78,7 +78,7 @@ def test_by_every_local_scheduler(comparison: Comparison, batcher: str, policy: 
 @pytest.mark.parametrize("policy", ["block", "marginal"])
 def test_with_requests_on_their_way(comparison: Comparison, policy: str, conditions: Conditions) -> None:
     """Forecasts are equal with requests that have not arrived or are not visible, and with outages."""
-    simulate(units(async_scheduling=True, num_gpu_blocks=61), poisson(500, 80.0), policy, conditions, seed=1)
+    simulate(specs(async_scheduling=True, num_gpu_blocks=61), poisson(500, 80.0), policy, conditions, seed=1)
     assert comparison.num_lookaheads > 300
 
 
@@ -86,7 +86,7 @@ def test_with_requests_on_their_way(comparison: Comparison, policy: str, conditi
 def test_requests_that_return_to_an_instance(comparison: Comparison, policy: str) -> None:
     """Forecasts are equal if two instances fail in turn, so that the same requests return to the same slots."""
     outages = tuple(Outage(instance=at % 2, from_s=2.0 + at, until_s=2.5 + at) for at in range(6))
-    simulate(units(2, num_gpu_blocks=61), poisson(500, 60.0), policy, Conditions(outages=outages), seed=1)
+    simulate(specs(2, num_gpu_blocks=61), poisson(500, 60.0), policy, Conditions(outages=outages), seed=1)
     assert comparison.num_lookaheads > 300
 
 
@@ -94,21 +94,21 @@ def test_requests_that_return_to_an_instance(comparison: Comparison, policy: str
 def test_with_prefix_caching(comparison: Comparison, policy: str) -> None:
     """Forecasts are equal with cached prompts."""
     work, _ = families(400, 60.0)
-    simulate(units(enable_prefix_caching=True), work, policy)
+    simulate(specs(enable_prefix_caching=True), work, policy)
     assert comparison.num_lookaheads > 300
 
 
 def test_forecasts_of_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts of when an engine is drained are equal."""
-    comparison = Comparison(forecast_kernels.drain_directly)
-    monkeypatch.setattr(forecast_kernels, "drain_directly", comparison)
-    simulate(units(num_gpu_blocks=61), poisson(500, 80.0), "expr: drained_s")
+    comparison = Comparison(forecast_kernels.forecast_drain_directly)
+    monkeypatch.setattr(forecast_kernels, "forecast_drain_directly", comparison)
+    simulate(specs(num_gpu_blocks=61), poisson(500, 80.0), "expr: drained_s")
     assert comparison.num_lookaheads > 300
 
 
 def test_no_lookahead_if_lengths_or_step_times_are_uncertain(comparison: Comparison) -> None:
     """With predicted lengths or noisy step times, every forecast starts from the current state."""
-    simulate(units(), tagged(poisson(200, 60.0), noisy(0.4), np.random.default_rng(1)), "block")
-    simulate(units(), poisson(200, 60.0), "block", Conditions(step_noise=0.1))
+    simulate(specs(), tagged(poisson(200, 60.0), noisy(0.4), np.random.default_rng(1)), "block")
+    simulate(specs(), poisson(200, 60.0), "block", Conditions(step_noise=0.1))
     assert comparison.num_forecasts > 1000
     assert comparison.num_lookaheads == 0

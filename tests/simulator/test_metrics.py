@@ -17,12 +17,12 @@ from simulator.metrics import (
     summary,
 )
 from simulator.workload import RequestLengths, workload
-from tests.simulator.small_clusters import SECOND, Unit, config, poisson, units
+from tests.simulator.small_clusters import SECOND, InstanceSpec, config, poisson, specs
 
 
-def one_at_a_time() -> Unit:
+def one_at_a_time() -> InstanceSpec:
     """An engine that runs one request at a time, with steps of a second."""
-    return Unit(config=config(max_num_seqs=1), step_time=SECOND)
+    return InstanceSpec(config=config(max_num_seqs=1), step_time=SECOND)
 
 
 def test_latencies_of_a_case_worked_by_one_at_a_time() -> None:
@@ -53,7 +53,7 @@ def test_missing_tokens_count_as_late() -> None:
 def test_instance_seconds_leave_outages_out() -> None:
     """The time of an outage is not counted."""
     work = poisson(50, 5.0)
-    result = simulate(units(2), work, "jsq", Conditions(outages=(Outage(instance=1, from_s=2.0, until_s=5.0),)))
+    result = simulate(specs(2), work, "jsq", Conditions(outages=(Outage(instance=1, from_s=2.0, until_s=5.0),)))
     assert result.up_s == pytest.approx(2 * result.end_s - 3.0)
 
 
@@ -61,15 +61,15 @@ def test_prefill_imbalance() -> None:
     """Equal prompts in turn are balanced; all prompts on one instance have the maximum imbalance."""
     num = 40
     work = workload(RequestLengths(prompt_tokens=np.full(num, 50), output_tokens=np.full(num, 2)), np.arange(num) * 1.0)
-    even = simulate(units(2), work, "round_robin")
+    even = simulate(specs(2), work, "round_robin")
     assert prefill_imbalance(even) == pytest.approx(0.0)
-    uneven = simulate(units(2), work, "expr: 0 * batch_size")
+    uneven = simulate(specs(2), work, "expr: 0 * batch_size")
     assert prefill_imbalance(uneven) == pytest.approx(1.0)
 
 
 def test_free_blocks_are_sampled() -> None:
     """The mean of the samples lies between no and all blocks."""
-    summed = summary(simulate(units(2), poisson(100, 10.0), "jsq"))
+    summed = summary(simulate(specs(2), poisson(100, 10.0), "jsq"))
     assert 0 < summed["free_blocks"]["mean"] < 120
     assert summed["free_blocks"]["variance"] > 0
 

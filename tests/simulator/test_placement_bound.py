@@ -8,7 +8,7 @@ import pytest
 from simulator.assembly import simulate
 from simulator.placement_bound import min_busy_s, sustained_rate
 from simulator.workload import RequestLengths, Workload, workload
-from tests.simulator.small_clusters import SECOND, lengths, poisson, units
+from tests.simulator.small_clusters import SECOND, lengths, poisson, specs
 
 
 def at_once(num: int, prompt_tokens: int, output_tokens: int) -> Workload:
@@ -19,27 +19,27 @@ def at_once(num: int, prompt_tokens: int, output_tokens: int) -> Workload:
 
 def test_the_number_of_sequences_limits() -> None:
     """Eight sequences decode eight tokens a step, which takes a second; short prompts take no extra time."""
-    (unit,) = units(1, SECOND)
-    assert min_busy_s(unit, at_once(8, 1, 11)) == pytest.approx(10.0)
+    (spec,) = specs(1, SECOND)
+    assert min_busy_s(spec, at_once(8, 1, 11)) == pytest.approx(10.0)
 
 
 def test_memory_limits() -> None:
     """A hundred decodes after 300 tokens read 35,050 tokens of context, of which 1,920 fit into memory."""
-    (unit,) = units(1, SECOND)
-    assert min_busy_s(unit, at_once(1, 300, 101)) == pytest.approx(35_050 / 1_920)
+    (spec,) = specs(1, SECOND)
+    assert min_busy_s(spec, at_once(1, 300, 101)) == pytest.approx(35_050 / 1_920)
 
 
 def test_prompts_limit() -> None:
     """Responses of one token need only their prompts, of which 128 tokens fit into a step."""
-    (unit,) = units(1, SECOND)
-    assert min_busy_s(unit, at_once(4, 320, 1)) == pytest.approx(10.0)
+    (spec,) = specs(1, SECOND)
+    assert min_busy_s(spec, at_once(4, 320, 1)) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("policy", ["llumnix", "jsq", "block", "hold"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_policy_is_faster(policy: str, seed: int) -> None:
     """Instances that get all requests at once are busy at least as long as the bound, and not much longer."""
-    made = units(3)
+    made = specs(3)
     work = workload(lengths(150, seed), np.zeros(150))
     result = simulate(made, work, policy)
     least_s = min_busy_s(made[0], work) / len(made)
@@ -48,7 +48,7 @@ def test_no_policy_is_faster(policy: str, seed: int) -> None:
 
 def test_the_bound_does_not_depend_on_the_drawn_rate() -> None:
     """The same requests in the same pattern have the same bound at any rate."""
-    made = units(2)
+    made = specs(2)
     assert sustained_rate(made, poisson(200, 5.0), 5.0) == pytest.approx(sustained_rate(made, poisson(200, 8.0), 8.0))
     assert sustained_rate(made * 2, poisson(200, 5.0), 5.0) == pytest.approx(
         2 * sustained_rate(made, poisson(200, 5.0), 5.0)
@@ -59,6 +59,6 @@ def test_undefined_bounds_are_refused() -> None:
     """The bound is not defined for mixed instances or with prefix caching."""
     work = poisson(10, 5.0)
     with pytest.raises(ValueError, match="equal instances"):
-        sustained_rate([*units(1), *units(1, SECOND)], work, 5.0)
+        sustained_rate([*specs(1), *specs(1, SECOND)], work, 5.0)
     with pytest.raises(ValueError, match="prefix caching"):
-        sustained_rate(units(1, enable_prefix_caching=True), work, 5.0)
+        sustained_rate(specs(1, enable_prefix_caching=True), work, 5.0)

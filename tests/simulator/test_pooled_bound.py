@@ -9,7 +9,7 @@ from predictor.step_time import step_seconds, tabulate
 from simulator.assembly import simulate
 from simulator.pooled_bound import pooled_config, pooled_step_time
 from simulator.scenario import Instances
-from tests.simulator.small_clusters import A30, config, poisson, units
+from tests.simulator.small_clusters import A30, config, poisson, specs
 
 
 def test_a_pooled_step_takes_as_long_as_one_engines_share() -> None:
@@ -36,10 +36,10 @@ def test_a_pool_of_one_is_the_engine_itself() -> None:
 
 def test_instances_can_be_pooled() -> None:
     """One instance has the sequences, the blocks and the step time of all."""
-    unit = Instances(profile="llama-2-7b-a30", pooled=12, engine=(("num_gpu_blocks", 1057),)).unit()
-    assert unit.config.num_gpu_blocks == 12 * 1056 + 1
-    assert unit.config.max_num_seqs == 12 * 48
-    assert unit.step_time == pooled_step_time(load_profile("llama-2-7b-a30").step_time, 12)
+    spec = Instances(profile="llama-2-7b-a30", pooled=12, engine=(("num_gpu_blocks", 1057),)).instance_spec()
+    assert spec.config.num_gpu_blocks == 12 * 1056 + 1
+    assert spec.config.max_num_seqs == 12 * 48
+    assert spec.step_time == pooled_step_time(load_profile("llama-2-7b-a30").step_time, 12)
     with pytest.raises(ValueError, match="pooled"):
         Instances(pooled=0)
 
@@ -47,7 +47,7 @@ def test_instances_can_be_pooled() -> None:
 def test_a_pool_is_no_slower_than_its_engines() -> None:
     """Under load, one engine as large as three is no slower than three."""
     work = poisson(200, 50.0)
-    pooled = [*units(1)]
-    (unit,) = pooled
-    large = type(unit)(config=pooled_config(unit.config, 3), step_time=pooled_step_time(unit.step_time, 3))
-    assert simulate([large], work, "jsq").end_s < simulate(units(3), work, "jsq").end_s
+    pooled = [*specs(1)]
+    (spec,) = pooled
+    large = type(spec)(config=pooled_config(spec.config, 3), step_time=pooled_step_time(spec.step_time, 3))
+    assert simulate([large], work, "jsq").end_s < simulate(specs(3), work, "jsq").end_s

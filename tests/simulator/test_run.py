@@ -11,12 +11,12 @@ import pytest
 from predictor.step_time import Curve, StepTime
 from simulator.assembly import simulate
 from simulator.conditions import Conditions, Outage
-from simulator.fleet import Unit
-from simulator.result import FATES
+from simulator.fleet import InstanceSpec
+from simulator.result import STATUSES
 from simulator.workload import RequestLengths, at_rate, noisy, poisson_gaps, tagged, typical, workload
-from tests.simulator.small_clusters import A30, SECOND, config, families, lengths, plain_run, poisson, units
+from tests.simulator.small_clusters import A30, SECOND, config, families, lengths, plain_run, poisson, specs
 
-FINISHED = FATES.index("finished")
+FINISHED = STATUSES.index("finished")
 
 CONDITIONS = {
     "plain": Conditions(),
@@ -42,10 +42,10 @@ def test_conserves_requests(policy: str, name: str) -> None:
     work = poisson(250, 16.0)
     if policy == "block":
         work = tagged(work, noisy(0.5), np.random.default_rng(3))
-    result = simulate(units(), work, policy, CONDITIONS[name], seed=1)
-    fates = result.decisions.fate
-    finished = fates == FINISHED
-    lost = fates == FATES.index("lost")
+    result = simulate(specs(), work, policy, CONDITIONS[name], seed=1)
+    statuses = result.decisions.status
+    finished = statuses == FINISHED
+    lost = statuses == STATUSES.index("lost")
     assert finished.sum() + lost.sum() == len(work)
     assert (result.outcomes.produced_tokens[finished] == work.lengths.output_tokens[finished]).all()
     assert (result.outcomes.produced_tokens[lost] < work.lengths.output_tokens[lost]).all()
@@ -66,8 +66,8 @@ def test_conserves_requests(policy: str, name: str) -> None:
 def test_conserves_requests_when_overloaded() -> None:
     """A queue much longer than the initial number of slots loses no request."""
     work = poisson(2000, 1000.0)
-    result = simulate(units(2, num_gpu_blocks=40), work, "jsq")
-    assert (result.decisions.fate == FINISHED).all()
+    result = simulate(specs(2, num_gpu_blocks=40), work, "jsq")
+    assert (result.decisions.status == FINISHED).all()
     assert result.outcomes.num_preemptions.sum() > 0
 
 
@@ -80,7 +80,7 @@ def test_two_instances_by_hand() -> None:
         RequestLengths(prompt_tokens=np.array([5, 5, 5, 5]), output_tokens=np.array([3, 2, 1, 1])),
         np.array([0.0, 0.5, 0.6, 2.6]),
     )
-    made = [Unit(config=config(max_num_seqs=1), step_time=SECOND)] * 2
+    made = [InstanceSpec(config=config(max_num_seqs=1), step_time=SECOND)] * 2
     result = simulate(made, work, "least_loaded")
     assert result.decisions.instance.tolist() == [0, 1, 0, 1]
     assert result.outcomes.first_token_s.tolist() == pytest.approx([1.0, 1.5, 4.0, 3.6])
@@ -94,7 +94,7 @@ def test_is_an_m_d_1_queue() -> None:
         RequestLengths(prompt_tokens=np.full(num, 5), output_tokens=np.ones(num, np.int64)),
         at_rate(poisson_gaps(num, np.random.default_rng(5)), load),
     )
-    made = [Unit(config=config(max_num_seqs=1), step_time=SECOND)]
+    made = [InstanceSpec(config=config(max_num_seqs=1), step_time=SECOND)]
     result = simulate(made, work, "random", Conditions(sample_s=0))
     waits_s = result.outcomes.finished_s - work.arrival_s - 1.0
     assert waits_s.mean() == pytest.approx(load / (2 * (1 - load)), rel=0.08)
@@ -105,7 +105,7 @@ def test_same_seed_gives_the_same_result(policy: str) -> None:
     """The same seed gives the same bytes, another seed gives others."""
     work = tagged(poisson(150, 12.0), noisy(0.4), np.random.default_rng(1))
     conditions = Conditions(num_schedulers=3, step_noise=0.1, decision_s=0.05)
-    runs = [simulate(units(), work, policy, conditions, seed=seed) for seed in (7, 7, 8)]
+    runs = [simulate(specs(), work, policy, conditions, seed=seed) for seed in (7, 7, 8)]
     outcomes = [run.outcomes.tobytes() + run.decisions.tobytes() for run in runs]
     assert outcomes[0] == outcomes[1] != outcomes[2]
 
@@ -116,7 +116,7 @@ def test_agrees_with_a_plain_simulator(policy: str, changes: dict[str, Any]) -> 
     """Decisions and outcomes equal those of engine objects that are driven one by one."""
     if changes.get("batcher"):
         changes = {**changes, "max_num_batched_tokens": 512}
-    made = [Unit(config=config(**changes), step_time=A30, pace=1.0) for _ in range(3)]
+    made = [InstanceSpec(config=config(**changes), step_time=A30, pace=1.0) for _ in range(3)]
     work = poisson(150, 20.0, seed=4)
     result = simulate(made, work, policy, Conditions(sample_s=0))
     chosen, ended = plain_run(made, work, policy)
@@ -129,7 +129,7 @@ def test_agrees_with_a_plain_simulator(policy: str, changes: dict[str, Any]) -> 
 def test_prefix_caches_are_the_engines_own() -> None:
     """Prompts that share blocks hit as on engine objects, and more often with a policy that uses prefix hits."""
     work, names = families(200, 12.0)
-    made = units(3, enable_prefix_caching=True)
+    made = specs(3, enable_prefix_caching=True)
     for policy in ("jsq", "block", "marginal"):
         result = simulate(made, work, policy)
         chosen, ended = plain_run(made, work, policy, names)
@@ -142,8 +142,8 @@ def test_prefix_caches_are_the_engines_own() -> None:
 def test_mixed_instances_serve_what_they_can() -> None:
     """Requests go only to instances where they fit; a request that fits no instance is refused."""
     made = [
-        Unit(config=config(), step_time=A30),
-        Unit(config=config(max_model_len=64, max_num_seqs=4, num_gpu_blocks=41), step_time=A30),
+        InstanceSpec(config=config(), step_time=A30),
+        InstanceSpec(config=config(max_model_len=64, max_num_seqs=4, num_gpu_blocks=41), step_time=A30),
     ]
     work = workload(
         RequestLengths(prompt_tokens=np.array([30, 30, 200, 600]), output_tokens=np.array([5, 5, 5, 5])),
@@ -151,14 +151,14 @@ def test_mixed_instances_serve_what_they_can() -> None:
     )
     result = simulate(made, work, "least_loaded")
     assert result.decisions.instance.tolist() == [0, 1, 0, -1]
-    assert [FATES[fate] for fate in result.decisions.fate] == ["finished"] * 3 + ["refused"]
+    assert [STATUSES[fate] for fate in result.decisions.status] == ["finished"] * 3 + ["refused"]
 
 
 def test_slow_instances_get_less_where_that_is_predicted() -> None:
     """Block sends fewer requests to an instance that is three times slower, unless its predictor assumes a fast one."""
     work = poisson(300, 4.0)
-    slow = Unit(config=config(), step_time=A30, pace=3.0, predicted_pace=3.0)
-    fast = Unit(config=config(), step_time=A30)
+    slow = InstanceSpec(config=config(), step_time=A30, pace=3.0, predicted_pace=3.0)
+    fast = InstanceSpec(config=config(), step_time=A30)
     known = simulate([fast, slow], work, "block")
     unknown = simulate([fast, replace(slow, predicted_pace=1.0)], work, "block")
     shares = [np.mean(result.decisions.instance == 1) for result in (known, unknown)]
@@ -168,10 +168,10 @@ def test_slow_instances_get_less_where_that_is_predicted() -> None:
 def test_the_last_forecast_is_exact() -> None:
     """With true lengths, the last request's forecast is exact; with a wrong profile, it is wrong."""
     work = poisson(60, 20.0)
-    result = simulate(units(2), work, "block")
+    result = simulate(specs(2), work, "block")
     assert result.decisions.predicted_e2e_s[-1] == pytest.approx(result.outcomes.finished_s[-1] - work.arrival_s[-1])
     wrong = StepTime(constant_s=1.0, by_tokens=Curve(x=(0.0,), y=(0.0,)))
-    made = [replace(unit, predicted_step_time=wrong) for unit in units(2)]
+    made = [replace(spec, predicted_step_time=wrong) for spec in specs(2)]
     off = simulate(made, work, "block").decisions.predicted_e2e_s[-1]
     assert off > 2 * (result.outcomes.finished_s[-1] - work.arrival_s[-1])
 
@@ -183,7 +183,7 @@ def test_stale_views_herd() -> None:
         RequestLengths(prompt_tokens=np.full(num, 50), output_tokens=np.full(num, 20)),
         np.repeat(np.arange(10.0) * 30, 8),
     )
-    made = units(4)
+    made = specs(4)
     blind = Conditions(num_schedulers=8, decision_s=0.5, network_s=0.5, reservations=False)
     reserved = replace(blind, reservations=True, decision_s=0.0)
 
@@ -199,7 +199,7 @@ def test_indicators_grow_old() -> None:
     """What was told a while ago decides, with what this scheduler itself sent since; that evens it out again."""
     work = poisson(400, 14.0)
     waits = [
-        np.mean(simulate(units(4), work, "jsq", conditions, seed=1).outcomes.first_token_s - work.arrival_s)
+        np.mean(simulate(specs(4), work, "jsq", conditions, seed=1).outcomes.first_token_s - work.arrival_s)
         for conditions in (
             Conditions(),
             Conditions(indicator_period_s=4.0, num_schedulers=1),

@@ -60,6 +60,11 @@ class PredictorStub:
                 request_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.ReleaseStream = channel.stream_stream(
+                '/block.v1.Predictor/ReleaseStream',
+                request_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/block.v1.Predictor/Watch',
                 request_serializer=protos_dot_block_dot_v1_dot_predictor__pb2.WatchRequest.SerializeToString,
@@ -107,6 +112,13 @@ class PredictorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseStream(self, request_iterator, context):
+        """Release, over and over on one stream, as PredictStream does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The indicators now, and from then on whenever they change.
         """
@@ -139,6 +151,11 @@ def add_PredictorServicer_to_server(servicer, server):
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
+                    request_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'ReleaseStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReleaseStream,
                     request_deserializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.SerializeToString,
             ),
@@ -281,6 +298,33 @@ class Predictor:
             request,
             target,
             '/block.v1.Predictor/Release',
+            protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/block.v1.Predictor/ReleaseStream',
             protos_dot_block_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_common__pb2.ReleaseResponse.FromString,
             options,

@@ -48,6 +48,8 @@ class PredictorStub:
     """Reserve, over and over on one stream, as PredictStream does."""
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
     """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id."""
+    ReleaseStream: _grpc.StreamStreamMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
+    """Release, over and over on one stream, as PredictStream does."""
     Watch: _grpc.UnaryStreamMultiCallable[_predictor_pb2.WatchRequest, _predictor_pb2.WatchResponse]
     """The indicators now, and from then on whenever they change."""
 
@@ -68,6 +70,8 @@ class PredictorAsyncStub(PredictorStub):
     """Reserve, over and over on one stream, as PredictStream does."""
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
     """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id."""
+    ReleaseStream: _aio.StreamStreamMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """Release, over and over on one stream, as PredictStream does."""
     Watch: _aio.UnaryStreamMultiCallable[_predictor_pb2.WatchRequest, _predictor_pb2.WatchResponse]  # type: ignore[assignment]
     """The indicators now, and from then on whenever they change."""
 
@@ -115,6 +119,14 @@ class PredictorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.ReleaseResponse, _abc.Awaitable[_common_pb2.ReleaseResponse]]:
         """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id."""
+
+    @_abc_1.abstractmethod
+    def ReleaseStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_common_pb2.ReleaseRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.ReleaseResponse], _abc.AsyncIterator[_common_pb2.ReleaseResponse]]:
+        """Release, over and over on one stream, as PredictStream does."""
 
     @_abc_1.abstractmethod
     def Watch(

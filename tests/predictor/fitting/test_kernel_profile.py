@@ -15,7 +15,8 @@ from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.fitting.roofline import GPUS, MEMORY_UTILIZATION
 from predictor.step_time import StepTime
-from simulator.reference_data import MEASURED_RUNS, data_folder
+from simulator.measured_runs import MEASURED_RUNS
+from simulator.reference_data import data_folder
 from simulator.replay import replay
 from tests.predictor.fitting.test_model_shard import LLAMA_8B
 

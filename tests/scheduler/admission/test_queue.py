@@ -135,4 +135,4 @@ def test_the_condition_decides_which_instances_admit(text: str, admits: list[boo
     assert policy.admits(candidates).tolist() == admits
     assert policy.holds == (admits != [True] * 4)
     assert policy.hold_s == 10.0
-    assert ("predicted_queue_s" in policy.forecasts_read) == policy.holds
+    assert ("predicted_queue_s" in policy.forecast_fields) == policy.holds

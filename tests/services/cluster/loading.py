@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.http.client import origin_of
-from services.load.asking import Manner, body_of
+from services.load.request_format import RequestFormat, body_of
 from services.load.running import LoadLimits, LoadSender
 from simulator.load_plan import Planned
 from simulator.load_report import RequestResult
@@ -18,7 +18,9 @@ from tests.services.cluster.living import MODEL
 from tests.services.waiting import PATIENCE_S
 
 MOST = 5000  # requests, if the clients are not stopped
-MANNER = Manner(model=MODEL, output="header")  # only engines know the response lengths, so that the tagger is used
+MANNER = RequestFormat(
+    model=MODEL, output="header"
+)  # only engines know the response lengths, so that the tagger is used
 
 
 @dataclass(slots=True, kw_only=True)

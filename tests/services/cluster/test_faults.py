@@ -156,7 +156,7 @@ def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
     hasty = ("--first-byte-s", "4", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "10")
 
     async def test() -> None:
-        free_at_once = sidecars("liar", ttft_s=0.001, e2e_s=0.002, per_promise_s=0)
+        free_at_once = sidecars("liar", ttft_s=0.001, e2e_s=0.002, per_reservation_s=0)
         async with free_at_once as (liar,), live.another_gateway(*hasty) as gateway:
             with live.also_listed({liar.name: liar.port}, without=ENGINES[:2]):
                 for scheduler in SCHEDULERS:

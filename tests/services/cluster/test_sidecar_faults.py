@@ -133,7 +133,7 @@ def test_a_sidecar_lies_plausibly(live: Living) -> None:
     """
 
     async def test() -> None:
-        async with sidecars("optimist", e2e_s=2 * AT_ONCE_S, ttft_s=AT_ONCE_S, per_promise_s=0.0) as (optimist,):
+        async with sidecars("optimist", e2e_s=2 * AT_ONCE_S, ttft_s=AT_ONCE_S, per_reservation_s=0.0) as (optimist,):
             with live.also_listed({optimist.name: optimist.port}):
                 for scheduler in SCHEDULERS:
                     await live.until_metric(scheduler, "block_instances", partial(operator.eq, len(ENGINES) + 1))

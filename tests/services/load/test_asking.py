@@ -7,7 +7,7 @@ import json
 import pytest
 
 from predictor.request import Slo
-from services.load.asking import WORDS, Manner, body_of, header_of, headers_of, prompt_ids
+from services.load.request_format import WORDS, RequestFormat, body_of, header_of, headers_of, prompt_ids
 from simulator.load_plan import Planned
 
 ONE = Planned(request_id="7", due_s=0.0, prompt_tokens=40, output_tokens=12)
@@ -15,27 +15,27 @@ ONE = Planned(request_id="7", due_s=0.0, prompt_tokens=40, output_tokens=12)
 
 def test_prompts_have_their_length() -> None:
     """Prompts of token ids are exact; the same plan gives the same body, another request another prompt."""
-    body = json.loads(body_of(ONE, Manner(model="m")))
+    body = json.loads(body_of(ONE, RequestFormat(model="m")))
     assert len(body["prompt"]) == 40
     assert all(type(token) is int for token in body["prompt"])
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (12, True, True)
-    assert body_of(ONE, Manner(model="m")) == body_of(ONE, Manner(model="m"))
+    assert body_of(ONE, RequestFormat(model="m")) == body_of(ONE, RequestFormat(model="m"))
     other = Planned(request_id="8", due_s=0.0, prompt_tokens=40, output_tokens=12)
-    assert json.loads(body_of(other, Manner(model="m")))["prompt"] != body["prompt"]
-    words = json.loads(body_of(ONE, Manner(model="m", prompt="words")))["prompt"].split()
+    assert json.loads(body_of(other, RequestFormat(model="m")))["prompt"] != body["prompt"]
+    words = json.loads(body_of(ONE, RequestFormat(model="m", prompt="words")))["prompt"].split()
     assert len(words) == 40
     assert set(words) <= set(WORDS)
-    chat = json.loads(body_of(ONE, Manner(model="m", endpoint="chat")))
+    chat = json.loads(body_of(ONE, RequestFormat(model="m", endpoint="chat")))
     assert len(chat["messages"][0]["content"].split()) == 40
 
 
 def test_responses_get_their_length() -> None:
     """By ignore_eos, by a header for emulated engines, or only by max_tokens."""
-    body = json.loads(body_of(ONE, Manner(model="m", output="header")))
+    body = json.loads(body_of(ONE, RequestFormat(model="m", output="header")))
     assert not {"ignore_eos", "max_tokens"} & set(body)
-    headers = dict(headers_of(ONE, Manner(model="m", output="header", headers=((b"a", b"b"),)), "r-1"))
+    headers = dict(headers_of(ONE, RequestFormat(model="m", output="header", headers=((b"a", b"b"),)), "r-1"))
     assert (headers[b"x-block-output-tokens"], headers[b"x-request-id"], headers[b"a"]) == (b"12", b"r-1", b"b")
-    body = json.loads(body_of(ONE, Manner(model="m", output="none")))
+    body = json.loads(body_of(ONE, RequestFormat(model="m", output="none")))
     assert (body["max_tokens"], "ignore_eos" in body) == (12, False)
 
 
@@ -57,9 +57,9 @@ def test_shared_prefixes_are_the_same_tokens() -> None:
 def test_priority_and_slo_are_sent() -> None:
     """Priority is in the body, SLO targets are in headers: the request's own before the run's, in wall-clock time."""
     one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, priority=3, slo=Slo(ttft_s=0.5))
-    assert json.loads(body_of(one, Manner(model="m")))["priority"] == 3
-    manner = Manner(model="m", slo=Slo(ttft_s=9.0, tpot_s=0.02), time_scale=0.5)
-    headers = dict(headers_of(one, manner, "r"))
+    assert json.loads(body_of(one, RequestFormat(model="m")))["priority"] == 3
+    form = RequestFormat(model="m", slo=Slo(ttft_s=9.0, tpot_s=0.02), time_scale=0.5)
+    headers = dict(headers_of(one, form, "r"))
     assert (headers[b"x-slo-ttft-ms"], headers[b"x-slo-tpot-ms"]) == (b"1000.000", b"40.000")
 
 
@@ -67,7 +67,7 @@ def test_priority_and_slo_are_sent() -> None:
 def test_a_bad_time_scale(scale: float) -> None:
     """The time scale must be finite and positive."""
     with pytest.raises(ValueError, match=r"^time_scale: "):
-        Manner(model="m", time_scale=scale)
+        RequestFormat(model="m", time_scale=scale)
 
 
 @pytest.mark.parametrize("text", ["", "name", ": x", "a b: c", "a: b\r\nc: d", "a: caf\u00e9"])

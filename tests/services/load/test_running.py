@@ -11,7 +11,7 @@ import pytest
 
 from predictor.request import Slo
 from services.http.client import origin_of
-from services.load.asking import Manner
+from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned
 from simulator.load_report import RequestResult, summary, table
@@ -43,8 +43,8 @@ async def load(
     plan: Sequence[Planned], url: str, limits: LoadLimits | None = None, time_scale: float = 1.0
 ) -> list[RequestResult]:
     """Send a plan to an engine."""
-    manner = Manner(model="tiny", time_scale=time_scale)
-    return await run_plan(plan, origin_of(url), manner, limits or LoadLimits(), lambda _: None)
+    form = RequestFormat(model="tiny", time_scale=time_scale)
+    return await run_plan(plan, origin_of(url), form, limits or LoadLimits(), lambda _: None)
 
 
 def test_all_requests_are_sent_and_timed() -> None:

@@ -40,7 +40,7 @@ from tests.scheduler.scripted import (
     reference,
 )
 from tests.services.placement.scripted_connection import Entry, drive
-from tests.services.scheduler_server.running import fates, refused, run, scheduler
+from tests.services.scheduler_server.running import refused, run, scheduler, statuses
 from tests.services.stub_sidecars import StubSidecar
 from tests.simulator.small_clusters import units
 from tests.strategies import examples
@@ -195,13 +195,13 @@ def simulate(script: Script) -> None:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock."""
     sidecars = [Sidecar(one, script) for one in script.instances]
 
-    def look(self: Simulation, now_s: float) -> None:
+    def look(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
     def forecast(
-        self: Simulation, among: Candidates, number: int, now_s: float, with_delays: bool
+        self: Simulation, among: Candidates, _number: int, _now_s: float, with_delays: bool
     ) -> dict[str, Column]:
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
         forecasts = [sidecars[row].forecast(delays=with_delays) for row in rows]
@@ -215,10 +215,10 @@ def simulate(script: Script) -> None:
             "delay_worst_s": [one.delay_worst_s for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
-        read = self.schedulers[0].policy.forecasts_read
+        read = self.schedulers[0].policy.forecast_fields
         return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
 
-    def send(self: Simulation, scheduler: object, number: int, index: int, shown_s: float) -> None:
+    def send(_self: Simulation, _scheduler: object, _number: int, index: int, _shown_s: float) -> None:
         sidecars[index].reserve(Reply(), None)
 
     num = len(script.arrivals)
@@ -240,9 +240,10 @@ def simulate(script: Script) -> None:
 def in_both(record: Record) -> list[tuple[Any, ...]]:
     """What the simulator and live schedulers have in common: simulated reservations never fail, and are unconditional."""
     steps = []
-    for name, kind, *details in record.steps:
+    for name, kind, *all_details in record.steps:
+        details = all_details
         if kind == "Reserve":
-            details = details[:1]
+            details = all_details[:1]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = [(one.instance_id, one.score, one.admits) for one in decision.candidates()]
@@ -291,11 +292,11 @@ def stub_of(instance: ScriptedInstance, script: Script) -> Crowded:
         name=instance.name,
         e2e_s=instance.e2e_s,
         ttft_s=TTFT_S,
-        per_promise_s=script.per_reservation_s,
+        per_reservation_s=script.per_reservation_s,
         state=common_pb2.INSTANCE_STATE_DOWN if forecast.status is STOPPED else common_pb2.INSTANCE_STATE_READY,
         refuse=grpc.StatusCode.UNAVAILABLE if forecast.status is DOWN else None,
         refuse_prompts_of=PROMPT_TOKENS if forecast.status is REFUSED else -1,
-        refuse_promises=reservation.status is REFUSED,
+        refuse_reservations=reservation.status is REFUSED,
         others_first=reservation.others_first,
     )
 
@@ -371,7 +372,7 @@ def on_the_wire(decision: common_pb2.Decision) -> tuple[Any, ...]:
     """What a caller gets to know of a decision."""
     scores = {one.instance_id: round(one.score, 6) if one.HasField("score") else None for one in decision.candidates}
     next_best = [one.instance_id for one in decision.next_best]
-    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), fates(decision), scores
+    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), statuses(decision), scores
 
 
 def from_the_core(details: Sequence[Any]) -> tuple[Any, ...]:

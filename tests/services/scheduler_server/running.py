@@ -1,4 +1,4 @@
-"""Schedulers over stub sidecars and stub engines, and how tests talk to them."""
+"""Schedulers over stub sidecars and stub engines, and a client of theirs for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.services.stub_engines import StubEngine, engines
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 LIMIT_S = 240
-PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0}  # a busy machine is not what is tested
+PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0}  # long, for busy machines
 FOR_EVER = {"first_pause_s": 1000.0, "longest_pause_s": 1000.0}
 AT_ONCE = {"first_pause_s": 0.001, "longest_pause_s": 0.002}
 
@@ -36,7 +36,7 @@ STOP, LENGTH, FAILED, CANCELLED = (
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test on a loop of its own; one that hangs fails."""
+    """Run a test on its own event loop; a test that hangs fails."""
 
     async def limited() -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -46,13 +46,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let others run until something is so; the test's own limit ends what never is."""
+    """Wait until a condition is true; `run` limits the time."""
     while not condition():
         await asyncio.sleep(0.001)
 
 
 async def refused(call: Awaitable[Any], code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> str:
-    """What the caller is told who gets nothing."""
+    """Return the details of the error that a call ends in."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is code, caught.value
@@ -60,34 +60,34 @@ async def refused(call: Awaitable[Any], code: grpc.StatusCode = grpc.StatusCode.
 
 
 class Client:
-    """One scheduler, and how to talk to it."""
+    """A client of one scheduler."""
 
     def __init__(self, channel: grpc.aio.Channel, registry: CollectorRegistry | None = None, port: int = 0) -> None:
-        """Number the requests."""
+        """Start to number requests from 1."""
         self.stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         self.port = port
         self.registry = registry or CollectorRegistry()
         self._num = 0
 
     def request(self, **fields: Any) -> common_pb2.Request:
-        """The next request."""
+        """Return a new request."""
         self._num += 1
         return common_pb2.Request(
             **{"request_id": f"r{self._num}", "model": "m", "prompt_tokens": 10, "output_tokens": 9, **fields}
         )
 
     async def decide(self, request: common_pb2.Request | None = None, **options: Any) -> common_pb2.Decision:
-        """Have one decided."""
+        """Call Schedule; return the decision."""
         message = scheduler_pb2.ScheduleRequest(request=request or self.request(), **options)
         decision: common_pb2.Decision = (await self.stub.Schedule(message)).decision
         return decision
 
     async def choose(self, **options: Any) -> str:
-        """Have one decided; tell where it goes."""
+        """Call Schedule; return the id of the chosen instance."""
         return (await self.decide(**options)).instance.instance_id
 
     async def release(self, decision: common_pb2.Decision, finish_reason: Any = None) -> bool:
-        """End a request."""
+        """Call Release; return whether there was a reservation."""
         message = common_pb2.ReleaseRequest(request_id=decision.request_id, instance_id=decision.instance.instance_id)
         if finish_reason is not None:
             message.outcome.CopyFrom(
@@ -96,7 +96,7 @@ class Client:
         return bool((await self.stub.Release(message)).released)
 
     async def generate(self, prompt: str = "Tell me", **options: Any) -> list[scheduler_pb2.GenerateResponse]:
-        """Have an answer streamed."""
+        """Call Generate; return all events of the stream."""
         request = self.request(max_tokens=9, output_tokens=None)
         message = scheduler_pb2.GenerateRequest(**{"request": request, "prompt": prompt, **options})
         return [event async for event in self.stub.Generate(message)]
@@ -110,7 +110,7 @@ class Client:
 async def scheduler(
     found: Sequence[StubSidecar] | InstanceSource, server: ServerSettings | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
-    """A scheduler over some sidecars."""
+    """Serve a scheduler over some sidecars; give a client."""
     source = Listed([stub.instance for stub in found]) if isinstance(found, Sequence) else found
     registry = CollectorRegistry()
     async with scheduling(SchedulerSettings(**{**PATIENT, **settings}), source, registry, poll_s=0.005) as service:
@@ -126,16 +126,16 @@ async def scheduler(
 async def cluster(
     number: int = 2, **settings: Any
 ) -> AsyncIterator[tuple[Client, list[StubSidecar], list[StubEngine]]]:
-    """Engines with sidecars and a scheduler; the first is the best by far."""
+    """Serve engines, their sidecars and a scheduler; the first instance has by far the best forecast."""
     async with engines(number) as behind, sidecars(*"abcd"[:number]) as stubs:
-        for place, (stub, engine) in enumerate(zip(stubs, behind, strict=True)):
-            stub.engine_url, stub.e2e_s = engine.url, 2.0 + 10 * place
+        for index, (stub, engine) in enumerate(zip(stubs, behind, strict=True)):
+            stub.engine_url, stub.e2e_s = engine.url, 2.0 + 10 * index
         async with scheduler(stubs, **settings) as client:
             yield client, stubs, behind
 
 
-def fates(decision: common_pb2.Decision) -> dict[str, str]:
-    """What became of each candidate."""
+def statuses(decision: common_pb2.Decision) -> dict[str, str]:
+    """Return the status of each candidate."""
     return {
         candidate.instance_id: common_pb2.CandidateFate.Name(candidate.fate).removeprefix("CANDIDATE_FATE_")
         for candidate in decision.candidates
@@ -143,5 +143,5 @@ def fates(decision: common_pb2.Decision) -> dict[str, str]:
 
 
 def text_of(events: Sequence[scheduler_pb2.GenerateResponse]) -> str:
-    """The answer."""
+    """Return the text of a stream."""
     return "".join(event.chunk.text for event in events)

@@ -1,4 +1,4 @@
-"""`block serve scheduler`: real processes, what they say, and what they refuse."""
+"""`block serve scheduler` as a process: its log, its errors, and the commands that call it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INSTANCE = ("--instance", "a=http://h:1,h:2")
 
 @asynccontextmanager
 async def served(stubs: Sequence[StubSidecar], *flags: str, **environment: str) -> AsyncIterator[Served]:
-    """A scheduler's process; it is told to end at the end, if it has not been before."""
+    """Run a scheduler process while the block runs."""
     process = await asyncio.create_subprocess_exec(
         BLOCK, "serve", "scheduler", "--port", "0", "--sidecar-deadline-ms", "30000", "--log-format", "json",
         *(f"--instance={stub.name}=http://127.0.0.1:1,127.0.0.1:{stub.port}" for stub in stubs), *flags,
@@ -52,7 +52,7 @@ async def served(stubs: Sequence[StubSidecar], *flags: str, **environment: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A scheduler's process, and how to talk to it."""
+    """A scheduler process and a client of it."""
 
     process: asyncio.subprocess.Process
     port: int
@@ -60,21 +60,21 @@ class Served:
     client: Client
 
     async def end(self) -> list[str]:
-        """Ask it to end; tell what it said since it began to serve."""
+        """Send SIGTERM; return the events that were logged since it began to serve."""
         self.process.send_signal(signal.SIGTERM)
-        _, said = await self.process.communicate()
-        assert self.process.returncode == 0, said
-        return [json.loads(line)["event"] for line in said.decode().splitlines()]
+        _, log = await self.process.communicate()
+        assert self.process.returncode == 0, log
+        return [json.loads(line)["event"] for line in log.decode().splitlines()]
 
 
-async def said_by(*arguments: str) -> tuple[int | None, str]:
-    """Run a command that is to fail; how it ended, and what it said."""
+async def output_of(*arguments: str) -> tuple[int | None, str]:
+    """Run a command; return its exit status and output."""
     process = await asyncio.create_subprocess_exec(BLOCK, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = await process.communicate()
     return process.returncode, output.decode()
 
 
-def test_it_serves_says_where_and_drains() -> None:
+def test_it_serves_logs_its_port_and_drains() -> None:
     """Health, reflection, a decision by the policy of the environment, SIGTERM; a second one on its port is refused."""
 
     async def test() -> None:
@@ -88,8 +88,8 @@ def test_it_serves_says_where_and_drains() -> None:
             assert "block.v1.Scheduler" in names
             call.cancel()
             assert [await one.client.choose() for _ in range(3)] == ["a", "b", "a"]
-            code, said = await said_by("serve", "scheduler", "--port", str(one.port), *INSTANCE)
-            assert (code, said) == (2, f"block: port: {one.port} on 127.0.0.1 is in use\n")
+            code, output = await output_of("serve", "scheduler", "--port", str(one.port), *INSTANCE)
+            assert (code, output) == (2, f"block: port: {one.port} on 127.0.0.1 is in use\n")
             assert await one.end() == ["draining", "stopped"]
 
     run(test)
@@ -99,11 +99,11 @@ def test_two_processes_do_not_herd() -> None:
     """64 simultaneous requests over two schedulers onto 8 idle equal instances: 8 each, give or take one."""
 
     async def test() -> None:
-        many = ("--max-conflicts", "1000")  # a machine that is too slow to decide is not what is tested
+        many = ("--max-conflicts", "1000")  # a slow machine has more conflicts
         async with sidecars(*"abcdefgh") as stubs, served(stubs, *many) as one, served(stubs, *many) as two:
             requests = [one.client.request() for _ in range(64)]
             decisions = await asyncio.gather(
-                *((one, two)[place % 2].client.decide(request) for place, request in enumerate(requests))
+                *((one, two)[number % 2].client.decide(request) for number, request in enumerate(requests))
             )
             assert all(7 <= len(stub.held) <= 9 for stub in stubs), [len(stub.held) for stub in stubs]
             assert {decision.scheduler_id.rpartition("/")[2] for decision in decisions} == {
@@ -116,8 +116,8 @@ def test_two_processes_do_not_herd() -> None:
     run(test)
 
 
-def test_one_of_two_is_killed() -> None:
-    """The other serves on, and releases what the dead one had reserved."""
+def test_one_of_two_schedulers_is_killed() -> None:
+    """The other one continues to serve, and releases the reservations of the killed one."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, served(stubs) as one, served(stubs) as two:
@@ -153,7 +153,7 @@ def test_one_of_two_is_killed() -> None:
     ],
 )
 def test_a_bad_flag_is_named(flags: tuple[str, ...], named: str) -> None:
-    """One line, and status 2."""
+    """The error is one line, with exit status 2."""
     assert named in refusal("serve", "scheduler", *flags)
 
 
@@ -166,7 +166,7 @@ def test_a_bad_flag_is_named(flags: tuple[str, ...], named: str) -> None:
     ],
 )
 def test_settings_come_from_a_file_too(tmp_path: Path, text: str, named: str) -> None:
-    """Its table has the flags' names; instances are a list."""
+    """The keys are the names of the flags; instances are a list."""
     path = tmp_path / "block.toml"
     path.write_text(f"[scheduler]\n{text}\nport = 0\n")
     assert named in refusal("serve", "scheduler", "-c", str(path))
@@ -182,42 +182,42 @@ def test_settings_come_from_a_file_too(tmp_path: Path, text: str, named: str) ->
     ],
 )
 def test_a_bad_list_of_instances_is_named(tmp_path: Path, name: str, text: str, named: str) -> None:
-    """There is no last good list at the start."""
+    """At the start there is no earlier list to keep."""
     path = tmp_path / name
     path.write_text(text)
-    said = refusal("serve", "scheduler", "--port", "0", "--instances-file", str(path))
-    assert named in said
-    assert str(path) in said
+    error = refusal("serve", "scheduler", "--port", "0", "--instances-file", str(path))
+    assert named in error
+    assert str(path) in error
 
 
-def test_it_is_asked_why_and_told_by_which_rule(tmp_path: Path) -> None:
-    """`block explain` and `block policies` talk to a running scheduler; what they cannot do is one line."""
+def test_decisions_are_explained_and_policies_are_switched(tmp_path: Path) -> None:
+    """`block explain` and `block policies` call a running scheduler; each of their errors is one line."""
 
     async def test() -> None:
         record = str(tmp_path / "decisions.jsonl")
         async with sidecars("a", "b") as stubs, served(stubs, "--record", record) as one:
             await one.client.decide(one.client.request(request_id="why-me"))
             at = ("--scheduler", f"127.0.0.1:{one.port}")
-            why, in_json, nobody = await asyncio.gather(
-                said_by("explain", "why-me", *at),
-                said_by("explain", "why-me", *at, "--json"),
-                said_by("explain", "who", *at),
+            why, in_json, unknown = await asyncio.gather(
+                output_of("explain", "why-me", *at),
+                output_of("explain", "why-me", *at, "--json"),
+                output_of("explain", "who", *at),
             )
             assert why[0] == 0, why
             assert why[1].startswith("why-me -> a\n  block over 2: ")
             assert len(json.loads(in_json[1])["candidates"]) == 2
-            assert (nobody[0], nobody[1].count("\n")) == (2, 1)
-            assert "who" in nobody[1]
-            assert await said_by("policies", "use", "jsq", *at) == (0, f"127.0.0.1:{one.port}: jsq (before: block)\n")
-            assert (await said_by("policies", "show", *at))[1].endswith("jsq; instances: a, b\n")
-            status, said = await said_by("policies", "use", "jqs", *at)
-            assert (status, said.count("\n")) == (2, 1)
-            assert "jsq" in said
+            assert (unknown[0], unknown[1].count("\n")) == (2, 1)
+            assert "who" in unknown[1]
+            assert await output_of("policies", "use", "jsq", *at) == (0, f"127.0.0.1:{one.port}: jsq (before: block)\n")
+            assert (await output_of("policies", "show", *at))[1].endswith("jsq; instances: a, b\n")
+            status, output = await output_of("policies", "use", "jqs", *at)
+            assert (status, output.count("\n")) == (2, 1)
+            assert "jsq" in output
             await one.end()
-        status, said = await said_by("explain", "why-me", "--record", record)
-        assert said.startswith("why-me -> a\n")
-        status, said = await said_by("policies", "show", *at)
+        status, output = await output_of("explain", "why-me", "--record", record)
+        assert output.startswith("why-me -> a\n")
+        status, output = await output_of("policies", "show", *at)
         assert status == 2
-        assert "no scheduler answers there" in said
+        assert "no scheduler answers there" in output
 
     run(test)

@@ -1,4 +1,4 @@
-"""Whom a scheduler chooses, by which policy, and what it says of that."""
+"""The choices of a scheduler, by policy, and what its decisions contain."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.services.scheduler_server.running import (
     FOR_EVER,
     FORECAST,
     LAST_RESORT,
-    fates,
     refused,
     run,
     scheduler,
+    statuses,
 )
 from tests.services.stub_sidecars import sidecars
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_the_earliest_finish_wins_and_is_reserved(streams: bool) -> None:
-    """All are asked, over a stream or by calls; the choice holds a place, and the decision says why."""
+    """All instances are forecast, over a stream or by calls; the choice is reserved, and the decision has a reason."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c", streams=streams) as stubs, scheduler(stubs, scheduler_id="s") as client:
@@ -38,7 +38,7 @@ def test_the_earliest_finish_wins_and_is_reserved(streams: bool) -> None:
             assert [instance.instance_id for instance in decision.next_best] == ["a", "c"]
             assert 0 < decision.decision_s < 5
             assert decision.why.startswith("block over 3: e2e 1.500 s")
-            assert fates(decision) == dict.fromkeys("abc", "FORECAST")
+            assert statuses(decision) == dict.fromkeys("abc", "FORECAST")
             assert decision.candidates[0].score == 2.0
             assert decision.candidates[0].indicators.num_running == 1
             assert stubs[1].held["r1"].holder == "s"
@@ -53,20 +53,20 @@ def test_the_earliest_finish_wins_and_is_reserved(streams: bool) -> None:
 
 
 def test_a_dry_run_reserves_nothing() -> None:
-    """Only a decision is made."""
+    """It only returns a decision."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
             decision = await client.decide(dry_run=True)
             assert not decision.HasField("reserved_for_s")
             assert not decision.candidates
-            assert not stubs[0].ever
+            assert not stubs[0].reserved_ids
 
     run(test)
 
 
-def test_requests_go_where_their_model_is_and_not_where_the_caller_has_been() -> None:
-    """Instances of other models are no candidates, excluded ones are not chosen, draining ones only for want of others."""
+def test_requests_go_to_instances_of_their_model_that_are_not_excluded() -> None:
+    """Instances of other models are no candidates; excluded ones are never chosen, draining ones only as last resort."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c", models=("m",)) as stubs, sidecars("x", models=("n",)) as others:
@@ -77,8 +77,8 @@ def test_requests_go_where_their_model_is_and_not_where_the_caller_has_been() ->
                 decision = await client.decide(exclude_instance_ids=["a", "b"], explain=True)
                 assert (decision.instance.instance_id, decision.basis) == ("c", LAST_RESORT)
                 assert "c: is draining" in decision.why
-                assert not stubs[2].ever
-                assert fates(decision) == {"a": "EXCLUDED", "b": "EXCLUDED", "c": "DOWN"}
+                assert not stubs[2].reserved_ids
+                assert statuses(decision) == {"a": "EXCLUDED", "b": "EXCLUDED", "c": "DOWN"}
                 call = client.decide(exclude_instance_ids=["a", "b", "c"])
                 assert "a: excluded by the caller" in await refused(call, grpc.StatusCode.UNAVAILABLE)
                 call = client.decide(client.request(model="o"))
@@ -89,7 +89,7 @@ def test_requests_go_where_their_model_is_and_not_where_the_caller_has_been() ->
 
 
 def test_an_engine_that_is_down_is_no_last_resort() -> None:
-    """Its sidecar knows that it does not run, and has not failed itself: it is believed when it says otherwise."""
+    """Its sidecar reports it as down, which is no failure of the sidecar: the next report counts again."""
 
     async def test() -> None:
         async with sidecars("a", state=common_pb2.INSTANCE_STATE_DOWN) as stubs, scheduler(stubs, **FOR_EVER) as client:
@@ -103,7 +103,7 @@ def test_an_engine_that_is_down_is_no_last_resort() -> None:
 
 
 def test_without_instances_nothing_can_be_decided() -> None:
-    """A clear message, and the scheduler stays up."""
+    """The error gives the reason, and the scheduler continues."""
 
     async def test() -> None:
         async with scheduler([]) as client:
@@ -125,7 +125,7 @@ def test_without_instances_nothing_can_be_decided() -> None:
     ],
 )
 def test_bad_requests_are_named(fields: dict[str, Any], options: dict[str, Any], named: str) -> None:
-    """What is wrong is said; nobody is asked."""
+    """The error names the field; no sidecar is called."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -135,8 +135,8 @@ def test_bad_requests_are_named(fields: dict[str, Any], options: dict[str, Any],
     run(test)
 
 
-def test_policies_that_look_at_nothing_ask_nobody() -> None:
-    """Round-robin takes turns and reserves without a question; a request may have another policy."""
+def test_policies_without_indicators_request_no_forecast() -> None:
+    """Round-robin takes turns and reserves without a forecast; a request may set another policy."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c") as stubs, scheduler(stubs, policy="round_robin") as client:
@@ -144,7 +144,7 @@ def test_policies_that_look_at_nothing_ask_nobody() -> None:
             assert (first.instance.instance_id, first.basis) == ("a", BLIND)
             assert not first.HasField("forecast")
             assert [await client.choose() for _ in range(4)] == ["b", "c", "a", "b"]
-            assert [len(stub.ever) for stub in stubs] == [2, 2, 1]
+            assert [len(stub.reserved_ids) for stub in stubs] == [2, 2, 1]
             assert not any(stub.questions for stub in stubs)
             assert (await client.decide(policy="block")).basis == FORECAST
             assert await client.choose() == "c"
@@ -153,8 +153,8 @@ def test_policies_that_look_at_nothing_ask_nobody() -> None:
     run(test)
 
 
-def test_random_spreads_by_its_seed() -> None:
-    """The same seed, the same choices."""
+def test_random_choices_follow_the_seed() -> None:
+    """The same seed gives the same choices."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c") as stubs:
@@ -168,8 +168,8 @@ def test_random_spreads_by_its_seed() -> None:
     run(test)
 
 
-def test_a_blind_choice_can_be_foretold() -> None:
-    """For comparison, only the chosen one is asked."""
+def test_a_blind_choice_can_be_forecast() -> None:
+    """With forecast_always only the chosen instance makes a forecast."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, policy="round_robin", forecast_always=True) as client:
@@ -181,12 +181,12 @@ def test_a_blind_choice_can_be_foretold() -> None:
     run(test)
 
 
-def test_a_blind_policy_passes_by_who_does_not_answer() -> None:
-    """A dead sidecar costs its turn, not the request."""
+def test_a_blind_policy_skips_sidecars_that_do_not_reply() -> None:
+    """A dead sidecar loses its turn, and the request goes to another one."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c") as stubs, scheduler(stubs, policy="round_robin") as client:
-            await stubs[0].die()
+            await stubs[0].crash()
             choices = [await client.choose() for _ in range(6)]
             assert set(choices) == {"b", "c"}
 

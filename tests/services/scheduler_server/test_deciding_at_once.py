@@ -1,4 +1,4 @@
-"""Several decisions at the same time, of one scheduler and of two."""
+"""Simultaneous decisions of one scheduler and of two."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from tests.services.scheduler_server.running import run, scheduler, until
 from tests.services.stub_sidecars import sidecars
 
 
-def test_who_comes_second_yields() -> None:
-    """A place that was promised since is seen, and the request goes elsewhere."""
+def test_the_second_of_two_decisions_sees_the_first() -> None:
+    """A reservation since the forecast is noticed, and the request goes to another instance."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as one, scheduler(stubs) as two:
             await asyncio.gather(one.decide(dry_run=True), two.decide(dry_run=True))
             choices = await asyncio.gather(one.choose(), two.choose(request=two.request(request_id="other")))
             assert sorted(choices) == ["a", "b"]
-            assert [len(stub.ever) for stub in stubs] == [1, 1]
+            assert [len(stub.reserved_ids) for stub in stubs] == [1, 1]
 
     run(test)
 
 
-def test_a_promise_that_nobody_told_of_is_a_conflict() -> None:
-    """The forecast that comes with it is believed, and the request goes to who is better now."""
+def test_an_unknown_reservation_is_a_conflict() -> None:
+    """The forecast in the reply replaces the old one, and the request goes to the instance that is better now."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
 
-            def somebody_else_comes(response: predictor_pb2.PredictResponse) -> None:
+            def another_reserves(response: predictor_pb2.PredictResponse) -> None:
                 stubs[0].held["x"] = predictor_pb2.ReserveRequest()
                 stubs[0].version = response.version + 1
 
-            stubs[0].twist = somebody_else_comes
+            stubs[0].twist = another_reserves
             decision = await client.decide()
             assert decision.instance.instance_id == "b"
             assert "after 1 conflicts" in decision.why
@@ -43,11 +43,11 @@ def test_a_promise_that_nobody_told_of_is_a_conflict() -> None:
 
 
 def test_after_enough_conflicts_a_request_is_placed_regardless() -> None:
-    """Where others always come first, waiting for them to stop would take for ever."""
+    """The number of conflicts is limited, even if another reservation always comes first."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs, most_conflicts=3) as client:
-            stubs[0].always_comes_first = True
+            stubs[0].always_conflicts = True
             decision = await client.decide()
             assert decision.HasField("reserved_for_s")
             assert "after 3 conflicts" in decision.why
@@ -64,44 +64,46 @@ def test_two_schedulers_do_not_herd() -> None:
     async def test() -> None:
         async with sidecars(*"abcdefgh") as stubs, scheduler(stubs) as one, scheduler(stubs) as two:
             for _ in range(3):
-                decisions = await asyncio.gather(*((one, two)[place % 2].decide(one.request()) for place in range(64)))
+                decisions = await asyncio.gather(
+                    *((one, two)[number % 2].decide(one.request()) for number in range(64))
+                )
                 assert Counter(decision.instance.instance_id for decision in decisions).total() == 64
                 assert all(7 <= len(stub.held) <= 9 for stub in stubs), [len(stub.held) for stub in stubs]
                 assert all(decision.HasField("reserved_for_s") for decision in decisions)
                 assert await asyncio.gather(*(two.release(decision) for decision in decisions)) == [True] * 64
                 assert not any(stub.held for stub in stubs)
-            most_conflicts = 10 * 3 * 64
-            assert sum(stub.num_conflicts for stub in stubs) < most_conflicts
+            max_conflicts = 10 * 3 * 64
+            assert sum(stub.num_conflicts for stub in stubs) < max_conflicts
 
     run(test)
 
 
-def test_one_scheduler_need_not_conflict_with_itself() -> None:
-    """Decisions under way count each other's promises before those are made."""
+def test_one_scheduler_has_no_conflicts_with_itself() -> None:
+    """Decisions in progress count each other's reservations before these are made."""
 
     async def test() -> None:
         async with sidecars(*"abcdefgh") as stubs, scheduler(stubs) as client:
             await asyncio.gather(*(client.decide() for _ in range(64)))
-            assert all(7 <= len(stub.ever) <= 9 for stub in stubs), [len(stub.ever) for stub in stubs]
+            assert all(7 <= len(stub.reserved_ids) <= 9 for stub in stubs), [len(stub.reserved_ids) for stub in stubs]
 
     run(test)
 
 
-def test_the_same_request_twice_holds_one_place() -> None:
-    """A caller that asks again gets the promise that it has, extended."""
+def test_the_same_request_twice_has_one_reservation() -> None:
+    """A repeated call extends the reservation of the request."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
             request = client.request()
             await client.decide(request)
             assert (await client.decide(request)).reserved_for_s == 10.0
-            assert len(stubs[0].ever) == 1
+            assert len(stubs[0].reserved_ids) == 1
 
     run(test)
 
 
-def test_fan_outs_wait_for_each_other_beyond_a_number() -> None:
-    """A burst does not make every sidecar late."""
+def test_simultaneous_fan_outs_are_limited() -> None:
+    """A burst does not make all sidecars late."""
 
     async def test() -> None:
         async with sidecars("a", streams=False) as stubs, scheduler(stubs, max_deciding=2) as client:

@@ -1,4 +1,4 @@
-"""Who asks why is told: with the decision, afterwards, and from what was recorded."""
+"""Explanations: with the decision, afterwards, and from a recording."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from services.placement.decision_log import DecisionLog
 from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
 from services.placement.metrics import SchedulerMetrics
 from services.placement.service import is_local
-from tests.services.scheduler_server.running import STOP, Client, fates, refused, run, scheduler, until
+from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, statuses, until
 from tests.services.stub_sidecars import sidecars
 
 
 async def explained(client: Client, request_id: str) -> common_pb2.Decision:
-    """Ask afterwards."""
+    """Call Explain."""
     decision: common_pb2.Decision = (
         await client.stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id))
     ).decision
     return decision
 
 
-def test_a_decision_is_told_once_more_with_all_that_it_saw() -> None:
-    """Candidates, indicators and scores as they were then, not as they are now; unknown requests are named."""
+def test_a_decision_is_explained_afterwards() -> None:
+    """Candidates, indicators and scores are those of the decision, not the current ones; unknown requests are named."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
@@ -40,39 +40,39 @@ def test_a_decision_is_told_once_more_with_all_that_it_saw() -> None:
             assert not decision.candidates
             stubs[0].e2e_s, stubs[0].load["num_running"] = 9.0, 7
             await client.decide()
-            told = await explained(client, decision.request_id)
-            assert fates(told) == dict.fromkeys("ab", "FORECAST")
-            first = next(one for one in told.candidates if one.instance_id == "a")
+            explanation = await explained(client, decision.request_id)
+            assert statuses(explanation) == dict.fromkeys("ab", "FORECAST")
+            first = next(one for one in explanation.candidates if one.instance_id == "a")
             assert (first.score, first.indicators.num_running) == (1.0, 3)
-            assert told.why == decision.why
-            assert "nobody" in await refused(explained(client, "nobody"), grpc.StatusCode.NOT_FOUND)
+            assert explanation.why == decision.why
+            assert "unknown" in await refused(explained(client, "unknown"), grpc.StatusCode.NOT_FOUND)
             await client.decide(client.request(request_id="dry"), dry_run=True)
             await refused(explained(client, "dry"), grpc.StatusCode.NOT_FOUND)
 
     run(test)
 
 
-def test_those_that_were_not_looked_at_are_told_of_afterwards_too() -> None:
-    """By name, with what left them out; or with score and indicators as they were, where indicators were compared."""
+def test_explanations_include_instances_that_were_not_forecast() -> None:
+    """With the reason for which they were left out; or with score and indicators, if indicators were compared."""
     names = [f"i{number:02}" for number in range(12)]
 
     async def test() -> None:
         async with sidecars(*names) as stubs, scheduler(stubs, policy="jsq") as client:
             for number, stub in enumerate(stubs):
-                stub.tell(num_running=number + 1)
-            while (await told(client, await client.decide()))["i11"].indicators.num_running != 12:
+                stub.update_load(num_running=number + 1)
+            while (await candidates_of(client, await client.decide()))["i11"].indicators.num_running != 12:
                 await asyncio.sleep(0.005)
             decision = await client.decide()
-            stubs[11].tell(num_running=99)
-            before = await told(client, decision)
+            stubs[11].update_load(num_running=99)
+            before = await candidates_of(client, decision)
             assert list(before) == names
             assert all(one.fate == common_pb2.CANDIDATE_FATE_INDICATORS for one in before.values())
             assert (before["i11"].score, before["i11"].indicators.num_running) == (12, 12)
             assert 0 < before["i11"].indicators.age_s < 50
 
             async def left_out(policy: str) -> dict[str, int]:
-                """How many were left out, by reason."""
-                seen = (await told(client, await client.decide(policy=policy))).values()
+                """Count the instances that were left out, by reason."""
+                seen = (await candidates_of(client, await client.decide(policy=policy))).values()
                 assert len(seen) == len(names)
                 notes = [one.note for one in seen if one.fate == common_pb2.CANDIDATE_FATE_NOT_SHORTLISTED]
                 return {note: notes.count(note) for note in notes}
@@ -87,14 +87,14 @@ def test_those_that_were_not_looked_at_are_told_of_afterwards_too() -> None:
     run(test)
 
 
-async def told(client: Client, decision: common_pb2.Decision) -> dict[str, common_pb2.Candidate]:
-    """Ask about a decision afterwards; its candidates by name, in their order."""
+async def candidates_of(client: Client, decision: common_pb2.Decision) -> dict[str, common_pb2.Candidate]:
+    """Call Explain; return the candidates by name, in the order of names."""
     seen = (await explained(client, decision.request_id)).candidates
     return {one.instance_id: one for one in sorted(seen, key=lambda one: str(one.instance_id))}
 
 
-def test_only_so_much_is_remembered() -> None:
-    """The oldest decisions go, sooner where each has many candidates; the last one is always known."""
+def test_the_decision_log_is_bounded() -> None:
+    """The oldest decisions are dropped, earlier if they have many candidates; the last one is always kept."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
@@ -102,22 +102,22 @@ def test_only_so_much_is_remembered() -> None:
             assert [(await explained(client, one.request_id)).request_id for one in decisions] == ["r1", "r2", "r3"]
 
     run(test)
-    recent = DecisionLog(max_decisions=3, max_candidates=5)
+    decision_log = DecisionLog(max_decisions=3, max_candidates=5)
     for number, num_candidates in enumerate((1, 1, 1, 1, 4, 9)):
         message = common_pb2.Decision(request_id=str(number), num_candidates=num_candidates)
-        recent.on_placement(common_pb2.Request(request_id=str(number)), WithForecast(), message)  # type: ignore[arg-type]
-        known = [name for name in map(str, range(number + 1)) if name in recent._logged]
+        decision_log.on_placement(common_pb2.Request(request_id=str(number)), WithForecast(), message)  # type: ignore[arg-type]
+        known = [name for name in map(str, range(number + 1)) if name in decision_log._logged]
         assert known == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["3", "4"], ["5"]][number]
 
 
 class WithForecast:
-    """As much of a placement as its size depends on."""
+    """The part of a placement that its size depends on."""
 
     forecast = object()
 
 
-def test_an_explanation_is_short_and_to_the_point() -> None:
-    """The chosen one first, the others by score; a header of a large fleet stays small, and is ASCII."""
+def test_an_explanation_in_a_header_is_short() -> None:
+    """The chosen instance is first, the others follow by score; the header of a large fleet stays small and ASCII."""
     decision = common_pb2.Decision(
         request_id="r", policy="block", why="ünusual", instance=common_pb2.Instance(instance_id="i9")
     )
@@ -129,17 +129,17 @@ def test_an_explanation_is_short_and_to_the_point() -> None:
     text = in_short(decision)
     assert text.isascii()
     assert len(text) < 2000
-    told = json.loads(text)
-    assert [one["instance"] for one in told["candidates"][:3]] == ["i9", "i0", "i10"]
-    assert told["more_candidates"] == 41 - 16
+    explanation = json.loads(text)
+    assert [one["instance"] for one in explanation["candidates"][:3]] == ["i9", "i0", "i10"]
+    assert explanation["more_candidates"] == 41 - 16
     lines = list(table_of(decision))
     assert lines[0] == "r -> i9"
     assert len(lines) == 3 + 1 + 41
     assert "no answer within 50 ms" in lines[-1]
 
 
-def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
-    """Requests come back with their arrivals, tags, prefixes and true lengths; decisions with all candidates."""
+def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
+    """It has requests with arrivals, tags, prefixes and actual lengths, and decisions with all candidates."""
     path = str(tmp_path / "logs" / "decisions.jsonl")
 
     async def test() -> None:
@@ -159,11 +159,11 @@ def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
     assert (other.prompt_tokens, other.output_tokens) == (33, None)
     assert other.tag is not None
     assert other.arrival_s > 0
-    assert [fates(one) for one in decisions_in(path)] == [dict.fromkeys("ab", "FORECAST")] * 2
+    assert [statuses(one) for one in decisions_in(path)] == [dict.fromkeys("ab", "FORECAST")] * 2
 
 
 def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -> None:
-    """About a share of the requests is there, each with its outcome; old lines go, and no line is cut."""
+    """About a share of the requests is recorded, each with its outcome; old lines are dropped, and no line is cut."""
     path = tmp_path / "decisions.jsonl"
 
     async def test() -> None:
@@ -192,12 +192,12 @@ def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -
 
 
 def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is too much until the disk has taken what came before is lost and counted; the rest is written."""
-    path, registry, goes_on = tmp_path / "slow.jsonl", CollectorRegistry(), threading.Event()
+    """Lines beyond the queue of a slow disk are dropped and counted; the others are written."""
+    path, registry, continues = tmp_path / "slow.jsonl", CollectorRegistry(), threading.Event()
     write = DecisionRecorder._write
 
     def held(recorder: DecisionRecorder, line: bytes) -> None:
-        goes_on.wait()
+        continues.wait()
         write(recorder, line)
 
     monkeypatch.setattr(DecisionRecorder, "_write", held)
@@ -205,15 +205,15 @@ def test_no_decision_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(MAX_PENDING + 10):
         recorder.on_outcome(common_pb2.Outcome(request_id=str(number)))
     lost = recorded(registry, "lost")
-    assert lost in (9, 10)  # one may be in the writer's hands
-    goes_on.set()
+    assert lost in (9, 10)  # the writer may have taken one
+    continues.set()
     recorder.close()
     assert len(path.read_text().splitlines()) == recorded(registry, "written") == MAX_PENDING + 10 - lost
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
-    """And the scheduler goes on."""
+def test_lines_that_a_full_disk_refuses_are_counted() -> None:
+    """The recorder continues."""
     registry = CollectorRegistry()
     recorder = DecisionRecorder("/dev/full", share=1.0, max_bytes=2**30, metrics=SchedulerMetrics(registry))
     for _ in range(3):
@@ -223,12 +223,12 @@ def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
 
 
 def recorded(registry: CollectorRegistry, result: str) -> float:
-    """How many lines were recorded, or lost."""
+    """Return the number of lines with a result."""
     return registry.get_sample_value("block_recorded_lines_total", {"result": result}) or 0.0
 
 
 def test_a_recording_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Two schedulers do not write one file; senseless sizes are named."""
+    """Two schedulers cannot write one file; invalid sizes are named."""
 
     async def test() -> None:
         path = str(tmp_path / "one.jsonl")
@@ -257,8 +257,8 @@ def test_a_recording_that_cannot_be_written_is_refused_at_the_start(tmp_path: Pa
         ('{"event": "decision", "request": {"request_id": "r"}, "decision": {}}\n', "prompt_tokens"),
     ],
 )
-def test_what_is_no_recording_is_refused_by_line(tmp_path: Path, text: str, complaint: str) -> None:
-    """A message names the file and the line."""
+def test_an_invalid_recording_is_refused_by_line(tmp_path: Path, text: str, complaint: str) -> None:
+    """The error names the file and the line."""
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint) as caught:
@@ -266,8 +266,8 @@ def test_what_is_no_recording_is_refused_by_line(tmp_path: Path, text: str, comp
     assert str(path) in str(caught.value)
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
-    """What was whole before it counts."""
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
+    """The complete lines before it count."""
     path = tmp_path / "cut.jsonl"
     whole = {"event": "decision", "request": {"request_id": "r", "prompt_tokens": 3}, "decision": {"request_id": "r"}}
     path.write_text(json.dumps(whole) + "\n" + json.dumps(whole)[:40])
@@ -275,7 +275,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_policy_is_switched_without_losing_a_request() -> None:
-    """Requests that are being decided go on by the old policy, later ones by the new one; nonsense changes nothing."""
+    """Requests in progress keep the old policy, later ones use the new one; an invalid policy changes nothing."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
@@ -297,12 +297,12 @@ def test_the_policy_is_switched_without_losing_a_request() -> None:
             assert "policy" in await refused(use("best_of_all"))
             assert "policy" in await refused(use(""))
             assert (await client.decide()).policy == "round_robin"
-            await use("lmetric")  # reads what sidecars tell by themselves
+            await use("lmetric")  # reads reported indicators
             await until(lambda: all(stub.num_watched for stub in stubs))
             assert (await client.decide()).policy == "lmetric"
             listed = await client.stub.ListInstances(scheduler_pb2.ListInstancesRequest())
             assert ([one.instance_id for one in listed.instances], listed.policy) == (["a", "b"], "lmetric")
-            assert sum(len(stub.ever) for stub in stubs) >= 4
+            assert sum(len(stub.reserved_ids) for stub in stubs) >= 4
 
     run(test)
 
@@ -321,5 +321,5 @@ def test_the_policy_is_switched_without_losing_a_request() -> None:
     ],
 )
 def test_policies_are_switched_from_the_schedulers_own_machine_only(peer: str, local: bool) -> None:
-    """Callers are told apart as gRPC names them; who is not known is not let in."""
+    """The address of the peer decides; an unknown peer is refused."""
     assert is_local(peer) == local

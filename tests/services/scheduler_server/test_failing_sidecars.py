@@ -1,4 +1,4 @@
-"""Sidecars that are late, dead, or say what makes no sense: they cost a deadline, never the request."""
+"""Sidecars that are late, dead, or send invalid replies cost a deadline, never the request."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.services.scheduler_server.running import (
     FORECAST,
     LAST_RESORT,
     LIMIT_S,
-    fates,
     refused,
     run,
     scheduler,
+    statuses,
     until,
 )
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 
-def test_a_late_sidecar_is_skipped_left_alone_and_taken_back() -> None:
-    """It costs two deadlines, then nothing; once it answers again, it is asked again."""
+def test_the_circuit_of_a_late_sidecar_opens_and_closes() -> None:
+    """It costs two deadlines, then nothing; after its recovery it is used again."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, **DEADLINE, first_pause_s=2.0) as client:
@@ -38,16 +38,16 @@ def test_a_late_sidecar_is_skipped_left_alone_and_taken_back() -> None:
             for _ in range(2):
                 decision = await client.decide(explain=True)
                 assert decision.instance.instance_id == "b"
-                assert fates(decision)["a"] == "LATE"
+                assert statuses(decision)["a"] == "LATE"
                 assert (decision.num_skipped, decision.decision_s >= 1.0) == (1, True)
                 assert "a: no reply within 1000 ms" in decision.why
             decision = await client.decide(explain=True)
-            assert fates(decision) == {"a": "DOWN", "b": "FORECAST"}
+            assert statuses(decision) == {"a": "DOWN", "b": "FORECAST"}
             assert client.count("block_sidecar_circuits_open") == 1
             assert client.count("block_sidecar_failures_total", instance="a", kind="late") == 2
             stubs[0].hung = None
             hung.set()
-            while fates(await client.decide(explain=True))["a"] != "FORECAST":
+            while statuses(await client.decide(explain=True))["a"] != "FORECAST":
                 pass
             assert client.count("block_sidecar_circuits_open") == 0
 
@@ -56,17 +56,17 @@ def test_a_late_sidecar_is_skipped_left_alone_and_taken_back() -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_killed_sidecar_is_skipped_and_comes_back(streams: bool) -> None:
-    """Its death fails no request; on its return it gets requests again, with all its promises forgotten."""
+    """No request fails; after its restart it gets requests again, without its earlier reservations."""
 
     async def test() -> None:
         async with sidecars("a", "b", streams=streams) as stubs, scheduler(stubs, **AT_ONCE) as client:
             stubs[1].e2e_s = 9.0
             assert [await client.choose() for _ in range(3)] == ["a", "a", "a"]
-            await stubs[0].die()
+            await stubs[0].crash()
             decisions = [await client.decide(explain=True) for _ in range(4)]
             assert {decision.instance.instance_id for decision in decisions} == {"b"}
             assert all("without a: " in decision.why for decision in decisions)
-            stubs[0].streams = not streams  # and as another version
+            stubs[0].streams = not streams  # as another version would
             await stubs[0].start()
             while await client.choose() != "a":
                 pass
@@ -79,12 +79,12 @@ DEADLINE = {"sidecar_deadline_s": 1.0}
 
 
 def nothing(response: predictor_pb2.PredictResponse) -> Any:  # noqa: ARG001
-    """No answer to speak of."""
+    """Return an empty reply."""
     return b""
 
 
 def changed(**fields: Any) -> Callable[[predictor_pb2.PredictResponse], None]:
-    """An answer whose forecast has these fields."""
+    """Set fields of the forecast in a reply."""
 
     def twist(response: predictor_pb2.PredictResponse) -> None:
         for name, value in fields.items():
@@ -94,7 +94,7 @@ def changed(**fields: Any) -> Callable[[predictor_pb2.PredictResponse], None]:
 
 
 def without(path: str) -> Callable[[predictor_pb2.PredictResponse], None]:
-    """An answer that lacks something."""
+    """Remove a field from a reply."""
 
     def twist(response: predictor_pb2.PredictResponse) -> None:
         (response.predictions[0] if path == "forecast" else response).ClearField(path)
@@ -103,7 +103,7 @@ def without(path: str) -> Callable[[predictor_pb2.PredictResponse], None]:
 
 
 def with_indicator(name: str, value: float) -> Callable[[predictor_pb2.PredictResponse], None]:
-    """An answer with such an indicator."""
+    """Set an indicator in a reply."""
     return lambda response: setattr(response.indicators, name, value)
 
 
@@ -123,8 +123,8 @@ def with_indicator(name: str, value: float) -> Callable[[predictor_pb2.PredictRe
         (with_indicator("step_s", -1.0), "indicators.step_s"),
     ],
 )
-def test_a_lying_sidecar_is_skipped(twist: Callable[[Any], Any], named: str) -> None:
-    """What makes no sense is not believed, named in the decision, and the circuit opens."""
+def test_a_sidecar_with_invalid_replies_is_skipped(twist: Callable[[Any], Any], named: str) -> None:
+    """The invalid field is named in the decision, and the circuit opens."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, **FOR_EVER) as client:
@@ -133,7 +133,7 @@ def test_a_lying_sidecar_is_skipped(twist: Callable[[Any], Any], named: str) -> 
             for _ in range(2):
                 decision = await client.decide(explain=True)
                 assert decision.instance.instance_id == "b"
-                assert fates(decision) == {"a": "INVALID", "b": "FORECAST"}
+                assert statuses(decision) == {"a": "INVALID", "b": "FORECAST"}
                 assert named in decision.why
             num_asked = len(stubs[0].questions)
             assert await client.choose() == "b"
@@ -143,7 +143,7 @@ def test_a_lying_sidecar_is_skipped(twist: Callable[[Any], Any], named: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "fate"),
+    ("code", "status"),
     [
         (grpc.StatusCode.UNAVAILABLE, "DOWN"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "DOWN"),
@@ -151,22 +151,22 @@ def test_a_lying_sidecar_is_skipped(twist: Callable[[Any], Any], named: str) -> 
         (grpc.StatusCode.FAILED_PRECONDITION, "INVALID"),
     ],
 )
-def test_a_refusing_sidecar_is_skipped(code: grpc.StatusCode, fate: str) -> None:
-    """An error instead of an answer is a failure like any other."""
+def test_a_sidecar_that_returns_errors_is_skipped(code: grpc.StatusCode, status: str) -> None:
+    """An error status is a failure like a missing reply."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as client:
             stubs[0].refuse = code
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
-            assert fates(decision)["a"] == fate
+            assert statuses(decision)["a"] == status
             assert code.name in decision.why
 
     run(test)
 
 
 def test_a_request_that_an_instance_could_never_serve_goes_to_another() -> None:
-    """Where all refuse, the request is at fault; nobody's circuit opens for it."""
+    """If all instances refuse it the request is invalid; no circuit opens."""
 
     def refuse(response: predictor_pb2.PredictResponse) -> None:
         response.predictions[0].ClearField("forecast")
@@ -192,14 +192,14 @@ def test_a_request_that_an_instance_could_never_serve_goes_to_another() -> None:
 
 
 def test_with_all_sidecars_dead_requests_still_go_somewhere() -> None:
-    """The last resort is an instance that may work; requests spread over them, those that were less busy first."""
+    """The last resort is an instance that may work; requests spread over all, the least busy first."""
 
     async def test() -> None:
         async with sidecars("a", "b", "c") as stubs, scheduler(stubs) as client:
             stubs[0].held["x"] = stubs[0].held["y"] = predictor_pb2.ReserveRequest()
             await client.decide(dry_run=True)
             for stub in stubs:
-                await stub.die()
+                await stub.crash()
             decisions = [await client.decide(explain=True) for _ in range(16)]
             assert {decision.basis for decision in decisions} == {LAST_RESORT}
             assert not any(decision.HasField("reserved_for_s") for decision in decisions)
@@ -210,8 +210,8 @@ def test_with_all_sidecars_dead_requests_still_go_somewhere() -> None:
     run(test)
 
 
-def test_late_ones_are_compared_by_what_was_last_known() -> None:
-    """Nobody has a forecast: the least busy when last heard of gets the request, and the decision says so."""
+def test_late_instances_are_compared_by_their_last_indicators() -> None:
+    """Without any forecast the instance that was last reported the least busy gets the request."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, **DEADLINE) as client:
@@ -220,7 +220,7 @@ def test_late_ones_are_compared_by_what_was_last_known() -> None:
             stubs[0].hung = stubs[1].hung = asyncio.Event()
             decision = await client.decide(explain=True)
             assert (decision.instance.instance_id, decision.basis) == ("b", LAST_RESORT)
-            assert fates(decision) == {"a": "LAST_INDICATORS", "b": "LAST_INDICATORS"}
+            assert statuses(decision) == {"a": "LAST_INDICATORS", "b": "LAST_INDICATORS"}
             assert decision.candidates[0].indicators.num_reserved == 1
             assert decision.candidates[0].indicators.age_s > 0.01
             stubs[0].hung.set()
@@ -229,7 +229,7 @@ def test_late_ones_are_compared_by_what_was_last_known() -> None:
 
 
 def test_a_sidecar_that_hangs_while_reserving_costs_a_deadline() -> None:
-    """The request goes to the next best; what may have been promised all the same is taken back."""
+    """The request goes to the next best instance; a reservation that may have been made is released."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, **DEADLINE) as client:
@@ -237,7 +237,7 @@ def test_a_sidecar_that_hangs_while_reserving_costs_a_deadline() -> None:
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
             assert "a: when reserving: no reply within 1000 ms" in decision.why
-            assert fates(decision) == {"a": "LATE", "b": "FORECAST"}
+            assert statuses(decision) == {"a": "LATE", "b": "FORECAST"}
             stubs[0].hung_reserving.set()
 
     run(test)
@@ -246,8 +246,8 @@ def test_a_sidecar_that_hangs_while_reserving_costs_a_deadline() -> None:
 # Streams that end.
 
 
-def test_a_sidecar_that_restarts_ends_its_stream_and_has_not_failed() -> None:
-    """What it owed an answer to is asked again, and answered by who comes after it."""
+def test_a_restart_of_a_sidecar_is_no_failure() -> None:
+    """Requests without a reply are sent again, to the new process."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -258,7 +258,7 @@ def test_a_sidecar_that_restarts_ends_its_stream_and_has_not_failed() -> None:
             await until(lambda: len(old.questions) == 2)
             stopping = asyncio.ensure_future(
                 old.server.stop(LIMIT_S)
-            )  # it listens no more, but the stream is still open
+            )  # its port is closed, but the stream is still open
             await until(lambda: is_free(new.port))
             await new.start()
             await old.stop()
@@ -271,8 +271,8 @@ def test_a_sidecar_that_restarts_ends_its_stream_and_has_not_failed() -> None:
     run(test)
 
 
-def test_an_idle_stream_that_ends_costs_nothing() -> None:
-    """The next question opens another."""
+def test_the_end_of_an_idle_stream_is_no_failure() -> None:
+    """The next request opens another stream."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -286,8 +286,8 @@ def test_an_idle_stream_that_ends_costs_nothing() -> None:
     run(test)
 
 
-def test_one_refused_question_does_not_refuse_the_others_on_its_stream() -> None:
-    """The error that ends a stream is the answer to the question that was next; the rest are asked again."""
+def test_a_refused_request_does_not_affect_others_on_its_stream() -> None:
+    """The error that ends a stream is the reply to the oldest request; the others are sent again."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -298,14 +298,14 @@ def test_one_refused_question_does_not_refuse_the_others_on_its_stream() -> None
                 *(client.decide(client.request(prompt_tokens=length), dry_run=True) for length in lengths),
                 return_exceptions=True,
             )
-            told = [one.basis if isinstance(one, common_pb2.Decision) else one.code() for one in decisions]
+            results = [one.basis if isinstance(one, common_pb2.Decision) else one.code() for one in decisions]
             bad = grpc.StatusCode.INVALID_ARGUMENT
-            assert told == [FORECAST, bad, FORECAST, bad, FORECAST]
+            assert results == [FORECAST, bad, FORECAST, bad, FORECAST]
 
     run(test)
 
 
 def is_free(port: int) -> bool:
-    """Tell whether nobody listens there."""
+    """Return whether no process listens on a port."""
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) != 0

@@ -1,4 +1,4 @@
-"""A list of instances that changes."""
+"""Changes of the list of instances."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.services.scheduler_server.running import LAST_RESORT, run, scheduler,
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 
-def test_instances_come_and_go_with_their_file(tmp_path: Path) -> None:
-    """A new instance is used, a lost one is not, a bad list changes nothing; models that nobody listed are refused."""
+def test_changes_of_the_file_of_instances_take_effect(tmp_path: Path) -> None:
+    """A new instance is used, a removed one is not, a draining one only as last resort; a bad list changes nothing."""
     path = tmp_path / "instances.json"
 
     def write(*stubs: StubSidecar, **extra: Any) -> None:
@@ -54,7 +54,7 @@ def test_instances_come_and_go_with_their_file(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_at_the_start_is_refused(tmp_path: Path) -> None:
-    """There is no last good list yet."""
+    """There is no earlier list to keep."""
 
     async def test() -> None:
         with pytest.raises(ValueError, match=r"missing\.toml: cannot be read"):

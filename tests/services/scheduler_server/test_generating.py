@@ -1,4 +1,4 @@
-"""Generate: an answer streamed from the engine that was chosen."""
+"""Generate: a response streamed from the chosen engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.services.scheduler_server.running import (
 
 
 def test_a_stream_begins_with_the_decision_and_ends_with_the_outcome() -> None:
-    """In between is the answer; nothing stays reserved, and the sidecar learns what became of it."""
+    """In between is the response; its reservation ends, and the sidecar gets the outcome."""
 
     async def test() -> None:
         async with cluster() as (client, stubs, behind):
@@ -49,7 +49,7 @@ def test_a_stream_begins_with_the_decision_and_ends_with_the_outcome() -> None:
 
 
 def test_a_conversation_and_token_ids_are_sent_as_such() -> None:
-    """Chat goes to the chat endpoint; token ids count themselves."""
+    """Chats go to the chat endpoint; token ids set the length of the prompt."""
 
     async def test() -> None:
         async with cluster(1) as (client, stubs, behind):
@@ -73,7 +73,7 @@ def test_a_conversation_and_token_ids_are_sent_as_such() -> None:
 
 @pytest.mark.parametrize("failure", ["unreachable", "500", "503", "429", "breaks", "nonsense", "error"])
 def test_before_the_first_token_another_engine_is_tried(failure: str) -> None:
-    """The client sees both decisions and one whole answer; the failed engine's promise is released as failed."""
+    """The client gets both decisions and one whole response; the first reservation is released as failed."""
 
     async def test() -> None:
         async with cluster() as (_, stubs, behind):
@@ -98,8 +98,8 @@ def test_before_the_first_token_another_engine_is_tried(failure: str) -> None:
     run(test)
 
 
-def test_an_engine_that_hangs_before_the_first_token_is_left() -> None:
-    """Another one is tried, and the hung one hears that nobody waits any more."""
+def test_an_engine_that_hangs_before_the_first_token_is_given_up() -> None:
+    """Another engine is tried, and the connection to the first one is closed."""
 
     async def test() -> None:
         async with cluster(first_token_s=1.0) as (client, stubs, behind):
@@ -114,8 +114,8 @@ def test_an_engine_that_hangs_before_the_first_token_is_left() -> None:
     run(test)
 
 
-def test_an_engine_that_stalls_within_an_answer_ends_it() -> None:
-    """What has come cannot be begun anew elsewhere."""
+def test_an_engine_that_stalls_after_the_first_token_fails_the_request() -> None:
+    """A response that has begun is not restarted on another engine."""
 
     async def test() -> None:
         async with cluster(idle_s=1.0) as (client, stubs, behind):
@@ -130,8 +130,8 @@ def test_an_engine_that_stalls_within_an_answer_ends_it() -> None:
     run(test)
 
 
-def test_once_tokens_have_come_a_failure_is_told() -> None:
-    """A half answer is not begun anew."""
+def test_a_failure_after_the_first_token_is_returned() -> None:
+    """A partial response is not restarted."""
 
     async def test() -> None:
         async with cluster() as (client, stubs, behind):
@@ -147,12 +147,12 @@ def test_once_tokens_have_come_a_failure_is_told() -> None:
 
 
 def test_a_request_that_an_engine_refuses_is_not_tried_elsewhere() -> None:
-    """It is the request's fault."""
+    """The error is of the request, not of the engine."""
 
     async def test() -> None:
         async with cluster() as (client, stubs, behind):
             behind[0].status = 400
-            assert "the engine returned 400: as told" in await refused(client.generate())
+            assert "the engine returned 400: by the test" in await refused(client.generate())
             assert not behind[1].bodies
             await until(lambda: not stubs[0].held)
 
@@ -174,8 +174,8 @@ def test_when_all_engines_fail_the_last_one_is_named() -> None:
     run(test)
 
 
-def test_a_client_that_leaves_stops_the_engine() -> None:
-    """Upstream is left as well, and the promise released as cancelled."""
+def test_a_cancelled_call_stops_the_engine() -> None:
+    """The connection to the engine is closed, and the reservation is released as cancelled."""
 
     async def test() -> None:
         async with cluster(1) as (client, stubs, behind):
@@ -205,8 +205,8 @@ def test_a_client_that_leaves_stops_the_engine() -> None:
         ({"request": common_pb2.Request(model="m")}, "request.request_id: is missing"),
     ],
 )
-def test_bad_streams_are_named(options: dict[str, Any], named: str) -> None:
-    """What is said twice, or cannot be done, is refused before anybody is asked."""
+def test_bad_requests_are_named(options: dict[str, Any], named: str) -> None:
+    """Contradictions and unsupported parameters are refused before any sidecar is called."""
 
     async def test() -> None:
         async with cluster(1) as (client, stubs, _):

@@ -1,4 +1,4 @@
-"""Requests that wait at a scheduler until an instance admits them."""
+"""Requests that are held at a scheduler until an instance admits them."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ HELD = "block_held_requests"
 
 
 @asynccontextmanager
-async def roomy(*names: str) -> AsyncIterator[list[StubSidecar]]:
-    """Instances that admit two each, by that policy: every promise keeps others waiting for a second."""
+async def admitting_two(*names: str) -> AsyncIterator[list[StubSidecar]]:
+    """Serve instances that admit two requests each by the policy above: each reservation delays others by a second."""
     async with sidecars(*names) as stubs:
         for stub in stubs:
-            stub.per_promise_s = 1.0
+            stub.per_reservation_s = 1.0
         yield list(stubs)
 
 
 async def held(client: Client, number: int) -> None:
-    """Wait until so many are held."""
+    """Wait until this number of requests is held."""
     await until(lambda: client.count(HELD) == number)
 
 
 async def ended(client: Client, end: str) -> float:
-    """Count those whose being held ended like that."""
+    """Count the holds that ended in a way."""
     return client.count("block_holds_total", end=end)
 
 
-def test_a_request_waits_until_there_is_room_for_it() -> None:
-    """Two go at once; the third when one of them has ended, and its decision says so."""
+def test_a_request_is_held_until_an_instance_admits_it() -> None:
+    """Two are placed at once, the third when one of them has ended; its decision has the time that it was held."""
 
     async def test() -> None:
-        async with roomy("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
+        async with admitting_two("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
             first, second = await client.decide(), await client.decide()
             assert "held" not in first.why + second.why
             assert client.count("block_held_seconds_count") == 0
             third = asyncio.create_task(client.decide())
             await held(client, 1)
-            assert stub.ever == ["r1", "r2"]
+            assert stub.reserved_ids == ["r1", "r2"]
             await client.release(first)
             decision = await third
-            assert stub.ever == ["r1", "r2", "r3"]
+            assert stub.reserved_ids == ["r1", "r2", "r3"]
             assert "; held " in decision.why
-            assert "nobody admitted it" not in decision.why
+            assert "not admitted" not in decision.why
             explained = await client.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r3"))
             assert explained.decision.why == decision.why
             assert client.count(HELD) == 0
@@ -63,11 +63,11 @@ def test_a_request_waits_until_there_is_room_for_it() -> None:
     run(test)
 
 
-def test_who_came_first_goes_first() -> None:
-    """However many wait, each release lets the next one go."""
+def test_held_requests_are_placed_in_the_order_of_arrival() -> None:
+    """Each release lets the next request be placed."""
 
     async def test() -> None:
-        async with roomy("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
+        async with admitting_two("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
             decided = [await client.decide(), await client.decide()]
             waiting = []
             for number in range(1, 7):
@@ -76,18 +76,18 @@ def test_who_came_first_goes_first() -> None:
             for task in waiting:
                 await client.release(decided.pop(0))
                 decided.append(await task)
-            assert stub.ever == [f"r{number}" for number in range(1, 9)]
+            assert stub.reserved_ids == [f"r{number}" for number in range(1, 9)]
 
     run(test)
 
 
-def test_nobody_waits_for_longer_than_may_be() -> None:
-    """When its time is up a request goes to whoever is best, admitted or not."""
+def test_the_time_of_a_hold_is_limited() -> None:
+    """After it a request goes to the best instance, admitted or not."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, policy="hold: hold_s = 0.3") as client:
             for stub in stubs:
-                stub.per_promise_s = 10.0
+                stub.per_reservation_s = 10.0
             stubs[1].e2e_s = 9.0
             assert [await client.choose(), await client.choose()] == ["a", "b"]
             late = await client.decide()
@@ -98,12 +98,12 @@ def test_nobody_waits_for_longer_than_may_be() -> None:
     run(test)
 
 
-def test_a_caller_with_a_deadline_hears_in_time() -> None:
-    """Its request is held for a part of the time that it has."""
+def test_a_caller_with_a_deadline_gets_a_decision_in_time() -> None:
+    """Its request is held for at most a part of the remaining time."""
 
     async def test() -> None:
         async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT) as client:
-            stub.per_promise_s = 10.0
+            stub.per_reservation_s = 10.0
             await client.decide()
             message = scheduler_pb2.ScheduleRequest(request=client.request())
             late = (await client.stub.Schedule(message, timeout=20)).decision
@@ -112,12 +112,12 @@ def test_a_caller_with_a_deadline_hears_in_time() -> None:
     run(test)
 
 
-def test_when_there_are_too_many_the_first_goes() -> None:
-    """The line is bounded; who comes is never refused."""
+def test_a_full_queue_releases_its_first_request() -> None:
+    """The queue is bounded, and no request is refused."""
 
     async def test() -> None:
         async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT, most_held=2) as client:
-            stub.per_promise_s = 10.0
+            stub.per_reservation_s = 10.0
             await client.decide()
             waiting = []
             for number in (1, 2):
@@ -127,18 +127,18 @@ def test_when_there_are_too_many_the_first_goes() -> None:
             first = await waiting[0]
             assert "not admitted by any instance" in first.why
             assert client.count(HELD) == 2
-            stub.per_promise_s = 0.0
+            stub.per_reservation_s = 0.0
             await asyncio.gather(*waiting)
-            assert stub.ever == ["r1", "r2", "r3", "r4"]
+            assert stub.reserved_ids == ["r1", "r2", "r3", "r4"]
 
     run(test)
 
 
-def test_who_leaves_keeps_nobody_waiting() -> None:
-    """A client that goes away is forgotten, nothing is promised to it, and the next one's turn comes."""
+def test_a_cancelled_request_leaves_the_queue() -> None:
+    """It gets no reservation, and the next request has its turn."""
 
     async def test() -> None:
-        async with roomy("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
+        async with admitting_two("a") as (stub,), scheduler([stub], policy=TWO_EACH) as client:
             first = await client.decide()
             await client.decide()
             leaving = asyncio.create_task(client.decide())
@@ -149,18 +149,18 @@ def test_who_leaves_keeps_nobody_waiting() -> None:
             await held(client, 1)
             await client.release(first)
             await staying
-            assert stub.ever == ["r1", "r2", "r4"]
+            assert stub.reserved_ids == ["r1", "r2", "r4"]
             assert await ended(client, "left") == 1
 
     run(test)
 
 
 def test_two_schedulers_do_not_starve_each_other() -> None:
-    """While there is room for one request after the other, those of both schedulers come to it."""
+    """While instances admit one request after the other, requests of both schedulers are placed."""
 
     async def test() -> None:
         async with (
-            roomy("a") as (stub,),
+            admitting_two("a") as (stub,),
             scheduler([stub], policy=TWO_EACH) as one,
             scheduler([stub], policy=TWO_EACH) as two,
         ):
@@ -175,41 +175,41 @@ def test_two_schedulers_do_not_starve_each_other() -> None:
                 for which, client in enumerate((one, two))
             ]
             await until(lambda: one.count(HELD) == two.count(HELD) == 24)
-            while not {"0", "1"} <= {name[0] for name in stub.ever}:
+            while not {"0", "1"} <= {name[0] for name in stub.reserved_ids}:
                 await until(lambda: len(decided) > 0)
                 await one.release(decided.pop(0))
             assert min(one.count(HELD), two.count(HELD)) > 0
-            stub.per_promise_s = 0.0
+            stub.per_reservation_s = 0.0
             await asyncio.gather(*tasks)
-            assert len(stub.ever) == 50
+            assert len(stub.reserved_ids) == 50
 
     run(test)
 
 
 def test_other_models_need_not_wait() -> None:
-    """Who waits for one model's instances holds nobody up who goes elsewhere."""
+    """A held request for one model does not delay requests for other models."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs:
             stubs[0].models, stubs[1].models = ("m",), ("n",)
             async with scheduler(stubs, policy=PATIENT) as client:
-                stubs[0].per_promise_s = 10.0
+                stubs[0].per_reservation_s = 10.0
                 await client.decide()
                 waiting = asyncio.create_task(client.decide())
                 await held(client, 1)
                 assert await client.choose(request=client.request(model="n")) == "b"
-                stubs[0].per_promise_s = 0.0
+                stubs[0].per_reservation_s = 0.0
                 await waiting
 
     run(test)
 
 
-def test_what_nobody_can_foretell_is_not_held() -> None:
-    """Without forecasts there is nothing to wait for; a question whose answer is not acted on does not wait either."""
+def test_requests_without_forecast_and_dry_runs_are_not_held() -> None:
+    """Without forecasts no condition can become true; a dry run returns at once."""
 
     async def test() -> None:
         async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT) as client:
-            stub.per_promise_s = 10.0
+            stub.per_reservation_s = 10.0
             await client.decide()
             assert "held" not in (await client.decide(dry_run=True)).why
             stub.refuse = grpc.StatusCode.UNAVAILABLE
@@ -219,45 +219,45 @@ def test_what_nobody_can_foretell_is_not_held() -> None:
     run(test)
 
 
-def test_an_instance_that_comes_takes_who_waits() -> None:
-    """Who waits sees the instances as they are now, not as they were."""
+def test_a_new_instance_gets_held_requests() -> None:
+    """Held requests are decided by the current list of instances."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, policy=PATIENT) as client:
             for stub in stubs:
-                stub.per_promise_s = 10.0
+                stub.per_reservation_s = 10.0
             stubs[1].state = common_pb2.INSTANCE_STATE_DRAINING
-            stubs[1].tell()
+            stubs[1].update_load()
             decision = await client.decide(request=client.request(request_id="first"))
-            while decision.num_skipped == 0:  # until the scheduler has heard of it
+            while decision.num_skipped == 0:  # until the scheduler has its state
                 await client.release(decision)
                 decision = await client.decide()
             waiting = asyncio.create_task(client.choose())
             await held(client, 1)
             stubs[1].state = common_pb2.INSTANCE_STATE_READY
-            stubs[1].tell()
+            stubs[1].update_load()
             assert await waiting == "b"
 
     run(test)
 
 
-def test_indicators_can_be_waited_for_too() -> None:
-    """A condition over what instances tell needs no forecast."""
+def test_hold_conditions_may_read_indicators() -> None:
+    """A condition over reported indicators needs no forecast."""
 
     async def test() -> None:
         async with (
             sidecars("a") as (stub,),
             scheduler([stub], policy='jsq: hold = "num_running < 5", hold_s = 1000') as client,
         ):
-            stub.tell(num_running=4)
+            stub.update_load(num_running=4)
             await client.decide()
-            stub.tell(num_running=5)
+            stub.update_load(num_running=5)
             waiting = asyncio.create_task(client.decide(client.request(request_id="late")))
             await until(lambda: client.count(HELD) == 1 or waiting.done())
-            if waiting.done():  # it came before what the instance told
+            if waiting.done():  # it was decided before the report of the instance
                 waiting = asyncio.create_task(client.decide())
                 await held(client, 1)
-            stub.tell(num_running=4)
+            stub.update_load(num_running=4)
             decision = await waiting
             assert not stub.questions
             assert math.isnan(decision.forecast.e2e_s) or decision.forecast.e2e_s == 0.0
@@ -267,7 +267,7 @@ def test_indicators_can_be_waited_for_too() -> None:
 
 @pytest.mark.parametrize("policy", ["hold: hold_s = -1", 'hold: hold = "predicted_queue_s"', "hold: held = 1"])
 def test_a_bad_policy_is_refused(policy: str) -> None:
-    """With what is wrong about it."""
+    """The error names the parameter."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:

@@ -1,4 +1,4 @@
-"""How long answers will be: what is given, what the tagger says, and what is done without it."""
+"""Response lengths: given by the request, by the tagger, or by default."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.services.stub_sidecars import sidecars
 
 
 class StubTagger(tagger_pb2_grpc.LengthTaggerServicer):
-    """Says one length to all."""
+    """A tagger that returns one length for all requests."""
 
     def __init__(self) -> None:
-        """Answer at once."""
-        self.asked: list[tagger_pb2.TagRequest] = []
-        self.learned: list[common_pb2.Outcome] = []
+        """Start without delay."""
+        self.tag_requests: list[tagger_pb2.TagRequest] = []
+        self.outcomes: list[common_pb2.Outcome] = []
         self.tag = common_pb2.Tag(median_tokens=77, spread=0.5, estimator="stub")
         self.hung: asyncio.Event | None = None
 
     async def Tag(self, request: tagger_pb2.TagRequest, context: Any) -> tagger_pb2.TagResponse:
-        """Say it."""
-        self.asked.append(request)
+        """Return the tag."""
+        self.tag_requests.append(request)
         if self.hung is not None:
             await self.hung.wait()
         return tagger_pb2.TagResponse(tag=self.tag)
@@ -40,22 +40,22 @@ class StubTagger(tagger_pb2_grpc.LengthTaggerServicer):
         request: tagger_pb2.ObserveRequest,
         context: Any,
     ) -> tagger_pb2.ObserveResponse:
-        """Learn."""
-        self.learned += request.outcomes
+        """Record outcomes."""
+        self.outcomes += request.outcomes
         return tagger_pb2.ObserveResponse(num_learned=len(request.outcomes))
 
 
 @asynccontextmanager
 async def tagger(port: int = 0) -> AsyncIterator[tuple[StubTagger, str]]:
-    """A tagger and where it is."""
+    """Serve a stub tagger; give it and its address."""
     stub = StubTagger()
     register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, stub)
     async with serving(ServerSettings(port=port, drain_s=0.0), [register], CollectorRegistry()) as here:
         yield stub, f"127.0.0.1:{here.port}"
 
 
-def test_the_tagger_is_asked_where_a_length_is_needed_and_not_known() -> None:
-    """Lengths that are given, fixed or of no use cost no question; what became of them goes home to the tagger."""
+def test_the_tagger_is_called_for_unknown_lengths_that_are_needed() -> None:
+    """Lengths that are given, fixed or not needed cost no call; outcomes are sent to the tagger."""
 
     async def test() -> None:
         async with tagger() as (stub, address), sidecars("a") as stubs:
@@ -65,23 +65,23 @@ def test_the_tagger_is_asked_where_a_length_is_needed_and_not_known() -> None:
                 fixed = await client.decide(client.request(output_tokens=None, max_tokens=7, ignore_eos=True))
                 assert (fixed.tag.median_tokens, fixed.tag.estimator) == (7, "client")
                 await client.decide(client.request(output_tokens=None), policy="random")
-                assert not stub.asked
+                assert not stub.tag_requests
                 decision = await client.decide(
                     client.request(output_tokens=None, prompt_tokens=0), prompt=b"Why is the sky blue?"
                 )
                 assert (decision.tag.median_tokens, decision.tag.estimator) == (77, "stub")
-                assert stub.asked[0].prompt == b"Why is the sky blue?"
+                assert stub.tag_requests[0].prompt == b"Why is the sky blue?"
                 assert stubs[0].questions[-1].requests[0].tag == decision.tag
                 assert stubs[0].questions[-1].requests[0].prompt_tokens == 5
                 assert client.count("block_scheduler_tags_total", source="tagger") == 1
                 await client.release(decision, STOP)
-            assert [outcome.request_id for outcome in stub.learned] == [decision.request_id]
+            assert [outcome.request_id for outcome in stub.outcomes] == [decision.request_id]
 
     run(test)
 
 
-def test_without_a_tagger_lengths_are_guessed_and_counted() -> None:
-    """A dead one costs no request; a late one costs a deadline, twice."""
+def test_without_a_tagger_lengths_have_defaults() -> None:
+    """A dead tagger fails no request; a late one costs a deadline, twice."""
 
     async def test() -> None:
         async with tagger() as (stub, address), sidecars("a") as stubs:
@@ -94,7 +94,7 @@ def test_without_a_tagger_lengths_are_guessed_and_counted() -> None:
                     assert (decision.tag.median_tokens, decision.tag.estimator) == (30, "client")
                 assert client.count("block_tagger_failures_total", kind="late") == 2
                 assert client.count("block_scheduler_tags_total", source="without_tagger_constant") == 4
-                assert len(stub.asked) <= 2
+                assert len(stub.tag_requests) <= 2
             stub.hung.set()
         async with sidecars("a") as stubs, scheduler(stubs, tagger="127.0.0.1:1") as client:
             assert (await client.decide(client.request(output_tokens=None))).tag.median_tokens == 256
@@ -103,8 +103,8 @@ def test_without_a_tagger_lengths_are_guessed_and_counted() -> None:
     run(test)
 
 
-def test_a_tagger_that_returns_is_asked_again() -> None:
-    """Its death costs a worse length; no request waits for its return."""
+def test_a_tagger_that_restarts_is_used_again() -> None:
+    """Meanwhile lengths have defaults, and no request waits."""
 
     async def test() -> None:
         async with sidecars("a") as stubs:
@@ -121,8 +121,8 @@ def test_a_tagger_that_returns_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("median_tokens", [math.nan, -1.0, 0.0, math.inf])
-def test_a_lying_tagger_is_not_believed(median_tokens: float) -> None:
-    """A length that is none is as good as no answer."""
+def test_invalid_tags_are_ignored(median_tokens: float) -> None:
+    """An invalid length counts as no reply."""
 
     async def test() -> None:
         async with tagger() as (stub, address), sidecars("a") as stubs:

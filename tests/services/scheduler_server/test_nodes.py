@@ -1,4 +1,4 @@
-"""Several instances whose sidecars answer at one place: one question for all of them, and what may go wrong."""
+"""Several instances whose sidecars share an address: one message for all of them, and its failures."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from pathlib import Path
 from services.instances import Instance, Instances, Listed
 from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.running_sidecars import NodeClient, node_of
-from tests.services.scheduler_server.running import FOR_EVER, fates, run, scheduler
+from tests.services.scheduler_server.running import FOR_EVER, run, scheduler, statuses
 from tests.services.stub_sidecars import sidecars
 
 ENDLESS_S = 1e9
 
 
 def listed(node: NodeClient, *names: str) -> list[Instance]:
-    """Instances with one sidecar address."""
+    """Return instances with one sidecar address."""
     return [
         Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{node.port}")
         for name in names
     ]
 
 
-def test_one_question_asks_all_of_a_node(tmp_path: Path) -> None:
-    """The less busy one is chosen and promised; one without an engine and one that is not there are told apart."""
+def test_one_message_requests_all_forecasts_of_a_node(tmp_path: Path) -> None:
+    """The less busy instance is reserved; an instance without an engine and an unknown one have different statuses."""
     writers = [busy(writer_at(tmp_path / name)) for name in "ab"]
 
     async def test() -> None:
         files = {name: tmp_path / name for name in ("a", "b", "late")}
         async with (
             node_of(files, stall_s=ENDLESS_S) as node,
-            scheduler(Listed(listed(node, "a", "b", "late", "nobody"))) as client,
+            scheduler(Listed(listed(node, "a", "b", "late", "unknown"))) as client,
         ):
             seen = []
             for num in (1, 2):
                 decision = await client.decide(explain=True)
                 seen.append(decision.instance.instance_id)
-                assert fates(decision) == {"a": "FORECAST", "b": "FORECAST", "late": "DOWN", "nobody": "INVALID"}
+                assert statuses(decision) == {"a": "FORECAST", "b": "FORECAST", "late": "DOWN", "unknown": "INVALID"}
                 for name in "ab":
                     assert node.registry.get_sample_value("block_predict_seconds_count", {"instance": name}) == num
-            assert sorted(seen) == ["a", "b"]  # the first promise counts in the second decision
+            assert sorted(seen) == ["a", "b"]  # the first reservation counts in the second decision
             assert [len(sidecar.reservations) for sidecar in node.sidecars] == [1, 1, 0]
 
     run(test)
@@ -47,29 +47,29 @@ def test_one_question_asks_all_of_a_node(tmp_path: Path) -> None:
         writer.close()
 
 
-class Changing:
-    """A list that a test changes."""
+class ChangingList:
+    """A list of instances that a test changes."""
 
     def __init__(self, instances: Instances) -> None:
-        """Begin with these."""
+        """Start with a list."""
         self._new: Instances | None = instances
 
     def change(self, instances: Instances) -> None:
-        """Be another list from now on."""
+        """Replace the list."""
         self._new = instances
 
     async def poll(self) -> Instances | None:
-        """Tell each list once."""
+        """Return a list once."""
         new, self._new = self._new, None
         return new
 
 
-def test_who_waits_for_an_instance_that_leaves_the_list_is_answered() -> None:
-    """A call that is under way when its instance goes ends as it would have: nobody is left waiting for ever."""
+def test_a_reservation_completes_when_its_instance_is_removed_meanwhile() -> None:
+    """A call in progress ends as it would have otherwise."""
 
     async def test() -> None:
         async with sidecars("a") as (stub,):
-            source = Changing((stub.instance,))
+            source = ChangingList((stub.instance,))
             async with scheduler(source) as client:
                 await client.choose()
                 stub.hung_reserving = asyncio.Event()
@@ -86,14 +86,14 @@ def test_who_waits_for_an_instance_that_leaves_the_list_is_answered() -> None:
     run(test)
 
 
-def test_a_question_under_way_to_an_instance_that_leaves_the_list_is_answered() -> None:
-    """It would have been the best, but promises nothing any more: the next best is chosen."""
+def test_a_removed_instance_is_not_reserved() -> None:
+    """Its forecast is still received and is the best, but the next best instance is chosen."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs:
             a, b = stubs
             b.e2e_s = 50.0
-            source = Changing((a.instance, b.instance))
+            source = ChangingList((a.instance, b.instance))
             async with scheduler(source) as client:
                 assert await client.choose() == "a"
                 a.hung = asyncio.Event()
@@ -111,11 +111,11 @@ def test_a_question_under_way_to_an_instance_that_leaves_the_list_is_answered() 
     run(test)
 
 
-def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
-    """All its instances are skipped after the failures that one part may have, also those that were never asked."""
+def test_instances_of_a_node_share_a_circuit() -> None:
+    """All of them are skipped after the number of failures that opens one circuit."""
 
     async def test() -> None:
-        async with sidecars("nobody", "c") as (gone, stub):
+        async with sidecars("unknown", "c") as (gone, stub):
             await gone.stop()
             there = [
                 Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address=f"127.0.0.1:{gone.port}")
@@ -124,7 +124,7 @@ def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
             async with scheduler(Listed([*there, stub.instance]), **FOR_EVER) as client:
                 for _ in range(2):
                     decision = await client.decide(explain=True)
-                    assert fates(decision) == {"a": "DOWN", "b": "DOWN", "c": "FORECAST"}
+                    assert statuses(decision) == {"a": "DOWN", "b": "DOWN", "c": "FORECAST"}
                 assert client.count("block_sidecar_circuits_open") == 1
                 assert client.count("block_sidecar_failures_total", instance="b", kind="down") == 2
                 assert "circuit open" in (await client.decide(explain=True)).why
@@ -133,7 +133,7 @@ def test_a_node_that_cannot_be_reached_is_left_alone_as_one() -> None:
 
 
 def test_an_engine_that_is_down_is_no_failure_of_its_node(tmp_path: Path) -> None:
-    """A policy that looks at nothing hears of it when it reserves, tries others, and is in no hurry to come back."""
+    """A policy without indicators learns of it when it reserves, tries other instances, and retries it after a pause."""
     writers = [busy(writer_at(tmp_path / name)) for name in "ab"]
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""What is known of prefix caches: by sidecars exactly, by schedulers about; against what emulated engines find."""
+"""Prefix hits as predicted by sidecars, exactly, and by schedulers, about, compared with those of emulated engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS, TEXT, CHATS = "ids", "text", "chats"
 
 @contextmanager
 def two_engines(folder: Path) -> Iterator[dict[str, Emulated]]:
-    """Engines with small caches."""
+    """Run two emulated engines with small caches."""
     with ExitStack() as stack:
         running = {}
         for name in "ab":
@@ -46,7 +46,7 @@ def two_engines(folder: Path) -> Iterator[dict[str, Emulated]]:
 
 @asynccontextmanager
 async def scheduler_over(engines: dict[str, Emulated], **settings: Any) -> AsyncIterator[Client]:
-    """The engines' sidecars, and a scheduler."""
+    """Serve the sidecars of engines, and a scheduler over them."""
     async with node_of({name: engine.state_file for name, engine in engines.items()}) as node:
         instances = [
             Instance(
@@ -61,8 +61,8 @@ async def scheduler_over(engines: dict[str, Emulated], **settings: Any) -> Async
             yield client
 
 
-def talks(rng: random.Random) -> Iterator[str]:
-    """Conversations that grow turn by turn under one of two long instructions, more of them than caches hold."""
+def conversations(rng: random.Random) -> Iterator[str]:
+    """Yield prompts of growing conversations under one of two long instructions; the caches hold only some of them."""
     heads = ["You are a helpful assistant. " * 20, "Answer as a pirate would, matey! " * 15]
     so_far = [f"{heads[number % 2]}{number}" for number in range(12)]
     for _ in range(NUM_REQUESTS):
@@ -74,12 +74,12 @@ def talks(rng: random.Random) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a decision rested on, what became of the request, and what a cache that forgets nothing would have had."""
+class Result:
+    """A decision, the outcome of the request, and the hits in an unbounded cache."""
 
     decision: common_pb2.Decision
     outcome: common_pb2.Outcome
-    most_tokens: int
+    max_hit_tokens: int
 
 
 TURN_WORDS = 60
@@ -94,8 +94,8 @@ def conversation(prompt: str) -> list[tuple[str, str]]:
 
 
 def tokenizer_in(folder: Path) -> str:
-    """Write the emulated engines' tokenizer down, as far as these conversations need it, with their chat template."""
-    used = {token for prompt in talks(random.Random(5)) for token in token_ids(chat_text(conversation(prompt)))}
+    """Write the tokenizer of the emulated engines, as far as these conversations need it, and their chat template."""
+    used = {token for prompt in conversations(random.Random(5)) for token in token_ids(chat_text(conversation(prompt)))}
     made = {
         "version": "1.0", "added_tokens": [],
         "pre_tokenizer": {
@@ -110,10 +110,10 @@ def tokenizer_in(folder: Path) -> str:
     return str(folder / "tokenizer.json")
 
 
-async def asked(client: Client, policies: Sequence[str], *, sent_as: str) -> list[Seen]:
-    """Have one answer after the other, by policies in turn; prompts are sent as token ids, as text, or as chats."""
+async def results_of(client: Client, policies: Sequence[str], *, sent_as: str) -> list[Result]:
+    """Send the prompts one after the other, by policies in turn, as token ids, as text, or as chats."""
     seen, sent = [], {"a": set[bytes](), "b": set[bytes]()}
-    for prompt, policy in zip(talks(random.Random(5)), cycle(policies), strict=False):
+    for prompt, policy in zip(conversations(random.Random(5)), cycle(policies), strict=False):
         request = client.request(model="tiny", prompt_tokens=0, output_tokens=None, max_tokens=4, ignore_eos=True)
         message = scheduler_pb2.GenerateRequest(request=request, explain=True, policy=policy)
         if sent_as == CHATS:
@@ -121,7 +121,7 @@ async def asked(client: Client, policies: Sequence[str], *, sent_as: str) -> lis
             for role, content in conversation(prompt):
                 message.messages.add_struct().update({"role": role, "content": content})
         elif sent_as == IDS:
-            ids = [one % 2**31 for one in token_ids(prompt)]  # as far as the wire carries them
+            ids = [one % 2**31 for one in token_ids(prompt)]  # the protocol has 31 bits
             message.prompt_token_ids.ids.extend(ids)
         else:
             ids = token_ids(prompt)
@@ -130,28 +130,28 @@ async def asked(client: Client, policies: Sequence[str], *, sent_as: str) -> lis
         first, *_, last = [event async for event in client.stub.Generate(message)]
         assert last.outcome.prompt_tokens == len(ids)
         names = kv_block_hashes(ids, BLOCK_TOKENS)
-        there = sent[first.decision.instance.instance_id]
-        most_tokens = BLOCK_TOKENS * sum(name in there for name in names)
-        there.update(names)
-        seen.append(Seen(decision=first.decision, outcome=last.outcome, most_tokens=most_tokens))
+        cached = sent[first.decision.instance.instance_id]
+        max_hit_tokens = BLOCK_TOKENS * sum(name in cached for name in names)
+        cached.update(names)
+        seen.append(Result(decision=first.decision, outcome=last.outcome, max_hit_tokens=max_hit_tokens))
     return seen
 
 
 @pytest.mark.parametrize("sent_as", [IDS, CHATS])
-def test_sidecars_know_exactly_what_engines_will_find(tmp_path: Path, sent_as: str) -> None:
-    """The hits of each forecast are those of the engine, to the token, also where blocks had to go.
+def test_sidecars_predict_prefix_hits_exactly(tmp_path: Path, sent_as: str) -> None:
+    """The hits of each forecast are those of the engine, to the token, also after evictions.
 
-    Of chats too, as the scheduler has the tokenizer and the chat template.
+    This includes chats, because the scheduler has the tokenizer and the chat template.
     """
 
     async def test() -> None:
         async with scheduler_over(engines, tokenizer=tokenizer) as client:
-            seen = await asked(client, ["block_ttft", "block_ttft", "expr: -predicted_ttft_s"], sent_as=sent_as)
+            seen = await results_of(client, ["block_ttft", "block_ttft", "expr: -predicted_ttft_s"], sent_as=sent_as)
         found = [one.outcome.prefix_hit_tokens for one in seen]
         assert [one.decision.forecast.prefix_hit_tokens for one in seen] == found
         assert {one.decision.instance.instance_id for one in seen} == {"a", "b"}
         assert sum(hits > 0 for hits in found) > NUM_REQUESTS / 2
-        assert sum(one.most_tokens > hits + BLOCK_TOKENS for one, hits in zip(seen, found, strict=True)) > 3
+        assert sum(one.max_hit_tokens > hits + BLOCK_TOKENS for one, hits in zip(seen, found, strict=True)) > 3
 
     tokenizer = tokenizer_of(sent_as, tmp_path)
     with two_engines(tmp_path) as engines:
@@ -159,21 +159,21 @@ def test_sidecars_know_exactly_what_engines_will_find(tmp_path: Path, sent_as: s
 
 
 @pytest.mark.parametrize("sent_as", [IDS, TEXT, CHATS])
-def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, sent_as: str) -> None:
-    """From what they sent where: by token blocks exactly but for what was forgotten, by blocks of text to within one."""
+def test_schedulers_predict_prefix_hits_approximately(tmp_path: Path, sent_as: str) -> None:
+    """From the prompts that they sent: by token blocks exactly except for evictions, by text to within one block."""
 
     async def test() -> None:
         async with scheduler_over(engines, tokenizer=tokenizer) as client:
             policies = ["expr: -prefix_hit_tokens", "expr: -prefix_hit_tokens", "expr: prefix_hit_tokens"]
-            seen = await asked(client, policies, sent_as=sent_as)
-        guessed, found = [], []
+            seen = await results_of(client, policies, sent_as=sent_as)
+        predicted, found = [], []
         for one in seen:
             chosen = one.decision.instance.instance_id
-            (candidate,) = (there for there in one.decision.candidates if there.instance_id == chosen)
-            guessed.append(candidate.indicators.more["prefix_hit_tokens"])
+            (candidate,) = (other for other in one.decision.candidates if other.instance_id == chosen)
+            predicted.append(candidate.indicators.more["prefix_hit_tokens"])
             found.append(one.outcome.prefix_hit_tokens)
-        errors = np.abs(np.array(guessed) - np.array(found))
-        assert np.mean(found) > 100  # there is something to find
+        errors = np.abs(np.array(predicted) - np.array(found))
+        assert np.mean(found) > 100  # there are hits
         assert np.mean(errors <= (6 * BLOCK_TOKENS if sent_as == TEXT else 0)) > 0.8, errors
         assert np.mean(errors) < (0.35 if sent_as == TEXT else 0.1) * np.mean(found)
 
@@ -183,7 +183,7 @@ def test_schedulers_know_about_what_engines_will_find(tmp_path: Path, sent_as: s
 
 
 def tokenizer_of(sent_as: str, folder: Path) -> str:
-    """Where a scheduler finds the tokenizer, if it needs one."""
+    """Return the path of the tokenizer, if the scheduler needs one."""
     if sent_as != CHATS:
         return ""
     pytest.importorskip("tokenizers")

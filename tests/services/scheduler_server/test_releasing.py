@@ -1,4 +1,4 @@
-"""The end of requests: what was reserved is given back, and outcomes are learnt from."""
+"""The end of requests: reservations are released, and outcomes are used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, fates, refused, run, scheduler, until
+from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, refused, run, scheduler, statuses, until
 from tests.services.stub_sidecars import sidecars
 
 
-def test_any_scheduler_releases_what_another_reserved() -> None:
-    """Nothing is remembered; releasing twice, or nothing, is no error."""
+def test_any_scheduler_releases_a_reservation_of_another() -> None:
+    """Schedulers keep no state of it; releasing twice, or an unknown reservation, is no error."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs:
@@ -29,7 +29,7 @@ def test_any_scheduler_releases_what_another_reserved() -> None:
                 assert not await two.release(decision)
                 assert two.count("block_releases_total", released="unknown_instance") == 1
                 decision.instance.instance_id = "b"
-                await stubs[1].die()
+                await stubs[1].crash()
                 assert not await two.release(decision)
 
     run(test)
@@ -44,7 +44,7 @@ def test_any_scheduler_releases_what_another_reserved() -> None:
     ],
 )
 def test_bad_releases_are_named(fields: dict[str, Any], named: str) -> None:
-    """Whose end it is must be said."""
+    """The error names the field."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -54,7 +54,7 @@ def test_bad_releases_are_named(fields: dict[str, Any], named: str) -> None:
 
 
 def test_an_engine_that_fails_requests_is_avoided() -> None:
-    """Whatever its sidecar foresees; one that serves again is taken back."""
+    """Regardless of its forecasts; after a success it is used again."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, **FOR_EVER) as client:
@@ -66,7 +66,7 @@ def test_an_engine_that_fails_requests_is_avoided() -> None:
             decision = await client.decide(explain=True)
             assert decision.instance.instance_id == "b"
             assert "without a: its engine failed recently" in decision.why
-            assert (decision.num_skipped, fates(decision)["a"]) == (1, "FORECAST")
+            assert (decision.num_skipped, statuses(decision)["a"]) == (1, "FORECAST")
             assert await client.choose(exclude_instance_ids=["b"]) == "a"
             decision.instance.instance_id = "a"
             await client.release(decision, STOP)
@@ -76,7 +76,7 @@ def test_an_engine_that_fails_requests_is_avoided() -> None:
 
 
 def test_an_engine_that_failed_is_tried_again_by_one_request() -> None:
-    """After a pause; whether that one fails or not decides how it goes on."""
+    """After a pause one request is sent to it; its outcome closes the circuit or opens it again."""
 
     async def test() -> None:
         pauses = {"first_pause_s": 0.1, "longest_pause_s": 1000.0}
@@ -92,25 +92,25 @@ def test_an_engine_that_failed_is_tried_again_by_one_request() -> None:
     run(test)
 
 
-def test_a_caller_that_leaves_leaves_nothing_behind() -> None:
-    """A promise that was made, and is on its way, is taken back."""
+def test_a_cancelled_call_leaves_no_reservation() -> None:
+    """A reservation whose reply is on its way is released."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
-            stubs[0].hung_promised = asyncio.Event()
+            stubs[0].hung_after_reserving = asyncio.Event()
             call = client.stub.Schedule(scheduler_pb2.ScheduleRequest(request=client.request()))
             await until(lambda: bool(stubs[0].held))
             call.cancel()
             await until(lambda: not stubs[0].held)
-            stubs[0].hung_promised.set()
+            stubs[0].hung_after_reserving.set()
             assert (await client.decide(client.request(request_id="next"))).instance.instance_id == "a"
             assert set(stubs[0].held) == {"next"}
 
     run(test)
 
 
-def test_the_error_of_forecasts_is_counted() -> None:
-    """By instance, of answers that came to their ends: a sidecar that promises too much can be told by it."""
+def test_forecast_errors_are_counted() -> None:
+    """By instance, for completed responses."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs) as client:
@@ -124,6 +124,6 @@ def test_the_error_of_forecasts_is_counted() -> None:
                 )
             name = "block_scheduler_forecast_error_ratio"
             assert client.count(f"{name}_count", instance="a") == 1
-            assert client.count(f"{name}_sum", instance="a") == pytest.approx(0.75)  # 2 s were foretold
+            assert client.count(f"{name}_sum", instance="a") == pytest.approx(0.75)  # 2 s were predicted
 
     run(test)

@@ -1,4 +1,4 @@
-"""The scheduler as a server: limits, log lines, the end."""
+"""The scheduler as a server: limits, log lines, shutdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.services.scheduler_server.running import LIMIT_S, Client, refused, ru
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 
-def test_more_than_it_bears_is_refused() -> None:
-    """Calls beyond the limit are told so at once; those under way are not touched."""
+def test_calls_beyond_max_concurrency_are_refused() -> None:
+    """They are refused at once; calls in progress are not affected."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs, ServerSettings(max_concurrency=1)) as client:
@@ -33,15 +33,15 @@ def test_more_than_it_bears_is_refused() -> None:
 
 @asynccontextmanager
 async def outlived(stubs: list[StubSidecar], drain_s: float) -> AsyncIterator[tuple[Client, AsyncExitStack]]:
-    """A scheduler that ends before its client does, by closing the stack."""
+    """Serve a scheduler that is shut down by closing the stack, before its client is closed."""
     async with AsyncExitStack() as stack:
         inner = await stack.enter_async_context(scheduler(stubs, ServerSettings(drain_s=drain_s)))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{inner.port}") as channel:
             yield Client(channel, inner.registry), stack
 
 
-def test_a_decision_under_way_is_made_before_the_end() -> None:
-    """Draining waits for what has come, and holds what it promised; what comes now is told to go elsewhere."""
+def test_decisions_in_progress_complete_before_shutdown() -> None:
+    """Draining waits for calls in progress, and keeps their reservations; new calls are refused as UNAVAILABLE."""
 
     async def test() -> None:
         async with sidecars("a") as stubs, outlived(stubs, drain_s=LIMIT_S) as (client, stack):
@@ -52,7 +52,7 @@ def test_a_decision_under_way_is_made_before_the_end() -> None:
             while not closing.done():
                 try:
                     await asyncio.wait_for(client.decide(), 1.0)
-                except TimeoutError:  # it was let in before the end began
+                except TimeoutError:  # it was accepted before the shutdown began
                     continue
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -67,7 +67,7 @@ def test_a_decision_under_way_is_made_before_the_end() -> None:
 
 
 def test_each_decision_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    """One line with what was decided and why; none at info."""
+    """One line with the decision and its reason; none at info."""
     logger = "services.placement.driver"
     caplog.set_level(logging.DEBUG, logger)
 
@@ -84,8 +84,8 @@ def test_each_decision_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> N
     assert (fields["request_id"], fields["instance"], fields["basis"]) == ("r1", "a", "forecast")
 
 
-def test_a_scheduler_ends_without_a_sound(caplog: pytest.LogCaptureFixture) -> None:
-    """Callers that leave, and an end while questions are under way, raise nothing and log no failure."""
+def test_a_shutdown_logs_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    """Cancelled calls, and a shutdown while sidecars are called, log no errors."""
 
     async def test() -> None:
         async with sidecars("a", streams=False) as stubs, outlived(stubs, drain_s=0.0) as (client, stack):

@@ -7,7 +7,8 @@ import pytest
 
 from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from simulator.reference_data import MEASURED_RUNS, data_folder
+from simulator.measured_runs import MEASURED_RUNS
+from simulator.reference_data import data_folder
 from simulator.replay import replay
 
 CALIBRATED = 30

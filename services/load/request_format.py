@@ -28,7 +28,7 @@ IDS = range(100, 1900)  # token ids that even small vocabularies have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class RequestFormat:
     """The form of the requests."""
 
     model: str
@@ -62,30 +62,30 @@ class Manner:
         return ENDPOINTS[self.endpoint].encode()
 
 
-def body_of(one: Planned, manner: Manner) -> bytes:
+def body_of(one: Planned, form: RequestFormat) -> bytes:
     """Return a request's body; the same plan and seed give the same body."""
-    fields: dict[str, Any] = {"model": manner.model, "stream": True, "stream_options": {"include_usage": True}}
-    if manner.output != "header":
+    fields: dict[str, Any] = {"model": form.model, "stream": True, "stream_options": {"include_usage": True}}
+    if form.output != "header":
         fields["max_tokens"] = one.output_tokens
-    if manner.output == "ignore-eos":
+    if form.output == "ignore-eos":
         fields["ignore_eos"] = True
     if one.priority:
         fields["priority"] = one.priority
-    if manner.endpoint == "chat":
-        fields["messages"] = [{"role": "user", "content": _words(one, manner)}]
+    if form.endpoint == "chat":
+        fields["messages"] = [{"role": "user", "content": _words(one, form)}]
     else:
-        fields["prompt"] = _words(one, manner) if manner.prompt == "words" else prompt_ids(one, manner.seed)
+        fields["prompt"] = _words(one, form) if form.prompt == "words" else prompt_ids(one, form.seed)
     return json.dumps(fields).encode()
 
 
-def headers_of(one: Planned, manner: Manner, request_id: str) -> Headers:
+def headers_of(one: Planned, form: RequestFormat, request_id: str) -> Headers:
     """Return a request's headers."""
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *manner.headers]
-    if manner.output == "header":
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *form.headers]
+    if form.output == "header":
         headers.append((b"x-block-output-tokens", b"%d" % one.output_tokens))
     for header, name in ((b"x-slo-ttft-ms", "ttft_s"), (b"x-slo-tpot-ms", "tpot_s")):
-        if (target_s := target_of(name, one, manner.slo)) is not None:
-            headers.append((header, b"%.3f" % (1000 * target_s / manner.time_scale)))
+        if (target_s := target_of(name, one, form.slo)) is not None:
+            headers.append((header, b"%.3f" % (1000 * target_s / form.time_scale)))
     return headers
 
 
@@ -103,8 +103,8 @@ def _block(seed: int, name: int | str, num_tokens: int) -> tuple[int, ...]:
     return tuple(draw.choices(IDS, k=num_tokens))
 
 
-def _words(one: Planned, manner: Manner) -> str:
-    return " ".join([WORDS[token % len(WORDS)] for token in prompt_ids(one, manner.seed)])
+def _words(one: Planned, form: RequestFormat) -> str:
+    return " ".join([WORDS[token % len(WORDS)] for token in prompt_ids(one, form.seed)])
 
 
 def header_of(text: str) -> tuple[bytes, bytes]:
