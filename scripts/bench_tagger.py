@@ -143,7 +143,7 @@ async def offer(batches: Any, queries: Sequence[Query], rate: float) -> list[flo
 
     async def ask(query: Query) -> None:
         start = time.perf_counter()
-        if await batches.ask(query) is not None:
+        if await batches.estimate(query) is not None:
             waits.append(1e3 * (time.perf_counter() - start))
 
     async with asyncio.TaskGroup() as tasks:

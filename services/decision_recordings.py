@@ -1,6 +1,6 @@
-"""What schedulers recorded, read again: decisions, and requests as the simulator takes them.
+"""Recordings of schedulers: their decisions, and their requests for the simulator.
 
-`services/scheduler_server/decision_recorder.py` says what the lines are.
+`services/scheduler_server/decision_recorder.py` defines the lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVENTS = ("decision", "outcome")
 
 
 def is_recording(path: str) -> bool:
-    """Tell whether a file begins as recordings do."""
+    """Tell whether a file is a recording, by its first line."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             first = json.loads(file.readline() or "null")
@@ -30,19 +30,19 @@ def is_recording(path: str) -> bool:
 
 
 def decisions_in(path: str) -> Iterator[common_pb2.Decision]:
-    """Give all decisions of a recording, the older file first."""
+    """Yield all decisions of a recording, the older file first."""
     for place, line in _lines(path):
         if line["event"] == "decision":
             yield _parsed(place, line.get("decision"), common_pb2.Decision())
 
 
 def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFacts]:
-    """Give the requests of a recording by arrival, with their tags, and with their true lengths where they ended.
+    """Return the requests of a recording by arrival, with their tags, and with their lengths where they completed.
 
-    A request that was decided about more than once counts once. Arrivals count from the first one's. Prefixes count
-    where they were named for blocks of `block_size`, if that is given.
+    A request with several decisions counts once. Arrivals are relative to the first one. Prefixes are kept where their
+    blocks have `block_size` tokens, if that is given.
     """
-    asked: dict[str, common_pb2.Request] = {}
+    messages: dict[str, common_pb2.Request] = {}
     arrived: dict[str, float] = {}
     lengths: dict[str, int] = {}
     for place, line in _lines(path):
@@ -56,11 +56,11 @@ def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFact
         decision = _parsed(place, line.get("decision"), common_pb2.Decision())
         if not request.request_id or request.prompt_tokens < 1:
             raise ValueError(f"{place}: request: has no request_id or no prompt_tokens")
-        asked.setdefault(request.request_id, request)
+        messages.setdefault(request.request_id, request)
         arrived.setdefault(request.request_id, decision.decided_unix_s - decision.decision_s - request.waited_s)
     first_s = min(arrived.values(), default=0.0)
     requests = [
-        _request(request, arrived[name] - first_s, lengths.get(name), block_size) for name, request in asked.items()
+        _request(request, arrived[name] - first_s, lengths.get(name), block_size) for name, request in messages.items()
     ]
     return sorted(requests, key=lambda one: one.arrival_s)
 
@@ -74,7 +74,7 @@ def _request(
     known = message.output_tokens if message.HasField("output_tokens") else None
     if known is None and message.ignore_eos and message.HasField("max_tokens"):
         known = message.max_tokens
-    are_named = block_size is None or message.prefix_block_tokens == block_size
+    has_names = block_size is None or message.prefix_block_tokens == block_size
     return RequestFacts(
         request_id=message.request_id,
         prompt_tokens=message.prompt_tokens,
@@ -83,15 +83,15 @@ def _request(
         arrival_s=max(0.0, arrival_s),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         priority=message.priority,
-        prefix_hashes=tuple(bytes(one).hex() for one in message.prefix_hashes) if are_named else (),
+        prefix_hashes=tuple(bytes(one).hex() for one in message.prefix_hashes) if has_names else (),
     )
 
 
 def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Give the lines of the older file and of the newer one; the last one may have been cut off by a crash."""
+    """Yield the lines of the older file and of the newer one; an incomplete last line, left by a crash, is skipped."""
     files = [one for one in (Path(f"{path}.1"), Path(path)) if one.exists()]
     if not files:
-        raise ValueError(f"{path}: there is no such file")
+        raise ValueError(f"{path}: no such file")
     for file in files:
         with file.open("rb") as opened:
             for number, raw in enumerate(opened, 1):
@@ -107,8 +107,8 @@ def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield place, line
 
 
-def _parsed(place: str, told: Any, message: Any) -> Any:
+def _parsed(place: str, value: Any, message: Any) -> Any:
     try:
-        return ParseDict(told if isinstance(told, dict) else {}, message, ignore_unknown_fields=True)
+        return ParseDict(value if isinstance(value, dict) else {}, message, ignore_unknown_fields=True)
     except ParseError as error:
         raise ValueError(f"{place}: {error}") from None

@@ -1,4 +1,4 @@
-"""Which instances there are: a list, a file that is watched, or the addresses of a DNS name."""
+"""The list of instances: from flags, from a file that is watched, or from the addresses of a DNS name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Instances = tuple["Instance", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One engine with its sidecar. Without models it is thought to serve whatever it is asked for."""
+    """One engine with its sidecar. Without `models` it serves any model."""
 
     instance_id: str
     engine_url: str
@@ -40,7 +40,7 @@ class Instance:
     tier: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what nobody could reach."""
+        """Check the values; ValueError names the field."""
         if not self.instance_id.isprintable() or not 0 < len(self.instance_id) <= LONGEST_ID:
             raise ValueError(f"instance_id: must be 1 to {LONGEST_ID} printable characters")
         try:
@@ -49,7 +49,7 @@ class Instance:
             raise ValueError(f"engine_url: {error}") from None
         require_address("sidecar_address", self.sidecar_address)
         if not all(self.models):
-            raise ValueError("models: one has no name")
+            raise ValueError("models: one of them is empty")
         if self.state not in STATES:
             raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
         if self.role not in ROLES:
@@ -61,14 +61,14 @@ REQUIRED = ("instance_id", "engine_url", "sidecar_address")
 
 
 def require_address(field: str, address: str) -> None:
-    """Refuse what is not host:port."""
+    """Raise ValueError for an address that is not host:port."""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536 and " " not in host):
         raise ValueError(f"{field}: {address!r} must be host:port")
 
 
 def instance_from_flag(text: str) -> Instance:
-    """Read ID=ENGINE_URL,SIDECAR_ADDRESS, and models after further commas."""
+    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models after further commas."""
     instance_id, equals, rest = text.partition("=")
     parts = [part.strip() for part in rest.split(",")]
     if not equals or len(parts) < 2:
@@ -109,55 +109,55 @@ def _from_table(table: Any, place: int) -> Instance:
                 raise ValueError(f"{name}: is missing")
         models = table.get("models", [])
         if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
-            raise ValueError("models: must be a list of texts")
+            raise ValueError("models: must be a list of strings")
         for name in (*REQUIRED, "state", "role", "tier"):
             if not isinstance(table.get(name, ""), str):
-                raise ValueError(f"{name}: must be a text, not {table[name]!r}")
+                raise ValueError(f"{name}: must be a string, not {table[name]!r}")
         return Instance(**{**table, "models": tuple(models)})
     except ValueError as error:
         raise ValueError(f"instances[{place}].{error}") from None
 
 
 def distinct(instances: Iterable[Instance]) -> Instances:
-    """Refuse two of one name."""
+    """Raise ValueError for two instances of one id."""
     known: dict[str, Instance] = {}
     for place, instance in enumerate(instances):
         if instance.instance_id in known:
-            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} is there twice")
+            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} occurs twice")
         known[instance.instance_id] = instance
     return tuple(known.values())
 
 
 class InstanceSource(Protocol):
-    """Where a list of instances comes from; what is wrong with it is a ValueError."""
+    """A source of the list of instances; a bad list is a ValueError."""
 
     async def poll(self) -> Instances | None:
-        """Tell the list, or None where nothing has changed since it was told."""
+        """Return the list, or None where it has not changed since the last call."""
 
 
 class Listed:
-    """Instances that stay the same."""
+    """A fixed list."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
-        """Keep them."""
+        """Check the list."""
         self._instances: Instances | None = distinct(instances)
 
     async def poll(self) -> Instances | None:
-        """Tell them once."""
+        """Return the list once."""
         instances, self._instances = self._instances, None
         return instances
 
 
 class FromFile:
-    """A file, read anew whenever it is another than before: its time, its size or its place on the disk."""
+    """A file, read when its time, its size or its inode changes."""
 
     def __init__(self, path: str) -> None:
-        """Have read nothing yet."""
+        """Read nothing yet."""
         self._path = path
         self._seen: tuple[int, int, int] | None = None
 
     async def poll(self) -> Instances | None:
-        """Read it, if it is new; a bad one is complained about once."""
+        """Read the file if it changed; a bad one is an error once."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> Instances | None:
@@ -176,13 +176,13 @@ class FromName:
     """The addresses behind a DNS name, each an engine and a sidecar on the same two ports."""
 
     def __init__(self, name: str, *, engine_port: int, sidecar_port: int) -> None:
-        """Have asked nobody yet."""
+        """Resolve nothing yet."""
         self._name = name
         self._ports = (engine_port, sidecar_port)
         self._seen: Instances = ()
 
     async def poll(self) -> Instances | None:
-        """Resolve it; a name without addresses is complained about, as it is more often a fault than the truth."""
+        """Resolve the name; a name without addresses is an error, as it is usually a fault of the DNS."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(self._name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -245,7 +245,7 @@ class InstanceSourceSettings:
 
 
 def source_from_name(text: str) -> FromName:
-    """Read NAME:ENGINE_PORT:SIDECAR_PORT."""
+    """Parse NAME:ENGINE_PORT:SIDECAR_PORT."""
     name, _, ports = text.partition(":")
     engine_port, colon, sidecar_port = ports.partition(":")
     if not (name and colon and _is_port(engine_port) and _is_port(sidecar_port)):
@@ -258,20 +258,24 @@ def _is_port(text: str) -> bool:
 
 
 async def watch(source: InstanceSource, every_s: float, changed: Callable[[Instances], None]) -> None:
-    """Tell every change of a list for ever; while it cannot be had, the last good one holds, and the log says why."""
-    trouble = ""
+    """Report changes of a list until cancelled; while it is unavailable, the last valid one stays."""
+    reason = ""
     while True:
         try:
             instances = await source.poll()
         except ValueError as error:
-            if str(error) != trouble:
-                trouble = str(error)
-                log_event(log, logging.WARNING, "instances cannot be had; the last good list holds", reason=trouble)
+            if str(error) != reason:
+                reason = str(error)
+                log_event(log, logging.WARNING, "list of instances is unavailable, keeping the last one", reason=reason)
         else:
             if instances is not None:
                 changed(instances)
-                trouble = ""
+                reason = ""
                 log_event(
-                    log, logging.INFO, "instances", num=len(instances), ids=",".join(i.instance_id for i in instances)
+                    log,
+                    logging.INFO,
+                    "instances changed",
+                    num=len(instances),
+                    ids=",".join(i.instance_id for i in instances),
                 )
         await asyncio.sleep(every_s)

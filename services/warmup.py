@@ -1,4 +1,4 @@
-"""Compiling and loading the engine model's kernels before anybody waits for them."""
+"""Compiles or loads the engine model's kernels before a request needs them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def warm_up() -> float:
     """Run every kernel once, from the cache where it is there; return the seconds it took."""
     start_s = time.monotonic()
     expected_tokens(Tag(median_tokens=2.0, spread=1.0), 1)  # imports scipy
-    asked = RequestFacts(request_id="asked", prompt_tokens=40, output_tokens=4)
+    request = RequestFacts(request_id="running", prompt_tokens=40, output_tokens=4)
     for name in BATCHERS:
         config = EngineConfig(
             batcher=name, max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks=32, max_model_len=64
         )
-        engine = loaded_engine(config, constant_profile().step_time, [asked])
+        engine = loaded_engine(config, constant_profile().step_time, [request])
         engine.advance(1.0)
         candidate = RequestFacts(request_id="candidate", prompt_tokens=20, output_tokens=4)
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
-        engine.abort("asked")
+        engine.abort("running")
     twin = Twin(config, constant_profile().step_time, num_slots=1, track_blocks=False)
     twin.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,

@@ -1,4 +1,4 @@
-"""What an emulated engine tells Prometheus, under vLLM's names; seconds are those of the wall clock."""
+"""Prometheus metrics of an emulated engine, with vLLM's names; times are those of the wall clock."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COUNTERS = {
 
 
 class Histogram:
-    """Counts of values by bucket; takes many values at once, most of which tend to be the same."""
+    """Counts of values by bucket; takes many values at once, most of which are equal."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Start empty."""
@@ -87,7 +87,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """How the engine stands at this moment."""
+    """The present state of the engine."""
 
     num_running: int
     num_waiting: int
@@ -98,7 +98,7 @@ class Gauges:
 
 @dataclass(slots=True, kw_only=True)
 class EngineMetrics:
-    """Counts what an engine does."""
+    """Counters and histograms of an engine."""
 
     max_model_len: int
     speed: float
@@ -120,7 +120,7 @@ class EngineMetrics:
         self.counts["prefix_cache_hits"] += num_hit_tokens
 
     def more_tokens(self, gaps_s: np.ndarray) -> None:
-        """Count tokens that came so long after the ones before."""
+        """Count tokens, by the time since the token before."""
         self.histograms["inter_token_latency_seconds"].observe_many(gaps_s / self.speed)
 
     def step(self, num_tokens: int, num_sampled: int) -> None:
@@ -149,7 +149,7 @@ class EngineMetrics:
 
 
 class Exposition(Collector):
-    """Writes an engine's metrics down as vLLM would."""
+    """Writes an engine's metrics as vLLM does."""
 
     def __init__(self, metrics: EngineMetrics, config: EngineConfig, model: str) -> None:
         """Label everything with the model."""
@@ -162,16 +162,16 @@ class Exposition(Collector):
         self._registry.register(self)
 
     def text(self, gauges: Gauges) -> bytes:
-        """Everything as it is now, in Prometheus' text format."""
+        """Return the present values in Prometheus' text format."""
         self._gauges = gauges
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Have nothing asked before the engine stands."""
+        """Describe nothing, as nothing is known before the engine runs."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, one after the other."""
+        """Yield all metrics."""
         gauges, metrics = self._gauges, self._metrics
         if gauges is None:
             return
@@ -228,7 +228,7 @@ class Exposition(Collector):
         return family
 
     def _counter(self, name: str, help_text: str, values: Mapping[Any, int], by: str | None = None) -> Metric:
-        """Make a counter, of one value or of several told apart by one more label."""
+        """Make a counter of one value, or of several with one more label."""
         labels = [*self._labels, *([by] if by else [])]
         family = CounterMetricFamily(f"vllm:{name}", help_text, labels=labels)
         for value, count in values.items():
@@ -237,7 +237,7 @@ class Exposition(Collector):
 
 
 def one_two_five(largest: int) -> list[float]:
-    """Make the bounds 1, 2, 5, 10, … up to so much, vLLM's for counts of tokens."""
+    """Return the bounds 1, 2, 5, 10, … up to `largest`, as vLLM has them for counts of tokens."""
     bounds: list[float] = []
     step = 1
     while step <= largest:

@@ -240,20 +240,20 @@ def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len:
             "input_tokens",
             num_prompt,
         )
-    asked = body.max_tokens
+    limit = body.max_tokens
     if isinstance(body, ChatBody):
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    elif asked is None and wanted is None:
-        asked = DEFAULT_COMPLETION_TOKENS
-    if asked is not None and asked > max_model_len:
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    elif limit is None and wanted is None:
+        limit = DEFAULT_COMPLETION_TOKENS
+    if limit is not None and limit > max_model_len:
         raise bad_value(
-            f"max_tokens={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output "
+            f"max_tokens={limit} cannot be greater than max_model_len={max_model_len}. Please request fewer output "
             "tokens.",
             "max_tokens",
-            asked,
+            limit,
         )
     room = max_model_len - num_prompt
-    max_tokens = room if asked is None else min(asked, room)
+    max_tokens = room if limit is None else min(limit, room)
     if max_tokens < 1:
         raise bad_value(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
     return max_tokens

@@ -1,1 +1,1 @@
-"""The gateway: OpenAI's HTTP in front, schedulers asked over gRPC, engines' answers passed on byte by byte."""
+"""The gateway: serves OpenAI's endpoints, gets decisions from schedulers, and forwards requests to engines."""

@@ -60,11 +60,11 @@ class Gateway(Application):
     def request_id_of(self, call: Call) -> str:
         """Read the client's id of its request; a bad one is refused."""
         try:
-            return request_id_of(call.headers)
+            return request_id_of(call.headers) or call.request_id
         except ValueError as error:
             raise ApiError.of(error) from None
 
-    def on_end(self, path: str, status: int) -> None:
+    def on_end(self, call: Call, path: str, status: int) -> None:  # noqa: ARG002
         """Count a reply."""
         if status == CLIENT_LEFT:
             self._context.metrics.clients_left.inc()

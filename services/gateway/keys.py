@@ -45,7 +45,7 @@ class ApiKeys:
             return None
         digest = _digest(authorization[len(BEARER) :].strip())
         found = None
-        for known, name in self._holders:  # always all of them, so that the time tells nothing
+        for known, name in self._holders:  # always all of them: the time must not depend on the match
             if hmac.compare_digest(known, digest):
                 found = name
         return found

@@ -1,1 +1,1 @@
-"""What all our HTTP servers in front of engines share: bodies read, clients told, headers passed on."""
+"""HTTP: a base for servers, a client, request bodies, event streams, prompts in tokens."""

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from services.http.client import Headers
 from services.http.errors import ApiError, HttpError
+from services.http.proxying import is_event_stream
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Call:
     arrived_s: float = field(default_factory=time.monotonic)
     arrived_unix_s: float = field(default_factory=time.time)
     status: int = 0  # of the reply; 0 until it starts
+    is_stream: bool = False  # the reply is a stream of events
     has_ended: bool = False
 
     @property
@@ -61,7 +63,7 @@ class Call:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""
-        self.status = status
+        self.status, self.is_stream = status, is_event_stream(headers)
         if self.request_id:
             headers = [*headers, (REQUEST_ID, self.request_id.encode("latin-1"))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -76,10 +78,10 @@ class Call:
         await self.send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def fail(self, error: HttpError) -> None:
-        """Send an error: as the reply, or as the last event of a stream that has started."""
+        """Send an error: as the reply, or as the last event of a stream; another reply that has started is cut off."""
         if self.status == 0:
             await self.reply(error.status, error.headers(), error.body())
-        elif not self.has_ended:
+        elif self.is_stream and not self.has_ended:
             await self.end(error.event())
 
 
@@ -117,7 +119,7 @@ class Application:
         call = Call(scope=scope, receive=receive, send=send, request_id=uuid4().hex)
         path, has_left = "other", False
         try:
-            call.request_id = self.request_id_of(call) or call.request_id
+            call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
             path = scope["path"]
             await endpoint(call)
@@ -134,14 +136,14 @@ class Application:
         except Exception:
             log.exception("call failed", extra={"fields": {"request_id": call.request_id}})
             await call.fail(self.error(500, f"internal error; the {self.name}'s log has more"))
-        self.on_end(path, CLIENT_LEFT if has_left else call.status)
+        self.on_end(call, path, CLIENT_LEFT if has_left else call.status)
 
     def request_id_of(self, call: Call) -> str:
-        """Return the id that the client gives its request; empty where it gives none."""
-        return (call.header(REQUEST_ID) or b"").decode("latin-1")
+        """Return the id that the client gives its request, else the call's own, which is random."""
+        return (call.header(REQUEST_ID) or b"").decode("latin-1") or call.request_id
 
-    def on_end(self, path: str, status: int) -> None:
-        """Note the end of a call: one of the routes' paths, or `other`, and its status."""
+    def on_end(self, call: Call, path: str, status: int) -> None:
+        """Note the end of a call; `path` is one of the routes, or `other`."""
 
     def endpoint_of(self, call: Call) -> Endpoint:
         """Find what serves a path and method; a HEAD is served as a GET, and the server leaves its body out."""

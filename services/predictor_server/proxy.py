@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 from uuid import uuid4
 
 from predictor.mirror.events import RequestArrived
-from services.http.application import REQUEST_ID, ClientLeftError, Receive, Send, receive_body, while_client_stays
+from services.http.application import JSON, REQUEST_ID, Application, Call, Endpoint, Scope, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
 from services.http.errors import ApiError
 from services.http.openai_body import LONGEST_NAME
 from services.http.prompt_tokens import PromptSizes
-from services.http.proxying import without_hops
+from services.http.proxying import is_event_stream, without_hops
 from services.http.sse import StreamReader, ending_of
 from services.logs import log_event
 from services.predictor_server.settings import MirrorSettings
@@ -24,55 +23,25 @@ from services.predictor_server.stream_observer import EventSink, ProxiedRequest,
 
 log = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-
 MIRRORED_PATHS = {"/v1/completions": False, "/v1/chat/completions": True}  # and whether they are chats
 MAX_OTHERS = 256  # concurrent requests that are not mirrored: health, metrics, lists of models
 MAX_COUNTING = 32  # prompts that the engine counts at a time
 COUNT_TIMEOUT_S = 5.0
 BYTES_PER_TOKEN = 4.0
-CLIENT_LEFT = 499  # nginx's status for it, in metrics only
 OWN_HEADERS = frozenset((b"date", b"server"))  # of an engine's reply; the proxy's server sets its own
 NO_ENCODING = frozenset((b"accept-encoding",))  # a reply that is observed must not be compressed
-JSON: Headers = [(b"content-type", b"application/json")]
 
 
-@dataclass(slots=True)
-class ProxiedReply:
-    """A reply to a client, as far as it has been sent."""
+class Proxy(Application):
+    """Forwards every request to one engine, and reports completions, the only admitted calls, to a mirror."""
 
-    send: Send
-    status: int = 0
-    ended: bool = False
-
-    async def start(self, status: int, headers: Headers) -> None:
-        """Send status and headers."""
-        self.status = status
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, piece: bytes, *, last: bool = False) -> None:
-        """Send a piece of the body."""
-        self.ended = last
-        await self.send({"type": "http.response.body", "body": piece, "more_body": not last})
-
-    async def fail(self, error: ApiError, *, as_event: bool) -> None:
-        """Send an error: as the reply, or as the last event of a stream that has started."""
-        if self.status == 0:
-            body = error.body()
-            await self.start(error.status, [*error.headers(), (b"content-length", b"%d" % len(body))])
-            await self.write(body, last=True)
-        elif not self.ended and as_event:
-            await self.write(error.event(), last=True)
-
-
-class Proxy:
-    """An ASGI application that forwards every request to one engine, and reports completions to a mirror."""
+    name = "sidecar"
 
     def __init__(
         self, settings: MirrorSettings, origin: Origin, mirror: EventSink, count_reply: Callable[[str, int], None]
     ) -> None:
         """Forward to an engine; `count_reply` is called with the path and the status of every reply."""
-        self.draining = False
+        super().__init__(max_concurrency=settings.max_concurrency)
         self._settings = settings
         self._origin = origin
         self._mirror = mirror
@@ -80,20 +49,8 @@ class Proxy:
         self._client = HttpClient()
         self._sizes = PromptSizes(BYTES_PER_TOKEN)
         self._counts_prompts = settings.counts_prompts
-        self._completions: set[asyncio.Task[Any]] = set()
         self._num_others = 0
         self._counting: set[asyncio.Task[None]] = set()
-        self._cut_off = False
-
-    def __len__(self) -> int:
-        """Return the number of completions under way."""
-        return len(self._completions)
-
-    def cut_off(self) -> None:
-        """Cancel all completions under way."""
-        self._cut_off = True
-        for task in self._completions:
-            task.cancel()
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -101,58 +58,42 @@ class Proxy:
             task.cancel()
         self._client.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one request; an error becomes a reply."""
-        if scope["type"] != "http":
-            return
-        reply = ProxiedReply(send)
-        path = scope["path"]
-        is_mirrored = path in MIRRORED_PATHS and scope["method"] == "POST"
-        status = 0
-        try:
-            await (self._complete if is_mirrored else self._forward)(scope, receive, reply)
-        except ApiError as error:
-            await reply.fail(error, as_event=is_mirrored)
-        except asyncio.CancelledError:
-            if not self._cut_off:
-                raise
-            cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-            await reply.fail(ApiError(503, "the sidecar is shutting down"), as_event=is_mirrored)
-        except ClientLeftError:
-            status = CLIENT_LEFT
-        self._count_reply(path if is_mirrored else "other", status or reply.status)
+    def request_id_of(self, call: Call) -> str:  # noqa: ARG002
+        """Add no request id to replies: the engine's reply has its own."""
+        return ""
+
+    def endpoint_of(self, call: Call) -> Endpoint:
+        """Observe completions, and forward everything else."""
+        return self._complete if _is_mirrored(call) else self._forward
+
+    def on_end(self, call: Call, path: str, status: int) -> None:
+        """Count a reply."""
+        self._count_reply(path if _is_mirrored(call) else "other", status)
 
     # Completions.
 
-    async def _complete(self, scope: Scope, receive: Receive, reply: ProxiedReply) -> None:
-        if self.draining:
-            raise ApiError(503, "the sidecar is shutting down")
-        if len(self._completions) >= self._settings.max_concurrency:
-            raise ApiError(429, f"{len(self._completions)} completions are under way, which is the limit")
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._completions.add(task)
-        try:
-            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
-            request = parse_request(body, chat=MIRRORED_PATHS[scope["path"]])
-            await while_client_stays(self._observe(scope, body, request, reply), receive)
-        finally:
-            self._completions.discard(task)
+    async def _complete(self, call: Call) -> None:
+        self.require_open()
+        with self.admitted():
+            body = await self.body_of(call, self._settings.max_body_bytes)
+            request = parse_request(body, chat=MIRRORED_PATHS[call.scope["path"]])
+            await while_client_stays(self._observe(call, body, request), call.receive)
 
-    async def _observe(self, scope: Scope, body: bytes, request: ProxiedRequest | None, reply: ProxiedReply) -> None:
+    async def _observe(self, call: Call, body: bytes, request: ProxiedRequest | None) -> None:
         """Report the arrival, forward the request, and report its end, complete or not."""
-        headers = without_hops(scope["headers"], NO_ENCODING)
+        headers = without_hops(call.headers, NO_ENCODING)
         observer = (
-            self._report_arrival(request, scope["headers"])
+            self._report_arrival(request, call.headers)
             if request is not None
             else StreamObserver(self._mirror, names=())
         )
         try:
-            connection = await self._send(b"POST", scope, headers, body)
+            connection = await self._send(b"POST", call.scope, headers, body)
             try:
-                if connection.status == 200 and _is_event_stream(connection.headers):
-                    await self._pass_stream(connection, reply, observer)
+                if connection.status == 200 and is_event_stream(connection.headers):
+                    await self._pass_stream(connection, call, observer)
                 else:
-                    await self._pass_whole(connection, reply, observer)
+                    await self._pass_whole(connection, call, observer)
             finally:
                 connection.release()
         finally:
@@ -208,24 +149,24 @@ class Proxy:
         if type(count) is int and count > 0:
             observer.on_prompt_counted(count)
 
-    async def _pass_stream(self, connection: Connection, reply: ProxiedReply, observer: StreamObserver) -> None:
+    async def _pass_stream(self, connection: Connection, call: Call, observer: StreamObserver) -> None:
         """Pass a stream on event by event, and report its tokens."""
         reader = StreamReader()
-        await reply.start(connection.status, _reply_headers(connection))
+        await call.start(connection.status, _reply_headers(connection))
         try:
             while not connection.drained():
                 events = reader.feed(await connection.read(self._settings.idle_s))
                 if events:
                     observer.on_events(events)
-                    await reply.write(events)
+                    await call.write(events)
         except (ConnectionError, TimeoutError) as error:
             raise _engine_error(error) from None
         rest = reader.rest()
         ending = reader.ending()
         observer.on_complete(max(ending.output_tokens, observer.num_tokens), ending.prompt_tokens)
-        await reply.write(rest, last=True)
+        await call.end(rest)
 
-    async def _pass_whole(self, connection: Connection, reply: ProxiedReply, observer: StreamObserver) -> None:
+    async def _pass_whole(self, connection: Connection, call: Call, observer: StreamObserver) -> None:
         """Pass a reply on that is in one piece."""
         try:
             body = await connection.read_all(self._settings.idle_s, self._settings.max_answer_bytes)
@@ -235,32 +176,31 @@ class Proxy:
             ending = ending_of(body)
             observer.on_complete(ending.output_tokens, ending.prompt_tokens)
         headers = [pair for pair in _reply_headers(connection) if pair[0] != b"content-length"]
-        await reply.start(connection.status, [*headers, (b"content-length", b"%d" % len(body))])
-        await reply.write(body, last=True)
+        await call.reply(connection.status, headers, body)
 
     # Other requests.
 
-    async def _forward(self, scope: Scope, receive: Receive, reply: ProxiedReply) -> None:
+    async def _forward(self, call: Call) -> None:
         if self._num_others >= MAX_OTHERS:
             raise ApiError(429, f"{self._num_others} requests are under way, which is the limit")
         self._num_others += 1
         try:
-            body = await receive_body(scope["headers"], receive, self._settings.max_body_bytes)
-            await while_client_stays(self._pass(scope, body, reply), receive)
+            body = await self.body_of(call, self._settings.max_body_bytes)
+            await while_client_stays(self._pass(call, body), call.receive)
         finally:
             self._num_others -= 1
 
-    async def _pass(self, scope: Scope, body: bytes, reply: ProxiedReply) -> None:
-        method = scope["method"]
+    async def _pass(self, call: Call, body: bytes) -> None:
+        method = call.scope["method"]
         # the reply to a HEAD has a length and no body, which no parser accepts; the server drops the body of a GET
         sent_as = b"GET" if method == "HEAD" else method.encode()
-        connection = await self._send(sent_as, scope, without_hops(scope["headers"]), body)
+        connection = await self._send(sent_as, call.scope, without_hops(call.headers), body)
         try:
-            await reply.start(connection.status, _reply_headers(connection))
+            await call.start(connection.status, _reply_headers(connection))
             while not connection.drained():
                 if piece := await connection.read(self._settings.idle_s):
-                    await reply.write(piece)
-            await reply.write(b"", last=True)
+                    await call.write(piece)
+            await call.end()
         except (ConnectionError, TimeoutError) as error:
             raise _engine_error(error) from None
         finally:
@@ -277,6 +217,10 @@ class Proxy:
             raise _engine_error(error) from None
 
 
+def _is_mirrored(call: Call) -> bool:
+    return call.scope["path"] in MIRRORED_PATHS and call.scope["method"] == "POST"
+
+
 def _engine_error(error: Exception) -> ApiError:
     """Return the error for a client whose request the engine did not serve."""
     if isinstance(error, TimeoutError):
@@ -290,7 +234,3 @@ def _reply_headers(connection: Connection) -> Headers:
     """Return the engine's headers for the client, with the body's length."""
     length = [pair for pair in connection.headers if pair[0] == b"content-length"]
     return [*without_hops(connection.headers, OWN_HEADERS), *length]
-
-
-def _is_event_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

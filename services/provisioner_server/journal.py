@@ -1,6 +1,6 @@
-"""Every action with its reason and numbers, written and on the disk before it is done; and what became of it.
+"""The journal of actions: each is on the disk, with its reason and numbers, before it is carried out.
 
-A file of JSON lines, each an action as it stands from then on. Who becomes the leader reads what the last one left.
+A file of JSON lines, each the new state of an action. A new leader continues from it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ OPEN = (pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_CALLED)
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """An action as it stood from a moment on."""
+    """The state of an action from a moment on."""
 
     at_unix_s: float
     action: pb.Action
 
 
 class Journal:
-    """An append-only file; a last line that a crash cut off never counted."""
+    """An append-only file; an incomplete last line, left by a crash, is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Read what there is."""
+        """Read the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._whole_bytes = 0
+        self._num_complete_bytes = 0
         self._latest: dict[str, pb.Action] = {}
         for entry, end in _read(path):
             self._latest[entry.action.action_id] = entry.action
-            self._whole_bytes = end
-        if path.exists() and path.stat().st_size > self._whole_bytes:
-            os.truncate(path, self._whole_bytes)
+            self._num_complete_bytes = end
+        if path.exists() and path.stat().st_size > self._num_complete_bytes:
+            os.truncate(path, self._num_complete_bytes)
 
     def next_id(self, pool: str) -> str:
-        """Name the next action."""
+        """Return the id of the next action."""
         return f"{pool}-{len(self._latest) + 1}"
 
     def write(self, action: pb.Action, at_unix_s: float) -> None:
-        """Put an action, as it stands now, on the disk."""
+        """Write the present state of an action to the disk."""
         line = json.dumps({"at_unix_s": at_unix_s, "action": as_plain(action)}) + "\n"
         is_new = not self._path.exists()
         with self._path.open("ab") as file:
@@ -60,7 +60,7 @@ class Journal:
         self._latest[action.action_id] = kept
 
     def under_way(self) -> list[pb.Action]:
-        """Give the actions that have not come to their end."""
+        """Return the actions that have not ended."""
         return [action for action in self._latest.values() if action.state in OPEN]
 
     def known(self, action_id: str) -> pb.Action | None:
@@ -69,17 +69,17 @@ class Journal:
 
 
 def entries(path: Path) -> list[JournalEntry]:
-    """Read a journal, whoever writes it."""
+    """Read a journal that any process writes."""
     return [entry for entry, _ in _read(path)]
 
 
 def as_plain(action: pb.Action) -> dict[str, object]:
-    """Write an action as JSON has it, names as on the wire."""
+    """Convert an action to JSON's types, with names as on the wire."""
     return MessageToDict(action, preserving_proto_field_name=True)
 
 
 def _read(path: Path) -> Iterator[tuple[JournalEntry, int]]:
-    """Read lines up to the first that is not whole, each with where it ends."""
+    """Read the complete lines, each with the offset of its end."""
     if not path.exists():
         return
     end = 0
@@ -93,7 +93,7 @@ def _read(path: Path) -> Iterator[tuple[JournalEntry, int]]:
                     float(data["at_unix_s"]), ParseDict(data["action"], pb.Action(), ignore_unknown_fields=True)
                 )
             except (ValueError, KeyError, TypeError, ParseError):
-                raise ValueError(f"{path}: line {place}: is no action") from None
+                raise ValueError(f"{path}: line {place}: is not an action") from None
             end += len(line)
             yield entry, end
 

@@ -1,4 +1,4 @@
-"""What a provisioner counts."""
+"""Prometheus metrics of the provisioner."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ STATES = ("starting", "ready", "draining")
 
 
 class ProvisionerMetrics:
-    """The metrics of one provisioner, in one registry."""
+    """The metrics of one provisioner."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Start from zero."""
+        """Register everything."""
         self.desired = Gauge(
-            "block_desired_instances", "Instances that there should be; for HPA or KEDA.", ("pool",), registry=registry
+            "block_desired_instances", "Desired number of instances; for HPA or KEDA.", ("pool",), registry=registry
         )
         self.instances = Gauge(
             "block_provisioner_instances", "Instances, by state.", ("pool", "state"), registry=registry
         )
-        self.leads = Gauge("block_provisioner_leads", "1 for the one that may act.", registry=registry)
+        self.leads = Gauge("block_provisioner_leads", "1 for the leader.", registry=registry)
         self.actions = Counter(
-            "block_provisioner_actions", "Actions, by what came of them.", ("kind", "state"), registry=registry
+            "block_provisioner_actions", "Actions, by kind and state.", ("kind", "state"), registry=registry
         )
         self.reports = Counter(
-            "block_provisioner_reports", "What schedulers told, by what was made of it.", ("event", "taken"),
+            "block_provisioner_reports", "Reports of schedulers, by whether they were used.", ("event", "taken"),
             registry=registry,
         )  # fmt: skip
         self.cold_start_s = Gauge(
-            "block_cold_start_seconds", "From asking for an instance to its being ready, as learnt.", ("pool",),
+            "block_cold_start_seconds", "Measured time from starting an instance until it is ready.", ("pool",),
             registry=registry,
         )  # fmt: skip
         self.forecast_s = Gauge(
-            "block_forecast_p99_e2e_seconds", "Of what was lately forecast.", ("pool",), registry=registry
+            "block_forecast_p99_e2e_seconds", "99th percentile of recent forecasts.", ("pool",), registry=registry
         )
-        self.arrivals = Gauge("block_arrivals_per_second", "As told by schedulers.", ("pool",), registry=registry)
-        self.given_up = Counter("block_instances_given_up", "Instances that never came up.", registry=registry)
+        self.arrivals = Gauge("block_arrivals_per_second", "Reported arrival rate.", ("pool",), registry=registry)
+        self.given_up = Counter("block_instances_given_up", "Instances that never became ready.", registry=registry)

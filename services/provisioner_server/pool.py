@@ -1,4 +1,4 @@
-"""What schedulers tell of a pool's requests, and what its rule makes of it."""
+"""A pool's requests, as schedulers report them, and the plans of its rule."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.settings import ProvisionerSettings
 from services.rpc.messages import require_name
 
-MOST_SCHEDULERS = 4096
+MAX_SCHEDULERS = 4096
 ENDED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class Pool:
-    """One pool's requests. Time is this machine's own: when something was heard, not when it is said to have been."""
+    """One pool's requests. Times are those of receiving a report, by this machine's clock."""
 
-    def __init__(self, settings: ProvisionerSettings, measures: ProvisionerMetrics) -> None:
-        """Have heard nothing yet."""
+    def __init__(self, settings: ProvisionerSettings, metrics: ProvisionerMetrics) -> None:
+        """Start without requests."""
         self.settings = settings
-        self.observed = PoolHistory(settings.objectives, settings.limits)
-        self._measures = measures
-        self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.observed)
+        self.history = PoolHistory(settings.objectives, settings.limits)
+        self._metrics = metrics
+        self._planner = Planner(self.rule_named(settings.rule), settings.limits, self.history)
         self._sequences: dict[str, int] = {}
 
     def rule_named(self, name: str) -> Rule:
-        """Make a rule; that of the settings by its own settings."""
+        """Make a rule by its name."""
         return rule_from(name, self.settings.objectives, self.settings.schedule if "schedule" in name else "")
 
-    def hear(self, report: pb.ReportRequest) -> bool:
-        """Take a report; what was heard already, or is of another pool, is left out."""
+    def receive(self, report: pb.ReportRequest) -> bool:
+        """Take a report; a repeated one, or one of another pool, is ignored."""
         require_name("scheduler_id", report.scheduler_id)
         event = report.WhichOneof("event") or "none"
-        taken = self._is_new(report) and self._heard(report, time.monotonic())
-        self._measures.reports.labels(event, "yes" if taken else "no").inc()
-        return taken
+        is_taken = self._is_new(report) and self._take(report, time.monotonic())
+        self._metrics.reports.labels(event, "yes" if is_taken else "no").inc()
+        return is_taken
 
     def _is_new(self, report: pb.ReportRequest) -> bool:
         if report.sequence and report.sequence <= self._sequences.get(report.scheduler_id, 0):
             return False
-        if report.scheduler_id not in self._sequences and len(self._sequences) >= MOST_SCHEDULERS:
+        if report.scheduler_id not in self._sequences and len(self._sequences) >= MAX_SCHEDULERS:
             del self._sequences[next(iter(self._sequences))]
         self._sequences[report.scheduler_id] = report.sequence
         return True
 
-    def _heard(self, report: pb.ReportRequest, now_s: float) -> bool:
+    def _take(self, report: pb.ReportRequest, now_s: float) -> bool:
         if report.HasField("placement"):
             return self._placed(report.placement, now_s)
         if report.HasField("outcome"):
@@ -59,7 +59,7 @@ class Pool:
             whole = outcome.finish_reason in ENDED and outcome.HasField("e2e_s")
             if whole and not (math.isfinite(outcome.e2e_s) and outcome.e2e_s >= 0):
                 raise ValueError(f"outcome.e2e_s: must be a time from 0 on, not {outcome.e2e_s}")
-            self.observed.add_end(now_s, outcome.request_id, outcome.e2e_s if whole else None)
+            self.history.add_end(now_s, outcome.request_id, outcome.e2e_s if whole else None)
             return True
         return False
 
@@ -70,7 +70,7 @@ class Pool:
         require_name("placement.instance_id", placement.instance_id)
         if math.isnan(placement.forecast.e2e_s) or placement.forecast.e2e_s < 0:
             raise ValueError(f"placement.forecast.e2e_s: must be a time from 0 on, not {placement.forecast.e2e_s}")
-        self.observed.add_placement(
+        self.history.add_placement(
             now_s,
             PlacedRequest(
                 request_id=placement.request_id,
@@ -83,18 +83,18 @@ class Pool:
         )
         return True
 
-    def situation(self, num_ready: int, num_starting: int) -> PoolState:
-        """Sum up what there is now."""
-        return self.observed.state(time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time())
+    def state(self, num_ready: int, num_starting: int) -> PoolState:
+        """Return the present state of the pool."""
+        return self.history.state(time.monotonic(), num_ready=num_ready, num_starting=num_starting, unix_s=time.time())
 
     def plan(self, ready: list[str], num_starting: int, rule: Rule | None = None) -> ScalingDecision:
-        """Say what is to be done now."""
+        """Return what is to be done now."""
         return self._planner.plan(time.monotonic(), ready, num_starting, unix_s=time.time(), rule=rule)
 
-    def begun(self, decision: ScalingDecision) -> None:
-        """Note that it is being done."""
+    def started(self, decision: ScalingDecision) -> None:
+        """Note that a decision is being carried out."""
         self._planner.applied(time.monotonic(), decision)
 
     def cooldown_left_s(self) -> float:
-        """Tell how long nothing more will be started."""
+        """Return the time during which nothing more is started."""
         return self._planner.cooldown_left_s(time.monotonic())

@@ -1,4 +1,4 @@
-"""The instances that there are, and what they do: on the disk, and told to schedulers by a file that they watch."""
+"""The instances of the pool and their states: on the disk, and in a file that schedulers watch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One instance; where it is may not be known before it is ready."""
+    """One instance; its address may be unknown until it is ready."""
 
     instance_id: str
     state: str = STARTING
-    action_id: str = ""  # that brought it
+    action_id: str = ""  # that started it
     asked_unix_s: float = 0.0
     since_unix_s: float = 0.0  # in this state
     engine_url: str = ""
@@ -26,15 +26,15 @@ class Member:
 
     @property
     def has_address(self) -> bool:
-        """Tell whether it can be asked."""
+        """Tell whether it can be called."""
         return bool(self.engine_url and self.sidecar_address)
 
 
 class Roster:
-    """Who is there. Each change is on the disk before it is told."""
+    """The instances by name; each change is on the disk before it takes effect."""
 
     def __init__(self, path: Path, instances_file: Path) -> None:
-        """Read who was there."""
+        """Read the instances of the last leader."""
         self._path, self._instances_file = path, instances_file
         self._members: dict[str, Member] = {}
         if path.exists():
@@ -43,38 +43,38 @@ class Roster:
                 self._members[member.instance_id] = member
 
     def __iter__(self) -> Iterator[Member]:
-        """Go through all, by name."""
+        """Iterate over all, by name."""
         return iter([self._members[name] for name in sorted(self._members)])
 
-    def named(self, instance_id: str) -> Member | None:
-        """Find one."""
+    def find(self, instance_id: str) -> Member | None:
+        """Find an instance."""
         return self._members.get(instance_id)
 
-    def those(self, *states: str) -> list[Member]:
-        """Find those in some states, by name."""
+    def in_state(self, *states: str) -> list[Member]:
+        """Return those in any of the states, by name."""
         return [member for member in self if member.state in states]
 
     def put(self, *members: Member) -> None:
-        """Add or change some."""
+        """Add or replace instances."""
         self._members.update({member.instance_id: member for member in members})
         self._write()
 
     def change(self, instance_id: str, at_unix_s: float, **changes: object) -> None:
-        """Change one, and note when its state did."""
+        """Change an instance, and note when its state changed."""
         member = self._members[instance_id]
         if changes.get("state", member.state) != member.state:
             changes["since_unix_s"] = at_unix_s
         self.put(replace(member, **changes))  # type: ignore[arg-type]
 
     def drop(self, *instance_ids: str) -> None:
-        """Forget some."""
+        """Remove instances."""
         for name in instance_ids:
             self._members.pop(name, None)
         self._write()
 
     def _write(self) -> None:
         _replace(self._path, json.dumps([asdict(member) for member in self]))
-        shown = [
+        listed = [
             {
                 "instance_id": member.instance_id,
                 "engine_url": member.engine_url,
@@ -85,11 +85,11 @@ class Roster:
             for member in self
             if member.state in (READY, DRAINING) and member.has_address
         ]
-        _replace(self._instances_file, json.dumps({"instances": shown}))
+        _replace(self._instances_file, json.dumps({"instances": listed}))
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, or as it was."""
+    """Replace a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.new")
     with fresh.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The provisioner as a service: hears schedulers, and looks after the number of instances."""
+"""The provisioner's process: receives reports of schedulers, and sizes a pool of instances."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import provisioner_pb2_grpc
-from services.provisioner_server.hooks import Hook
-from services.provisioner_server.hooks.dry import DryRun
+from services.provisioner_server.hooks import DryRun, Hook
 from services.provisioner_server.leader import LEASE, Leader
 from services.provisioner_server.lease import FileLease, Lease
 from services.provisioner_server.metrics import ProvisionerMetrics
@@ -36,7 +35,7 @@ MakeLease = Callable[[str], Lease]  # of the provisioner's id
 def serve(
     settings: ProvisionerSettings, server: ServerSettings, hook: MakeHook, lease: MakeLease | None = None
 ) -> None:
-    """Run the service until it is told to stop; instances go on."""
+    """Run the service until SIGTERM or SIGINT; instances keep running."""
     asyncio.run(_serve(settings, server, hook, lease))
 
 
@@ -57,12 +56,12 @@ async def _serve(
 async def provisioning(
     settings: ProvisionerSettings, hook: Hook, registry: CollectorRegistry, lease: Lease | None = None
 ) -> AsyncIterator[ProvisionerService]:
-    """Look after a pool while the block runs."""
-    measures = ProvisionerMetrics(registry)
-    pool = Pool(settings, measures)
+    """Size a pool while the block runs."""
+    metrics = ProvisionerMetrics(registry)
+    pool = Pool(settings, metrics)
     own = lease or FileLease(Path(settings.folder) / LEASE, settings.provisioner_id)
-    leader = Leader(pool, DryRun() if settings.dry_run else hook, own, measures)
-    leading = asyncio.create_task(supervised("leading", leader.run))
+    leader = Leader(pool, DryRun() if settings.dry_run else hook, own, metrics)
+    leading = asyncio.create_task(supervised("sizing the pool", leader.run))
     try:
         yield ProvisionerService(pool, leader)
     finally:

@@ -1,4 +1,4 @@
-"""The provisioner's methods: hear schedulers, tell what there is, what would be done, what was done."""
+"""block.v1.Provisioner: reports of schedulers, status, plan, history."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ STATES = {
 
 
 class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
-    """Every provisioner hears and answers; only the leader acts."""
+    """Every provisioner receives reports and replies; only the leader acts."""
 
     def __init__(self, pool: Pool, leader: Leader) -> None:
         """Serve one pool."""
         self._pool, self._leader = pool, leader
 
     async def Report(self, request_iterator: AsyncIterator[pb.ReportRequest], context: Context) -> pb.ReportResponse:
-        """Hear a scheduler as long as it talks."""
+        """Receive the reports of a scheduler until it ends the stream."""
         num_taken = 0
         async for report in request_iterator:
-            num_taken += self._pool.hear(report)
+            num_taken += self._pool.receive(report)
         return pb.ReportResponse(num_taken=num_taken)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        """Tell what there is."""
+        """Return the instances, their desired number, and the actions under way."""
         self._require_pool(request.pool)
         settings, roster = self._pool.settings, self._leader.roster()
-        now = self._pool.situation(len(roster.those(READY)), len(roster.those(STARTING)))
+        now = self._pool.state(len(roster.in_state(READY)), len(roster.in_state(STARTING)))
         latest = {entry.action.action_id: entry.action for entry in entries(self._leader.journal_path)}
         under_way = [action for action in latest.values() if action.state in OPEN]
         decision = self._leader.decide()
@@ -58,7 +58,7 @@ class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
             max_instances=settings.limits.max_instances,
             arrivals_per_s=now.trend.level_per_s,
             forecast_p99_e2e_s=now.forecast_p_s,
-            cold_start_s=now.cold_start_s if self._pool.observed.cold_starts.num_measured else 0.0,
+            cold_start_s=now.cold_start_s if self._pool.history.cold_starts.num_measured else 0.0,
             under_way=under_way,
             cooldown_left_s=self._pool.cooldown_left_s(),
         )
@@ -67,34 +67,33 @@ class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
         )
 
     async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:
-        """Say what would be done now, and do nothing."""
+        """Return what would be done now, without doing it."""
         self._require_pool(request.pool)
         decision = self._leader.decide(request.rule)
-        nothing = decision.kind == NOTHING
-        actions = [] if nothing else [self._leader.action_from(decision, "", request.rule)]
+        actions = [] if decision.kind == NOTHING else [self._leader.action_from(decision, "", request.rule)]
         return pb.PlanResponse(actions=actions, why=decision.why, numbers=decision.numbers)
 
     async def History(self, request: pb.HistoryRequest, context: Context) -> AsyncIterator[pb.HistoryResponse]:
-        """Tell what was done, oldest first, and what is done from now on."""
+        """Return past actions, oldest first, and then new ones where `follow` is set."""
         self._require_pool(request.pool)
-        told = entries(self._leader.journal_path)
-        wanted = [entry for entry in told if entry.at_unix_s >= request.since_unix_s]
+        known = entries(self._leader.journal_path)
+        wanted = [entry for entry in known if entry.at_unix_s >= request.since_unix_s]
         for entry in wanted[-request.most :] if request.most else wanted:
             yield history_message(entry)
         while request.follow:
             await asyncio.sleep(FOLLOW_S)
             now = entries(self._leader.journal_path)
-            for entry in now[len(told) :]:
+            for entry in now[len(known) :]:
                 yield history_message(entry)
-            told = now
+            known = now
 
     def _require_pool(self, pool: str) -> None:
         if pool not in ("", self._pool.settings.pool):
-            raise UnknownNameError(f"pool: {pool!r} is not looked after here; {self._pool.settings.pool} is")
+            raise UnknownNameError(f"pool: {pool!r} is not served here; {self._pool.settings.pool!r} is")
 
 
 def instance_message(member: Member) -> common_pb2.Instance:
-    """Write an instance down."""
+    """Write an instance as a message."""
     return common_pb2.Instance(
         instance_id=member.instance_id,
         engine_url=member.engine_url,
@@ -105,5 +104,5 @@ def instance_message(member: Member) -> common_pb2.Instance:
 
 
 def history_message(entry: JournalEntry) -> pb.HistoryResponse:
-    """Write an entry of the journal down."""
+    """Write an entry of the journal as a message."""
     return pb.HistoryResponse(action=entry.action, at_unix_s=entry.at_unix_s)

@@ -1,4 +1,4 @@
-"""Asking instances' sidecars how they are."""
+"""The condition of instances, from their sidecars."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.provisioner_server.roster import Member
 from services.rpc.channels import open_channel
 
-ANSWER_S = 2.0
+TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """Whether it serves, and how much it has under way; None where nobody answers."""
+    """Whether an instance serves, and its number of requests; None where its sidecar does not respond."""
 
     is_ready: bool = False
-    num_there: int | None = None
+    num_requests: int | None = None
 
 
 class Sidecars:
-    """Connections to sidecars, kept as long as somebody asks for them."""
+    """Connections to sidecars, kept until `forget`."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without connections."""
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def conditions(self, members: Sequence[Member]) -> dict[str, Condition]:
-        """Ask all at once."""
-        asked = [member for member in members if member.has_address]
-        answers = await asyncio.gather(*(self._ask(member) for member in asked))
-        return {member.instance_id: answer for member, answer in zip(asked, answers, strict=True)}
+        """Call all sidecars at the same time."""
+        reachable = [member for member in members if member.has_address]
+        answers = await asyncio.gather(*(self._call(member) for member in reachable))
+        return {member.instance_id: answer for member, answer in zip(reachable, answers, strict=True)}
 
-    async def _ask(self, member: Member) -> Condition:
+    async def _call(self, member: Member) -> Condition:
         channel = self._channels.get(member.sidecar_address)
         if channel is None:
             channel = self._channels[member.sidecar_address] = open_channel(member.sidecar_address)
-        question = predictor_pb2.PredictRequest(instance_id=member.instance_id)
+        request = predictor_pb2.PredictRequest(instance_id=member.instance_id)
         try:
-            answer = await predictor_pb2_grpc.PredictorStub(channel).Predict(question, timeout=ANSWER_S)
+            answer = await predictor_pb2_grpc.PredictorStub(channel).Predict(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return Condition()
-        shown = answer.indicators
-        has = answer.HasField("indicators")
+        indicators = answer.indicators
         return Condition(
             is_ready=answer.state == common_pb2.INSTANCE_STATE_READY,
-            num_there=shown.num_running + shown.num_waiting + shown.num_reserved if has else None,
+            num_requests=indicators.num_running + indicators.num_waiting + indicators.num_reserved
+            if answer.HasField("indicators")
+            else None,
         )
 
     async def forget(self, *addresses: str) -> None:
-        """Close connections that nobody needs any more."""
+        """Close connections that are no longer needed."""
         for address in addresses:
             channel = self._channels.pop(address, None)
             if channel is not None:
                 await channel.close()
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all connections."""
         await self.forget(*list(self._channels))

@@ -1,4 +1,4 @@
-"""What goes wrong in ways that callers are to tell apart, and the one table that says what they are told."""
+"""Exceptions that callers distinguish, and the one table of their statuses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import DecodeError
 
-LONGEST_MESSAGE = 500  # characters; messages travel in headers
+MAX_MESSAGE = 500  # characters; messages travel in headers
 
 
 class BusyError(Exception):
-    """As much is under way as may be."""
+    """A limit of concurrent work is reached."""
 
 
 class UnknownNameError(Exception):
-    """A name that stands for nothing here: a model that nobody serves."""
+    """A name that is not known here, as of a model that no instance serves."""
 
 
 class NotAllowedError(Exception):
@@ -23,12 +23,12 @@ class NotAllowedError(Exception):
 
 
 class MisdirectedError(Exception):
-    """A call that was meant for somebody else."""
+    """A call that is addressed to another server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What a caller is told, on either kind of wire."""
+    """The statuses of an error, in gRPC and HTTP."""
 
     grpc_code: grpc.StatusCode
     http_code: int
@@ -36,7 +36,7 @@ class Status:
 
 INTERNAL = Status(grpc_code=grpc.StatusCode.INTERNAL, http_code=500)
 
-# The first row that an exception is an instance of holds; what is in none of them is a fault of ours.
+# The first row of which an exception is an instance applies; any other exception is an internal error.
 STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (DecodeError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (ValueError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
@@ -50,13 +50,13 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
 
 
 def status_of(error: Exception) -> Status:
-    """Look an exception up."""
+    """Look up the statuses of an exception."""
     return next((status for kind, status in STATUSES if isinstance(error, kind)), INTERNAL)
 
 
 def message_of(error: Exception) -> str:
-    """Put into one short line what a caller may know; of faults of ours, only that there was one."""
+    """Return one short line for the caller; of internal errors it contains no details."""
     if status_of(error) is INTERNAL:
         return "internal error; the server's log has more"
     message = " ".join(str(error).split()) or type(error).__name__
-    return message[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
+    return message[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()

@@ -1,1 +1,1 @@
-"""The length tagger as a service, and how its estimators are judged."""
+"""The length tagger's service, and the evaluation of its estimators."""

@@ -1,4 +1,4 @@
-"""How estimators fare lately, for Prometheus: read off their records whenever somebody asks."""
+"""The recent accuracy of estimators for Prometheus, read when metrics are collected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LABELS = ("estimator", "model")
 
 
 class Drift(Collector):
-    """Bias, error and drift of each estimator that is corrected, for each model."""
+    """Bias, error and drift of each corrected estimator, by model."""
 
     def __init__(self, chain: Chain) -> None:
         """Watch a chain."""
@@ -22,14 +22,16 @@ class Drift(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Read the records."""
         bias = GaugeMetricFamily(
-            "block_tagger_bias", "Logarithm of real over estimated length, lately; taken away from estimates.",
+            "block_tagger_bias", "Recent logarithm of real over estimated length; estimates are corrected by it.",
             labels=LABELS,
         )  # fmt: skip
         error = GaugeMetricFamily(
-            "block_tagger_error", "Mean absolute error of the logarithm that is left, lately.", labels=LABELS
+            "block_tagger_error", "Recent mean absolute error of the corrected logarithm.", labels=LABELS
         )
         drift = GaugeMetricFamily(
-            "block_tagger_drift", "1 where the bias is more than a factor of 1.5: time to train anew.", labels=LABELS
+            "block_tagger_drift",
+            "1 where the bias exceeds a factor of 1.5: train it again.",
+            labels=LABELS,
         )
         for estimator, model, record in self._chain.records():
             bias.add_metric((estimator, model), record.bias)

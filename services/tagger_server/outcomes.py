@@ -1,4 +1,4 @@
-"""Outcomes on file, for `block tagger evaluate`: lengths and what had been said of them; of prompts nothing."""
+"""Recorded outcomes for `block tagger evaluate`: lengths and their tags, without prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 256 * 2**20  # of the file; then no more is written
+MAX_BYTES = 256 * 2**20  # of the file; later outcomes are dropped
 
 
 @contextmanager
 def recording(path: str) -> Iterator[Callable[[common_pb2.Outcome], None]]:
-    """Give what appends each outcome to a file, a JSON line each; without a path, what does nothing."""
+    """Yield a function that appends an outcome to a file as a JSON line; without a path, one that does nothing."""
     if not path:
         yield lambda _: None
         return
@@ -28,14 +28,14 @@ def recording(path: str) -> Iterator[Callable[[common_pb2.Outcome], None]]:
     except OSError as error:
         raise ValueError(f"record: {path} cannot be written: {error.strerror}") from None
     with file:
-        yield _recorder(file, MOST_BYTES - file.tell())
+        yield _recorder(file, MAX_BYTES - file.tell())
 
 
-def _recorder(file: TextIO, left: int) -> Callable[[common_pb2.Outcome], None]:
+def _recorder(file: TextIO, num_bytes_left: int) -> Callable[[common_pb2.Outcome], None]:
 
     def record(outcome: common_pb2.Outcome) -> None:
-        nonlocal left
-        if not outcome.HasField("tag") or left <= 0:
+        nonlocal num_bytes_left
+        if not outcome.HasField("tag") or num_bytes_left <= 0:
             return
         tag = outcome.tag
         line = json.dumps(
@@ -46,11 +46,11 @@ def _recorder(file: TextIO, left: int) -> Callable[[common_pb2.Outcome], None]:
                 "tag": {"median_tokens": tag.median_tokens, "spread": tag.spread, "estimator": tag.estimator},
             }
         )
-        left -= len(line) + 1
+        num_bytes_left -= len(line) + 1
         try:
             file.write(line + "\n")
         except OSError as error:
-            left = 0
+            num_bytes_left = 0
             log_event(log, logging.WARNING, "outcomes no longer recorded", reason=error.strerror)
 
     return record

@@ -1,4 +1,4 @@
-"""New checkpoints, taken up while the tagger serves."""
+"""Reloads checkpoints that change while the tagger serves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0
+CHECK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A file, how to load what it belongs to, and who takes it."""
+    """A file, how to load it, and what to do with the result."""
 
     path: str
     load: Callable[[str], Any]
-    take: Callable[[Any], None]
+    use: Callable[[Any], None]
 
 
 def linear_from(path: str) -> Tagger:
@@ -40,12 +40,12 @@ def linear_from(path: str) -> Tagger:
 
 @asynccontextmanager
 async def reloading(
-    watched: Sequence[Watched], registry: CollectorRegistry, look_s: float = LOOK_S
+    watched: Sequence[Watched], registry: CollectorRegistry, check_s: float = CHECK_S
 ) -> AsyncIterator[None]:
-    """Look for changed files while the block runs."""
+    """Check for changed files while the block runs."""
     reloads = Counter("block_tagger_reloads", "Checkpoints that changed.", ("taken",), registry=registry)
-    look = partial(_look, watched, reloads, look_s)
-    task = asyncio.create_task(supervised("looking for checkpoints", look)) if watched else None
+    check = partial(_check, watched, reloads, check_s)
+    task = asyncio.create_task(supervised("reloading checkpoints", check)) if watched else None
     try:
         yield
     finally:
@@ -55,23 +55,23 @@ async def reloading(
                 await task
 
 
-async def _look(watched: Sequence[Watched], reloads: Counter, look_s: float) -> None:
+async def _check(watched: Sequence[Watched], reloads: Counter, check_s: float) -> None:
     seen = [_version(one.path) for one in watched]
     while True:
-        await asyncio.sleep(look_s)
-        for place, one in enumerate(watched):
+        await asyncio.sleep(check_s)
+        for index, one in enumerate(watched):
             version = _version(one.path)
-            if version is None or version == seen[place]:
+            if version is None or version == seen[index]:
                 continue
-            seen[place] = version
+            seen[index] = version
             try:
-                one.take(await asyncio.to_thread(one.load, one.path))
-            except ValueError as error:  # a bad file: what there is goes on
+                one.use(await asyncio.to_thread(one.load, one.path))
+            except ValueError as error:  # a bad file: the present model stays
                 reloads.labels("no").inc()
-                log_event(log, logging.WARNING, "checkpoint refused", reason=str(error))
+                log_event(log, logging.WARNING, "checkpoint cannot be loaded", reason=str(error))
             else:
                 reloads.labels("yes").inc()
-                log_event(log, logging.INFO, "checkpoint taken", path=one.path)
+                log_event(log, logging.INFO, "checkpoint loaded", path=one.path)
 
 
 def _version(path: str) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""The length tagger as a process: loads, warms up, serves, reloads, until it is told to stop."""
+"""The length tagger's process: loads and warms up its estimators, serves, and reloads changed checkpoints."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def serve(
     encoder: EncoderSettings | None = None,
     record: str = "",
 ) -> None:
-    """Run the service until it is told to stop; estimators have warmed up before anybody can ask."""
-    threadpool_limits(1)  # matrices of one prompt are small: more threads would only wait for each other
+    """Run the service until SIGTERM or SIGINT; estimators are warm before it listens."""
+    threadpool_limits(1)  # the matrices of one prompt are too small for several threads
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     chain.estimate(Query(prompt="Warm up."))
@@ -42,15 +42,15 @@ def serve(
         batches.warm_up()
     watched = []
     if linear_model:
-        watched.append(Watched(path=linear_model, load=linear_from, take=partial(chain.replaced, "linear")))
+        watched.append(Watched(path=linear_model, load=linear_from, use=partial(chain.replaced, "linear")))
     if encoder is not None and batches is not None:
-        watched.append(Watched(path=encoder.file, load=lambda _: encoder.loaded(), take=batches.take))
+        watched.append(Watched(path=encoder.file, load=lambda _: encoder.loaded(), use=batches.use))
 
-    async def run(told: Callable[[common_pb2.Outcome], None]) -> None:
-        service = TaggerService(chain, registry, batches, told)
+    async def run(record_outcome: Callable[[common_pb2.Outcome], None]) -> None:
+        service = TaggerService(chain, registry, batches, record_outcome)
         register = partial(tagger_pb2_grpc.add_LengthTaggerServicer_to_server, service)
         async with reloading(watched, registry):
             await serve_until_signalled(NAME, settings, [register], registry)
 
-    with recording(record) as told:
-        asyncio.run(run(told))
+    with recording(record) as record_outcome:
+        asyncio.run(run(record_outcome))

@@ -1,4 +1,4 @@
-"""What the tagger's service answers: tags out, outcomes back in."""
+"""block.v1.LengthTagger: tags for requests, and outcomes to learn from."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from services.tagger_server.settings import ENCODER
 
 log = logging.getLogger(__name__)
 
-MOST_OUTCOMES = 256
-MOST_KEYS = 8
+MAX_OUTCOMES = 256
+MAX_KEYS = 8
 HEAD_BYTES = TAIL_BYTES = 64 * 1024  # of a longer prompt the middle is not read
 
-TELLING = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+COMPLETE = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
-    """Asks quick estimators on the event loop, which takes less than a millisecond, and slow ones ahead in batches."""
+    """Runs quick estimators on the event loop, in less than a millisecond, and slow ones before them in batches."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         self._chain = chain
         self._batches = batches
         self._record = record
-        self._tags = Counter("block_tagger_tags", "Tags given.", ("estimator",), registry=registry)
-        self._outcomes = Counter("block_tagger_outcomes", "Outcomes heard of.", ("learned",), registry=registry)
+        self._tags = Counter("block_tagger_tags", "Tags, by estimator.", ("estimator",), registry=registry)
+        self._outcomes = Counter("block_tagger_outcomes", "Received outcomes.", ("learned",), registry=registry)
         registry.register(Drift(chain))
 
     async def Tag(
@@ -53,8 +53,8 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         """Predict the length of one answer."""
         query = query_from(request)
         if self._batches is not None and self._chain.reaches(query, ENCODER):
-            said = await self._batches.ask(query)
-            query = query if said is None else replace(query, precomputed=(said,))
+            precomputed = await self._batches.estimate(query)
+            query = query if precomputed is None else replace(query, precomputed=(precomputed,))
         estimate = self._chain.estimate(query)
         self._tags.labels("none" if estimate is None else estimate.estimator).inc()
         if estimate is None:
@@ -80,14 +80,14 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
         request: tagger_pb2.ObserveRequest,
         context: grpc.aio.ServicerContext[tagger_pb2.ObserveRequest, tagger_pb2.ObserveResponse],
     ) -> tagger_pb2.ObserveResponse:
-        """Learn from what became of requests."""
-        if len(request.outcomes) > MOST_OUTCOMES:
-            raise ValueError(f"outcomes: {len(request.outcomes)} are more than {MOST_OUTCOMES}, the most at once")
-        outcomes = [outcome_from(one, place) for place, one in enumerate(request.outcomes) if tells_a_length(one)]
+        """Learn from the outcomes of requests."""
+        if len(request.outcomes) > MAX_OUTCOMES:
+            raise ValueError(f"outcomes: {len(request.outcomes)} are more than {MAX_OUTCOMES}, the maximum of one call")
+        outcomes = [outcome_from(one, place) for place, one in enumerate(request.outcomes) if has_length(one)]
         for outcome in outcomes:
             self._chain.observe(outcome)
         for one in request.outcomes:
-            if tells_a_length(one):
+            if has_length(one):
                 self._record(one)
         self._outcomes.labels("yes").inc(len(outcomes))
         self._outcomes.labels("no").inc(len(request.outcomes) - len(outcomes))
@@ -95,7 +95,7 @@ class TaggerService(tagger_pb2_grpc.LengthTaggerServicer):
 
 
 def query_from(message: tagger_pb2.TagRequest) -> Query:
-    """Read a request; what is wrong is named as it is on the wire."""
+    """Read a request; errors name the field as it is on the wire."""
     request = message.request
     prompt = text_from(message.prompt)
     try:
@@ -116,22 +116,22 @@ def query_from(message: tagger_pb2.TagRequest) -> Query:
 
 
 def text_from(prompt: bytes) -> str:
-    """Read a prompt, whatever it is; of a very long one, head and tail."""
+    """Decode a prompt; of a very long one, head and tail."""
     if len(prompt) > HEAD_BYTES + TAIL_BYTES:
         prompt = prompt[:HEAD_BYTES] + prompt[-TAIL_BYTES:]
     return prompt.decode("utf-8", "replace")
 
 
-def tells_a_length(outcome: common_pb2.Outcome) -> bool:
-    """Tell whether an answer came to its end, and to one that the client had not fixed beforehand."""
+def has_length(outcome: common_pb2.Outcome) -> bool:
+    """Tell whether an answer is complete, and its length was not fixed by the client."""
     fixed = outcome.tag.estimator == "client" and outcome.tag.spread == 0
-    return outcome.finish_reason in TELLING and outcome.output_tokens > 0 and not fixed
+    return outcome.finish_reason in COMPLETE and outcome.output_tokens > 0 and not fixed
 
 
 def outcome_from(message: common_pb2.Outcome, place: int) -> LengthOutcome:
-    """Read an outcome; a bad one is named by its place."""
-    if len(message.tag.keys) > MOST_KEYS:
-        raise ValueError(f"outcomes[{place}].tag.keys: {len(message.tag.keys)} are more than {MOST_KEYS}")
+    """Read an outcome; an error names its index."""
+    if len(message.tag.keys) > MAX_KEYS:
+        raise ValueError(f"outcomes[{place}].tag.keys: {len(message.tag.keys)} are more than {MAX_KEYS}")
     try:
         return LengthOutcome(
             output_tokens=message.output_tokens,

@@ -1,42 +1,71 @@
-"""What carries actions out: one way per file, in a table made by the command line. All are idempotent by action id."""
+"""Hooks, which carry actions out: one kind per file. All are idempotent by action id."""
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
+from services.logs import log_event
+
+log = logging.getLogger(__name__)
 
 
 class HookError(Exception):
-    """An action was not carried out; the same one may be tried again, unless that would be `useless`."""
+    """An action was not carried out; it may be retried, unless the failure is `permanent`."""
 
-    def __init__(self, message: str, *, useless: bool = False) -> None:
-        """Say what went wrong."""
+    def __init__(self, message: str, *, permanent: bool = False) -> None:
+        """Note the reason."""
         super().__init__(message)
-        self.useless = useless
+        self.permanent = permanent
 
 
 class Hook(Protocol):
-    """Starts instances, and ends them."""
+    """Starts and ends instances."""
 
     async def act(self, action: pb.Action) -> pb.HookReply:
-        """Carry an action out; one that was carried out already is only answered again."""
+        """Carry an action out; a repeated one has no further effect, and the same reply."""
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Tell which instances there are, as far as it knows where; None where it cannot know."""
+        """Return the instances; None where the hook cannot know them."""
 
-    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Tell which ones would go, where that is not free to choose."""
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Return the instances that would be removed, where the provisioner cannot choose; else None."""
 
     async def close(self) -> None:
-        """Let go of what it holds; instances go on."""
+        """Close connections; instances keep running."""
 
 
 def require_done(reply: pb.HookReply, action: pb.Action) -> pb.HookReply:
-    """Refuse a reply that is a refusal, or to another action."""
+    """Raise HookError for a refusal, or for a reply to another action."""
     if reply.action_id and reply.action_id != action.action_id:
-        raise HookError(f"the reply is to {reply.action_id}, not to {action.action_id}")
+        raise HookError(f"the reply names action {reply.action_id}, not {action.action_id}")
     if reply.refused:
-        raise HookError(f"refused: {reply.message or 'no reason was given'}", useless=True)
+        raise HookError(f"refused: {reply.message or 'no reason was given'}", permanent=True)
     return reply
+
+
+class DryRun:
+    """Logs actions instead of carrying them out."""
+
+    async def act(self, action: pb.Action) -> pb.HookReply:
+        """Log an action."""
+        log_event(
+            log, logging.INFO, "action not carried out: dry run", action=action.action_id,
+            kind=pb.ActionKind.Name(action.kind), num=action.num_instances, ids=",".join(action.instance_ids),
+            why=action.why,
+        )  # fmt: skip
+        return pb.HookReply(action_id=action.action_id, message="dry run")
+
+    async def instances(self) -> list[common_pb2.Instance] | None:
+        """Return None: no instance is known."""
+        return None
+
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Return None: any instance may be removed."""
+        del instance_ids, num
+        return None
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -120,7 +120,7 @@ class Scale:
             if pod.metadata.deletion_timestamp is None
         ]
 
-    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
         """Return the pods with the highest ordinals, as a StatefulSet's controller always removes these."""
         if self._kind != STATEFUL_SET:
             return None

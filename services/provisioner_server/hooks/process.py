@@ -1,7 +1,7 @@
 """`process`: instances on this machine, an engine and its sidecar each, which outlive the provisioner.
 
-Each process holds a lock on a file from its first moment to its last, so that whoever wants to start it can see that it
-is there already, whatever became of the one who started it: an action done twice starts nothing twice.
+Each process holds a lock on a file for its whole life. Before starting it, any provisioner sees by that lock whether it
+runs already, so that a repeated action starts nothing twice.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ from services.provisioner_server.hooks import HookError
 
 ENGINE, SIDECAR = "engine", "sidecar"
 OURS = (sys.executable, "-m", "services.cli", "serve")
-# A process writes down its own id before it becomes what it is to be: whoever started it may be gone already.
-NOTE = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execvp(sys.argv[2], sys.argv[2:])"
+# A process writes its id before it runs the program, as the provisioner that started it may be gone already.
+WRITE_PID = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execvp(sys.argv[2], sys.argv[2:])"
 PORTS = range(20_000, 32_000)
-PAUSE_S = 0.05
-NOTE_S = 20.0
-CLOSE_S = 15.0  # longest wait for all of them, where they end with the provisioner
-END_S = 60.0  # longest wait for an end that was asked for; engines finish what they have first
+POLL_S = 0.05
+PID_S = 20.0
+CLOSE_S = 15.0  # for all instances, where they end with the provisioner
+END_S = 60.0  # for an instance that is drained; its engine finishes its requests first
 
 
 class Processes:
-    """Starts engines and sidecars, and ends them. `engine_command` may have {port}, {name} and {state} in it."""
+    """Starts and ends engines and sidecars; `engine_command` may contain {port}, {name} and {state}."""
 
-    def __init__(  # noqa: PLR0913 - what the operator may say
+    def __init__(  # noqa: PLR0913 - the settings of this hook
         self, folder: Path, *, engine_command: str = "", engine_flags: str = "", sidecar_flags: str = "",
         host: str = "127.0.0.1", end_s: float = END_S, keep: bool = True,
     ) -> None:  # fmt: skip
-        """Start nothing yet."""
+        """Set what to start, and where."""
         self._folder, self._host, self._end_s, self._keep = folder, host, end_s, keep
         self._engine_command = shlex.split(engine_command)
         self._engine_flags, self._sidecar_flags = shlex.split(engine_flags), shlex.split(sidecar_flags)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     async def act(self, action: pb.Action) -> pb.HookReply:
-        """Start those that are not there, or end those that are."""
+        """Start instances that do not run, or end those that do."""
         if action.kind == pb.ACTION_KIND_START:
             names = [f"{action.action_id}-{number}" for number in range(action.num_instances)]
             return pb.HookReply(action_id=action.action_id, instances=[self._start(name) for name in names])
-        patience_s = self._end_s if action.kind == pb.ACTION_KIND_DRAIN else 0.0
-        await asyncio.gather(*(self._end(name, patience_s) for name in action.instance_ids))
+        drain_s = self._end_s if action.kind == pb.ACTION_KIND_DRAIN else 0.0
+        await asyncio.gather(*(self._end(name, drain_s) for name in action.instance_ids))
         return pb.HookReply(action_id=action.action_id)
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Find those whose processes are both there."""
+        """Return the instances whose two processes run."""
         self._reap()
         if not self._folder.is_dir():
             return []
         names = sorted(path.parent.name for path in self._folder.glob("*/instance.json"))
         return [self._instance(name) for name in names if all(self._runs(name, part) for part in (ENGINE, SIDECAR))]
 
-    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Leave the choice free."""
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Return None: any instance may be removed."""
         del instance_ids, num
         return None
 
     async def close(self) -> None:
-        """Leave all running, or end them all."""
+        """End all instances, unless they are kept."""
         if self._keep or not self._folder.is_dir():
             return
         names = [path.parent.name for path in self._folder.glob("*/instance.json")]
         await asyncio.gather(*(self._end(name, min(self._end_s, CLOSE_S)) for name in names))
 
-    # Within.
+    # Processes.
 
     def _start(self, name: str) -> common_pb2.Instance:
         home = self._folder / name
@@ -112,15 +112,15 @@ class Processes:
         )
 
     def _ensure(self, name: str, part: str, words: Sequence[str]) -> None:
-        """Start a process unless it is there: it inherits the lock, and keeps it until it ends."""
+        """Start a process unless it runs: it inherits the lock, and holds it until it ends."""
         home = self._folder / name
         handle = _locked(home / f"{part}.lock")
         if handle is None:
             return
         try:
             with (home / f"{part}.log").open("ab") as out:
-                child = subprocess.Popen(  # noqa: S603 - what the operator wants run
-                    [sys.executable, "-c", NOTE, str(home / f"{part}.pid"), *words],
+                child = subprocess.Popen(  # noqa: S603 - the command is the operator's
+                    [sys.executable, "-c", WRITE_PID, str(home / f"{part}.pid"), *words],
                     stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(handle,), start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
@@ -139,30 +139,30 @@ class Processes:
         os.close(handle)
         return False
 
-    async def _end(self, name: str, patience_s: float) -> None:
-        """End an engine in good order, and then its sidecar; kill what does not end in time."""
+    async def _end(self, name: str, drain_s: float) -> None:
+        """Terminate an engine, and then its sidecar; kill a process that does not end in time."""
         for part in (ENGINE, SIDECAR):
             if not self._runs(name, part):
                 continue
             pid = await self._pid(name, part)
-            for number, wait_s in ((signal.SIGTERM, patience_s or 1.0), (signal.SIGKILL, 10.0)):
+            for number, wait_s in ((signal.SIGTERM, drain_s or 1.0), (signal.SIGKILL, 10.0)):
                 with suppress(ProcessLookupError):
                     os.killpg(pid, number)
                 if await self._ended(name, part, wait_s):
                     break
             else:
-                raise HookError(f"{name}: its {part} does not end")
+                raise HookError(f"{name}: its {part} does not end, even when killed")
         (self._folder / name / "instance.json").unlink(missing_ok=True)
 
     async def _pid(self, name: str, part: str) -> int:
-        """Read what a process has noted of itself; it may have begun just now."""
+        """Read the id that a process wrote; it may have started just now."""
         path = self._folder / name / f"{part}.pid"
-        deadline_s = asyncio.get_running_loop().time() + NOTE_S
+        deadline_s = asyncio.get_running_loop().time() + PID_S
         while asyncio.get_running_loop().time() < deadline_s:
             if path.exists() and (text := path.read_text(encoding="ascii")):
                 return int(text)
-            await asyncio.sleep(PAUSE_S)
-        raise HookError(f"{name}: its {part} runs, and has not said as which process")
+            await asyncio.sleep(POLL_S)
+        raise HookError(f"{name}: its {part} runs, and has not written its process id")
 
     async def _ended(self, name: str, part: str, within_s: float) -> bool:
         deadline_s = asyncio.get_running_loop().time() + within_s
@@ -170,7 +170,7 @@ class Processes:
             if asyncio.get_running_loop().time() > deadline_s:
                 return False
             self._reap()
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(POLL_S)
         self._reap()
         return True
 
@@ -181,7 +181,7 @@ class Processes:
 
 
 def free_ports(host: str, num: int) -> list[int]:
-    """Find ports that nobody listens on now, among those that no system hands out to connections by itself."""
+    """Find unused ports below the range from which systems assign ports to connections."""
     ports: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as attempt, suppress(OSError):
@@ -193,7 +193,7 @@ def free_ports(host: str, num: int) -> list[int]:
 
 
 def _locked(path: Path) -> int | None:
-    """Lock a file; None where a process holds it."""
+    """Lock a file; None where a process holds the lock."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

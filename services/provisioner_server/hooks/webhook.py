@@ -20,22 +20,22 @@ from scheduler.backoff import Backoff
 from services.http.client import HttpClient, origin_of, request_head
 from services.logs import log_event
 from services.provisioner_server.hooks import HookError, require_done
-from services.provisioner_server.hooks.command import MOST_BYTES, reply_from
+from services.provisioner_server.hooks.command import MAX_BYTES, reply_from
 from services.provisioner_server.journal import as_plain
 
 log = logging.getLogger(__name__)
 
-AGAIN = (408, 425, 429)  # and all from 500 on: it may be different next time
+RETRIABLE = (408, 425, 429)  # and all from 500 on
 
 
 class Webhook:
-    """Posts every action until somebody takes it."""
+    """Posts each action until the receiver accepts it."""
 
-    def __init__(  # noqa: PLR0913 - what the operator may say
+    def __init__(  # noqa: PLR0913 - the settings of this hook
         self, url: str, secret: str, *, timeout_s: float = 30.0, attempts: int = 6, first_pause_s: float = 0.5,
         max_pause_s: float = 30.0,
     ) -> None:  # fmt: skip
-        """Refuse what is no URL, and to act unsigned."""
+        """Check the URL and the secret."""
         if not secret:
             raise ValueError("webhook_secret: is missing: actions must be signed")
         parts = urlsplit(url)
@@ -50,14 +50,14 @@ class Webhook:
         self._client = HttpClient()
 
     async def act(self, action: pb.Action) -> pb.HookReply:
-        """Post it, again after pauses that double where it fails."""
+        """Post it, and retry after pauses that double."""
         for attempt in range(1, self._attempts + 1):
             try:
                 return require_done(await self._post(action, attempt), action)
             except (ConnectionError, TimeoutError) as error:
-                failure = HookError(f"webhook: {error or 'no answer in time'}")
+                failure = HookError(f"webhook: {error or 'no response in time'}")
             except HookError as error:
-                if error.useless:
+                if error.permanent:
                     raise
                 failure = error
             log_event(
@@ -84,22 +84,22 @@ class Webhook:
         async with asyncio.timeout(self._timeout_s):
             connection = await self._client.send(self._origin, head, body, self._timeout_s)
             try:
-                said = await connection.read_all(self._timeout_s, MOST_BYTES)
+                response = await connection.read_all(self._timeout_s, MAX_BYTES)
                 status = connection.status
             finally:
                 connection.release()
-        if status >= 500 or status in AGAIN:
+        if status >= 500 or status in RETRIABLE:
             raise HookError(f"webhook: status {status}")
         if not 200 <= status < 300:
-            raise HookError(f"webhook: status {status}: {said[:200].decode(errors='replace')}", useless=True)
-        return reply_from(said, "webhook")
+            raise HookError(f"webhook: status {status}: {response[:200].decode(errors='replace')}", permanent=True)
+        return reply_from(response, "webhook")
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Know only what was answered."""
+        """Return None: only replies name instances."""
         return None
 
-    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Leave the choice free."""
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Return None: any instance may be removed."""
         del instance_ids, num
         return None
 
@@ -109,5 +109,5 @@ class Webhook:
 
 
 def signature(secret: bytes, timestamp: str, body: bytes) -> str:
-    """Sign a body and its time."""
+    """Sign a timestamp and a body."""
     return "sha256=" + hmac.new(secret, timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()

@@ -11,6 +11,6 @@ from tests.services.emulator.running import Emulated, emulated
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """A fast engine; whoever uses it leaves it idle and well."""
+    """A fast engine; each test leaves it idle and without faults."""
     with emulated(tmp_path_factory.mktemp("engine")) as running:
         yield running

@@ -49,14 +49,14 @@ class Emulated:
     client: httpx.Client
 
     def complete(self, **fields: Any) -> dict[str, Any]:
-        """Ask for a completion, whole."""
+        """Request a completion in one piece."""
         answer = self.client.post("/v1/completions", json={"prompt": "Hello", "ignore_eos": True, **fields})
         assert answer.status_code == 200, answer.text
         body: dict[str, Any] = answer.json()
         return body
 
-    def ask_and_leave(self, **fields: Any) -> None:
-        """Ask for a whole answer, and leave as soon as the engine has the request."""
+    def request_and_disconnect(self, **fields: Any) -> None:
+        """Request an answer in one piece, and disconnect as soon as the engine has the request."""
         num_jobs = self.driver.num_jobs
         content = json.dumps({"prompt": "Hello", "ignore_eos": True, **fields}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
@@ -64,12 +64,12 @@ class Emulated:
             asking.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + content)
             self.until(lambda: self.driver.num_jobs > num_jobs)
 
-    def order(self, **faults: Any) -> None:
-        """Order faults; none of them is the engine well again."""
+    def set_faults(self, **faults: Any) -> None:
+        """Set faults; without any, all are switched off."""
         assert self.client.post("/admin/fault", json=faults).status_code == 200
 
     def metric(self, name: str) -> float:
-        """One sample of /metrics, by its name and labels beyond those that all have."""
+        """One sample of /metrics, by its name and the labels that not all samples have."""
         found = re.search(rf"^{re.escape(name)} (\S+)$", self.plain_metrics(), re.MULTILINE)
         assert found is not None, name
         return float(found[1])
@@ -80,10 +80,10 @@ class Emulated:
         return re.sub(r"\{\}", "", re.sub(r'engine="0",?|model_name="tiny",?', "", text)).replace(",}", "}")
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds, with a request between one look and the next."""
+        """Wait for a condition, with a request between two checks."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not holds():
-            assert time.monotonic() < deadline_s, "waited in vain"
+            assert time.monotonic() < deadline_s, "the condition did not hold in time"
             self.client.get("/load")
 
     def is_idle(self) -> bool:
@@ -141,7 +141,7 @@ class Started:
 
 @contextmanager
 def process(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
-    """Start `block serve engine` on a free port, and wait until it says that it serves."""
+    """Start `block serve engine` on a free port, and wait until it serves."""
     command = [*COMMAND, "--port", "0", "--log-format", "json", *arguments]
     told = {**os.environ, **(environment or {})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=told) as child:

@@ -1,4 +1,4 @@
-"""The HTTP surface: what vLLM 0.32 was seen to answer, field for field."""
+"""The HTTP surface: the replies of vLLM 0.32, field for field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USAGE_KEYS = "prompt_tokens total_tokens completion_tokens prompt_tokens_details
 
 
 def test_small_paths(engine: Emulated) -> None:
-    """Health is an empty 200, and the others say what vLLM's do."""
+    """Health is an empty 200, and the others reply as vLLM's."""
     health = engine.client.get("/health")
     assert (health.status_code, health.content) == (200, b"")
     assert engine.client.get("/ping").status_code == 200
@@ -68,7 +68,7 @@ def test_a_whole_completion(engine: Emulated) -> None:
 
 
 def test_a_whole_chat(engine: Emulated) -> None:
-    """A chat's reply has a message; an id is made up where none came."""
+    """A chat's reply has a message; a missing id is generated."""
     body = engine.client.post(CHAT, json=MESSAGES).json()
     assert " ".join(body) == CHAT_KEYS
     assert " ".join(body["choices"][0]) == CHAT_CHOICE
@@ -120,7 +120,7 @@ def test_a_chats_stream(engine: Emulated) -> None:
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
 def test_usage_in_a_stream(engine: Emulated, path: str, body: dict[str, Any]) -> None:
-    """Usage comes in an event of its own at the end, and with every event where that is asked for."""
+    """Usage is an event of its own at the end, and part of every event on request."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     *tokens, usage = events(engine.client.post(path, json=asked).text)
     assert all("usage" not in event for event in tokens)
@@ -134,7 +134,7 @@ def test_usage_in_a_stream(engine: Emulated, path: str, body: dict[str, Any]) ->
 
 
 def test_a_repeated_prompt_is_cached(engine: Emulated) -> None:
-    """Prefix hits are real ones: full blocks of the same tokens, never the last token."""
+    """Prefix hits are full blocks of the same tokens, never the last token."""
     ids = list(range(900, 964))
     first, second = (engine.complete(prompt=ids, max_tokens=2)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
@@ -142,7 +142,7 @@ def test_a_repeated_prompt_is_cached(engine: Emulated) -> None:
 
 
 def test_the_next_turn_of_a_chat_is_cached_with_its_answer(engine: Emulated) -> None:
-    """An answer that comes back as a part of the next prompt is the same tokens again."""
+    """An answer that is part of the next prompt has the same tokens."""
     question = {"role": "user", "content": "tell me " + "more " * 30}
     body = {"messages": [question], "max_tokens": 64, "ignore_eos": True}
     first = engine.client.post(CHAT, json=body).json()
@@ -154,7 +154,7 @@ def test_the_next_turn_of_a_chat_is_cached_with_its_answer(engine: Emulated) -> 
 
 
 def test_token_ids_and_texts_are_the_same_prompt(engine: Emulated) -> None:
-    """/tokenize tells the tokens that a text is counted as, and they are answered alike."""
+    """/tokenize returns the tokens of a text, and both get the same answer."""
     told = engine.client.post("/tokenize", json={"prompt": PROMPT["prompt"], "return_token_strs": True}).json()
     assert told["count"] == len(told["tokens"])
     assert "".join(told["token_strs"]) == PROMPT["prompt"]
@@ -189,8 +189,8 @@ def test_lengths(engine: Emulated, fields: dict[str, Any], header: str | None, n
     assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (num_tokens, reason)
 
 
-def test_a_chat_may_use_all_the_room_there_is(engine: Emulated) -> None:
-    """Without a limit of its own a chat ends at the model's length; `max_completion_tokens` is one."""
+def test_a_chat_may_fill_the_context(engine: Emulated) -> None:
+    """Without a limit a chat ends at the model's length; `max_completion_tokens` is a limit."""
     body = {"messages": MESSAGES["messages"], "ignore_eos": True}
     usage = engine.client.post(CHAT, json=body).json()["usage"]
     assert usage["total_tokens"] == 1024
@@ -199,7 +199,7 @@ def test_a_chat_may_use_all_the_room_there_is(engine: Emulated) -> None:
 
 
 def test_stop_strings(engine: Emulated) -> None:
-    """The first stop string ends the answer within its token, and is not shown unless asked for."""
+    """The first stop string ends the answer within its token, and is part of the text only on request."""
     body = {**PROMPT, "max_tokens": 40}
     text = engine.client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
     stop = text[21:24]
@@ -261,7 +261,7 @@ TOO_LONG = "This model's maximum context length is 1024 tokens. However, your pr
 def test_refusals(
     engine: Emulated, path: str, change: dict[str, Any], status: int, kind: str, param: str | None, message: str
 ) -> None:
-    """What vLLM refuses is refused in its words; what is not emulated is not passed over in silence."""
+    """Refusals of vLLM have vLLM's messages; features that are not emulated are refused too."""
     answer = engine.client.post(path, json={**(PROMPT if path == COMPLETIONS else MESSAGES), **change})
     error = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code"]
@@ -284,16 +284,16 @@ def test_refusals(
         (json.dumps(PROMPT).encode(), "text/plain", "Only 'application/json' is allowed"),
     ],
 )
-def test_bodies_that_are_no_requests(engine: Emulated, content: bytes, kind: str, message: str) -> None:
-    """Malformed bodies are refused with a 400 that says where."""
+def test_malformed_bodies(engine: Emulated, content: bytes, kind: str, message: str) -> None:
+    """Malformed bodies are refused with a 400 that names the place."""
     answer = engine.client.post(COMPLETIONS, content=content, headers={"content-type": kind})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "x", "1.5", "", "9" * 40, "\u0661"])
-def test_a_length_that_is_none_is_refused(engine: Emulated, value: str) -> None:
-    """The header asks for a whole number of tokens."""
+def test_a_bad_length_is_refused(engine: Emulated, value: str) -> None:
+    """The header must be a whole number of tokens."""
     headers = [(b"x-block-output-tokens", value.encode())]
     answer = engine.client.post(COMPLETIONS, json=PROMPT, headers=headers)
     assert answer.status_code == 400
@@ -319,7 +319,7 @@ FIELDS = [
     change=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
 )
 def test_any_request_is_answered_or_refused(engine: Emulated, path: str, change: dict[str, Any]) -> None:
-    """Nothing that a client may send is a fault of the server's."""
+    """No body causes an error of the server."""
     body = {"prompt": "x", "messages": MESSAGES["messages"], "max_tokens": 2, **change}
     content = json.dumps(body).encode()
     answer = engine.client.post(path, content=content, headers={"content-type": "application/json"})
@@ -327,7 +327,7 @@ def test_any_request_is_answered_or_refused(engine: Emulated, path: str, change:
 
 
 def test_metrics_have_vllms_names(engine: Emulated) -> None:
-    """Prometheus can parse them, and they count what was done."""
+    """Prometheus can parse them, and they count requests and tokens."""
     before = engine.metric("vllm:generation_tokens_total")
     engine.complete(max_tokens=25)
     assert engine.metric("vllm:generation_tokens_total") == before + 25

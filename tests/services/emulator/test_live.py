@@ -1,4 +1,4 @@
-"""The engine model on the wall clock: time, state files, clients that leave, faults."""
+"""The engine model on the wall clock: time, state files, clients that disconnect, faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG = {"prompt": "tell me a long story", "max_tokens": 900, "ignore_eos": True,
 
 
 def as_an_engine_knows_it(item: LiveRequest) -> LiveRequest:
-    """What of a request's state is known to an engine: not where its answer really ends, nor tokens to come."""
+    """The part of a request's state that an engine knows: not its answer's end, nor future tokens."""
     request = item.request
     num_known = (request.prompt_tokens + item.produced_tokens) // CONFIG.block_size
     known = replace(request, output_tokens=None, prefix_hashes=request.prefix_hashes[:num_known])
@@ -41,7 +41,7 @@ def as_an_engine_knows_it(item: LiveRequest) -> LiveRequest:
 
 
 def as_a_file_tells_it(snapshot: Snapshot, taken_s: float) -> Snapshot:
-    """The same state as a reader of the state file should see it."""
+    """The same state as a reader of the state file sees it."""
     return replace(
         snapshot,
         taken_s=taken_s,
@@ -69,9 +69,9 @@ def lines(client: httpx.Client, body: dict[str, Any]) -> Any:
     ids=["v1", "async, tight", "priority, tight", "no prefix cache", "v0", "lightllm"],
 )
 def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineConfig) -> None:
-    """At any moment, preempted and cached or not, a reader sees what the engine itself would say."""
+    """At any moment, preempted and cached or not, a reader sees the engine's own state."""
     with emulated(tmp_path, config, speed=30.0) as engine, ThreadPoolExecutor(24) as clients:
-        engine.order(hang=True)
+        engine.set_faults(hang=True)
         prompts = [f"prompt {number % 5} " + "and so on " * (number % 7) for number in range(24)]
         asked = [
             clients.submit(
@@ -84,11 +84,11 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
         engine.until(lambda: engine.client.get("/load").json() == {"server_load": 24})
-        engine.order(slow=100.0)  # so that the test's first look comes in time
+        engine.set_faults(slow=100.0)  # so that the test's first read is early enough
         engine.until(lambda: engine.driver.gauges().num_running >= min(4, config.max_num_seqs))
         reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         for look in range(8):
-            engine.order(hang=True)  # time stands still, and with it the engine
+            engine.set_faults(hang=True)  # time stands still, and with it the engine
             own = snapshot_of(engine.driver.engine, 0.0)
             view = reader.read(contents=True)
             told = snapshot_from_view(view)
@@ -106,7 +106,7 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
             ]
             assert replace(told, running=untagged[0], waiting=untagged[1]) == expected
             assert engine_from(told, A30.step_time).running() == engine.driver.engine.running()
-            engine.order()
+            engine.set_faults()
             enough = int(view.state["num_steps"]) + 6
             engine.until(lambda enough=enough: engine.is_idle() or int(reader.read().state["num_steps"]) >= enough)  # type: ignore[misc]
         assert len([done.result() for done in asked]) == 24
@@ -114,7 +114,7 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
 
 
 def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
-    """The same requests at the same times: on the engine's clock to the microsecond, on the client's never sooner."""
+    """The same requests at the same times: on the engine's clock to the microsecond, on the client's never earlier."""
     speed = 4.0
     lengths = [(30 + 37 * number % 200, 20 + 11 * number % 60) for number in range(14)]
     with emulated(tmp_path, speed=speed) as engine, ThreadPoolExecutor(14) as clients:
@@ -158,7 +158,7 @@ def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
 
 
 def test_steps_are_recorded_as_they_were(tmp_path: Path) -> None:
-    """Records of steps have their numbers without gaps, and seconds that the profile explains."""
+    """Records of steps have numbers without gaps, and the times of the profile."""
     with emulated(tmp_path, noise=0.2, seed=3) as engine:
         reader = Reader(str(engine.state_file))
         engine.complete(prompt=[5] * 100, max_tokens=50)
@@ -177,24 +177,24 @@ def test_steps_are_recorded_as_they_were(tmp_path: Path) -> None:
     assert steps["start_s"][1:] == pytest.approx(steps["start_s"][:-1] + steps["seconds"][:-1])
 
 
-def test_a_client_that_leaves_frees_its_blocks(engine: Emulated) -> None:
-    """A stream that is closed, and a whole answer that nobody waits for, are aborted."""
+def test_a_client_that_disconnects_frees_its_blocks(engine: Emulated) -> None:
+    """A closed stream, and an answer in one piece whose client has disconnected, are aborted."""
     aborted = engine.metric('vllm:request_success_total{finished_reason="abort"}')
-    engine.order(slow=1000)
+    engine.set_faults(slow=1000)
     with lines(engine.client, LONG) as stream:
         chunks = stream.iter_lines()
         next(chunks)
         assert not engine.is_idle()
     engine.until(lambda: engine.driver.num_jobs == 0)
-    engine.ask_and_leave(max_tokens=900)
-    engine.order()
+    engine.request_and_disconnect(max_tokens=900)
+    engine.set_faults()
     engine.until(lambda: engine.metric('vllm:request_success_total{finished_reason="abort"}') == aborted + 2)
     assert engine.is_idle()
     assert engine.client.get("/load").json() == {"server_load": 0}
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(engine: Emulated) -> None:
-    """Its tokens wait for it, as few events as fit into sockets, while the engine serves the others."""
+def test_a_client_that_does_not_read_delays_no_other(engine: Emulated) -> None:
+    """Its tokens wait, as few events as fit into sockets, while the engine serves the others."""
     host, port = engine.client.base_url.host, engine.client.base_url.port
     body = json.dumps(LONG).encode()
     with socket.socket() as slow:
@@ -213,14 +213,14 @@ def test_a_client_that_does_not_read_holds_nobody_up(engine: Emulated) -> None:
 
 
 def test_more_requests_than_slots(tmp_path: Path) -> None:
-    """A hundred requests at once outgrow the file; the reader follows, and none of them is lost."""
+    """A hundred requests outgrow the file; the reader follows, and no request is lost."""
     with emulated(tmp_path) as engine, ThreadPoolExecutor(100) as clients:
         reader = Reader(str(engine.state_file), patience_s=5.0)
         reader.read()
-        engine.order(hang=True)
+        engine.set_faults(hang=True)
         asked = [clients.submit(engine.complete, prompt=f"number {number}", max_tokens=9) for number in range(100)]
         engine.until(lambda: engine.client.get("/load").json() == {"server_load": 100})
-        engine.order()
+        engine.set_faults()
         for done in asked:
             assert done.result()["usage"]["completion_tokens"] == 9
         engine.until(engine.is_idle)
@@ -232,7 +232,7 @@ def test_more_requests_than_slots(tmp_path: Path) -> None:
 def test_a_full_queue_is_refused(tmp_path: Path) -> None:
     """Beyond the limit of unfinished requests there is vLLM's 503."""
     with emulated(tmp_path, max_num_queued_reqs=1) as engine:
-        engine.order(hang=True)
+        engine.set_faults(hang=True)
         with lines(engine.client, LONG) as stream:
             refused = engine.client.post("/v1/completions", json=LONG)
             assert (refused.status_code, refused.json()["error"]["type"]) == (503, "Service Unavailable")
@@ -241,7 +241,7 @@ def test_a_full_queue_is_refused(tmp_path: Path) -> None:
 
 
 def test_bodies_that_are_too_large(tmp_path: Path) -> None:
-    """A body over the limit is refused, whether it tells its size or not."""
+    """A body over the limit is refused, with a length in its head or without."""
     with emulated(tmp_path, max_body_bytes=1000) as engine:
         content = json.dumps({"prompt": "x" * 2000}).encode()
         headers = {"content-type": "application/json"}
@@ -252,11 +252,11 @@ def test_bodies_that_are_too_large(tmp_path: Path) -> None:
 
 
 def test_a_slow_engine(tmp_path: Path) -> None:
-    """Steps take so many times as long, from the next one on."""
+    """Steps take longer by the factor, from the next one on."""
     with emulated(tmp_path) as engine:
         reader = Reader(str(engine.state_file))
         for faults in ({}, {"slow": 3.0}, {}):
-            engine.order(**faults)
+            engine.set_faults(**faults)
             engine.complete(prompt="the same", max_tokens=12)
         engine.until(engine.is_idle)
         seconds = reader.new_steps()["seconds"].reshape(3, 12)[:, 2:]
@@ -264,20 +264,20 @@ def test_a_slow_engine(tmp_path: Path) -> None:
     assert seconds[2] == pytest.approx(seconds[0])
 
 
-def test_a_hung_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """While it hangs no token comes though it is healthy; afterwards all come, in no burst."""
+def test_a_hung_engine_continues_where_it_was(tmp_path: Path) -> None:
+    """While it hangs it sends no token though it is healthy; afterwards all arrive, without a burst."""
     with emulated(tmp_path, speed=1.0) as engine:
         reader = Reader(str(engine.state_file))
         body = {**LONG, "max_tokens": 8}
         with lines(engine.client, body) as stream:
             chunks = stream.iter_lines()
             next(chunks)
-            engine.order(hang=True)
+            engine.set_faults(hang=True)
             before = reader.read().sequence
             assert engine.client.get("/health").status_code == 200
-            engine.ask_and_leave(max_tokens=8)
+            engine.request_and_disconnect(max_tokens=8)
             assert reader.read().sequence == before
-            engine.order()
+            engine.set_faults()
             rest = [line for line in chunks if line]
         engine.until(engine.is_idle)
         outcomes = {row["reason"]: row for row in reader.new_outcomes()}
@@ -288,17 +288,17 @@ def test_a_hung_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_refuses(engine: Emulated) -> None:
-    """New requests get a 503, and so does /health; what is under way goes on."""
-    engine.order(slow=1000)
+    """New requests get a 503, and so does /health; requests under way continue."""
+    engine.set_faults(slow=1000)
     with lines(engine.client, {**LONG, "max_tokens": 20}) as stream:
         chunks = stream.iter_lines()
         next(chunks)
-        engine.order(refuse=True)
+        engine.set_faults(refuse=True)
         refused = engine.client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, 503)
         assert engine.client.get("/health").status_code == 503
         assert [line for line in chunks if line][-1] == "data: [DONE]"
-    engine.order()
+    engine.set_faults()
     assert engine.client.get("/health").status_code == 200
 
 
@@ -312,8 +312,8 @@ def test_an_engine_that_refuses(engine: Emulated) -> None:
         ([], "fault: must be an object"),
     ],
 )
-def test_orders_that_make_no_sense(engine: Emulated, body: Any, message: str) -> None:
-    """A wrong order changes nothing, and is told what is wrong."""
+def test_bad_faults_are_refused(engine: Emulated, body: Any, message: str) -> None:
+    """A bad fault changes nothing, and the error names it."""
     answer = engine.client.post("/admin/fault", json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
@@ -321,8 +321,8 @@ def test_orders_that_make_no_sense(engine: Emulated, body: Any, message: str) ->
 
 
 @pytest.mark.parametrize("client", [("10.0.0.9", 1), ("2001:db8::1", 1), ("elsewhere", 1), None])
-def test_strangers_order_no_faults(engine: Emulated, client: Any) -> None:
-    """Only the engine's own machine may order faults."""
+def test_faults_are_set_from_the_own_machine_only(engine: Emulated, client: Any) -> None:
+    """Other clients get a 403."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -337,10 +337,10 @@ def test_strangers_order_no_faults(engine: Emulated, client: Any) -> None:
     assert sent[0]["status"] == 403
 
 
-def test_an_engine_that_fails_says_so(tmp_path: Path) -> None:
-    """An error within the engine ends streams with an error event, and everything else with a 500."""
+def test_an_engine_that_fails(tmp_path: Path) -> None:
+    """An internal error ends streams with an error event, and other requests with a 500."""
     with emulated(tmp_path) as engine:
-        engine.order(slow=1000)
+        engine.set_faults(slow=1000)
         with lines(engine.client, LONG) as stream:
             chunks = stream.iter_lines()
             next(chunks)
@@ -357,7 +357,7 @@ def test_an_engine_that_fails_says_so(tmp_path: Path) -> None:
 
 
 def test_an_engine_outlives_its_state_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the file cannot be written any more it is given up; requests are served on."""
+    """A file that cannot be written is closed; requests are still served."""
     with emulated(tmp_path) as engine:
         engine.complete(max_tokens=3)
 
@@ -373,7 +373,7 @@ def test_an_engine_outlives_its_state_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_answers_depend_on_the_prompt_alone(tmp_path: Path, engine: Emulated) -> None:
-    """Two engines of one seed answer alike, and as long; those of another seed do not."""
+    """Two engines of one seed give the same answers; those of another seed do not."""
     bodies = [{"prompt": f"how long is {number}", "max_tokens": 900} for number in range(12)]
     lengths = {}
     (tmp_path / "other").mkdir()

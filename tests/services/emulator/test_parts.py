@@ -1,4 +1,4 @@
-"""The parts of an emulated engine, each by itself."""
+"""Parts of an emulated engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFSETS = st.integers(0, 20_000)
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=st.text(max_size=60))
 def test_tokens_spell_their_text(text: str) -> None:
-    """No text is lost in tokens, whatever it is made of, but for characters that NUL bytes begin."""
+    """Any text survives its tokens, except for NUL bytes at the start of a token."""
     if "\0" not in text:
         assert text_of(token_ids(text)) == text
     assert all(0 <= token < 2**40 for token in token_ids(text))
@@ -37,8 +37,8 @@ def test_tokens_spell_their_text(text: str) -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(before=st.text(st.characters(codec="ascii"), max_size=40), offset=OFFSETS, num_tokens=st.integers(1, 50))
-def test_an_answer_is_the_same_tokens_when_it_comes_back(before: str, offset: int, num_tokens: int) -> None:
-    """A conversation tokenized again begins with its prompt's tokens and its answer's."""
+def test_an_answer_keeps_its_tokens_in_the_next_prompt(before: str, offset: int, num_tokens: int) -> None:
+    """A continued conversation starts with the tokens of its prompt and its answer."""
     prompt = chat_text([("user", before)])
     given_answer = answer(offset, num_tokens, 100, StopRule())
     again = token_ids(prompt + given_answer.text(0, num_tokens) + "\n")
@@ -46,7 +46,7 @@ def test_an_answer_is_the_same_tokens_when_it_comes_back(before: str, offset: in
 
 
 def test_every_word_is_one_token() -> None:
-    """The endless text is counted as it is cut."""
+    """The endless text has one token per word."""
     assert [token_ids(piece) for piece in PIECES[:500]] == [[token] for token in IDS[:500]]
     assert stretch(8190, 5) == "".join(PIECES[place % 8192] for place in range(8190, 8195))
 
@@ -63,7 +63,7 @@ def test_every_word_is_one_token() -> None:
 def test_an_answer_stops_where_a_plain_search_finds_it(
     offset: int, num_tokens: int, max_tokens: int, min_tokens: int, stops: list[str], *, shows: bool
 ) -> None:
-    """Token by token, as an engine looks for stop strings, the same end is found."""
+    """A search token by token, as engines search for stop strings, finds the same end."""
     min_tokens = min(min_tokens, max_tokens)
     made = answer(offset, num_tokens, max_tokens, StopRule(strings=stops, min_tokens=min_tokens, shows=shows))
     text, reason, stopped_by, count = "", "length", None, 0
@@ -94,8 +94,8 @@ def test_lengths_are_drawn_from_their_distribution() -> None:
     assert answers.AnswerLengths(median_tokens=30, spread=0).draw(0.999) == 30
 
 
-def test_a_clock_that_is_held_goes_on_where_it_stood() -> None:
-    """Engine time passes at its speed, stands while held, and can be set back."""
+def test_a_held_clock_continues_where_it_was() -> None:
+    """Engine time passes at its speed, stops while held, and can be set back."""
     clock = EngineClock(50.0)
     clock.hold()
     held_s = clock.now_s()
@@ -108,7 +108,7 @@ def test_a_clock_that_is_held_goes_on_where_it_stood() -> None:
 
 
 def test_noise_is_seeded_and_has_mean_one() -> None:
-    """The same seed makes the same noise, of the size asked for; a fault multiplies it."""
+    """The same seed gives the same noise, of the given size; a fault multiplies it."""
     one, other = Pace(0.1, 4), Pace(0.1, 4)
     draws = [one.next() for _ in range(4000)]
     assert draws == [other.next() for _ in range(4000)]
@@ -132,7 +132,7 @@ def test_histograms_count_as_prometheus_does() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_forgetting_contents_changes_nothing(seed: int) -> None:
-    """An engine whose contents are numbered anew now and then serves as one whose are not."""
+    """An engine whose contents are renumbered now and then behaves like one whose contents are not."""
     draw = np.random.default_rng(seed)
     config = EngineConfig(max_num_seqs=4, num_gpu_blocks=24, block_size=4, max_model_len=64, max_num_batched_tokens=32)
     prompts = [draw.integers(0, 3, draw.integers(1, 30)).tolist() for _ in range(40)]
@@ -162,8 +162,8 @@ def test_forgetting_contents_changes_nothing(seed: int) -> None:
     assert engines[0].state.engine[0].num_free_blocks == engines[1].state.engine[0].num_free_blocks
 
 
-def test_names_follow_contents_that_are_numbered_anew() -> None:
-    """When too many contents are known the unused go, and blocks keep their hashes."""
+def test_hashes_follow_renumbered_contents() -> None:
+    """With too many contents the unused are dropped, and blocks keep their hashes."""
     config = EngineConfig(max_num_seqs=4, num_gpu_blocks=9, block_size=4, max_model_len=64)
     engine = Engine(config, constant_profile().step_time)
     names = ContentHashes(engine)
@@ -182,8 +182,8 @@ def test_names_follow_contents_that_are_numbered_anew() -> None:
     assert held() == [7, 8]
 
 
-def test_nothing_is_written_to_a_client_that_has_gone_or_is_behind() -> None:
-    """Such a connection would raise, and what drives the engine must not fail for one client."""
+def test_nothing_is_written_to_a_disconnected_or_slow_client() -> None:
+    """Such a connection would raise, and the driver must not fail for one client."""
     for paused, closing, written in ((False, False, [b"2\r\nhi\r\n"]), (True, False, []), (False, True, [])):
         connection = create_autospec(HttpToolsProtocol, instance=True)
         connection.flow, connection.transport = Mock(write_paused=paused), Mock()

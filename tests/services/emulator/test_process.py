@@ -1,4 +1,4 @@
-"""`block serve engine` as a process: how it starts, ends, dies and comes back."""
+"""`block serve engine` as a process: start, shutdown, death and restart."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LONG = {"prompt": "tell me a story", "max_tokens": 60, "ignore_eos": True, "stre
 SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "512", "--num-gpu-blocks", "64")
 
 
-def test_a_killed_engine_comes_back(tmp_path: Path) -> None:
-    """A reader knows that it was killed, by signal or by fault, and reads the one that is started in its place."""
+def test_a_killed_engine_is_restarted(tmp_path: Path) -> None:
+    """A reader notices the death, by signal or by fault, and reads the engine that replaces it."""
     path = str(tmp_path / "engine.state")
     arguments = (*SMALL, "--state-file", path, "--speed", "0.1")
     reader = Reader(path, patience_s=5.0)
@@ -42,13 +42,13 @@ def test_a_killed_engine_comes_back(tmp_path: Path) -> None:
     with process(*arguments) as started:
         assert reader.read().life != life
         assert len(reader.read().slots) == 0
-        with suppress(httpx.HTTPError):  # it may be gone before its answer is
+        with suppress(httpx.HTTPError):  # it may die before its reply is sent
             httpx.post(f"{started.url}/admin/fault", json={"crash": True})
         assert started.process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-def test_an_engine_that_is_told_to_stop_finishes_what_is_under_way(tmp_path: Path) -> None:
-    """After SIGTERM streams run to their ends, nobody new is let in, and the state file is gone."""
+def test_a_terminated_engine_finishes_its_requests(tmp_path: Path) -> None:
+    """After SIGTERM streams run to their ends, new connections are refused, and the state file is removed."""
     path = tmp_path / "engine.state"
     with process(*SMALL, "--state-file", str(path)) as started:
         with httpx.Client(base_url=started.url, timeout=PATIENCE_S) as client:
@@ -65,14 +65,14 @@ def test_an_engine_that_is_told_to_stop_finishes_what_is_under_way(tmp_path: Pat
 
 
 def test_a_port_in_use_is_named() -> None:
-    """Where another listens the command ends at once, with one line."""
+    """The command exits at once, with one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"port: {port} on 127.0.0.1 is in use" in cli.refusal("serve", "engine", "--port", port)
 
 
 def test_settings_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
-    """A table [engine] sets any flag under its own name; the environment goes before it, and flags before both."""
+    """A table [engine] sets any flag by its name; the environment has precedence over it, and flags over both."""
     file, state = tmp_path / "good.toml", tmp_path / "engine.state"
     file.write_text(
         '[engine]\nprofile = "llama-2-7b-a30"\nmax_num_seqs = 5\nspeed = 2.0\nexport_contents = false\n'
@@ -103,8 +103,8 @@ BAD_FILES = (
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> None:
-    """What nobody knows is refused by name, with the nearest known one."""
+def test_bad_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    """An unknown key is refused by name, with the most similar one."""
     file = tmp_path / "bad.toml"
     file.write_text(text)
     assert message in cli.refusal("serve", "engine", "--config", str(file))
@@ -121,13 +121,13 @@ def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> 
         (("--max-num-queued-reqs", "0"), "max_num_queued_reqs: must be at least 1"),
     ],
 )
-def test_settings_that_make_no_sense(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_settings_are_refused(arguments: tuple[str, ...], message: str) -> None:
     """A bad setting is refused by name before anything is served."""
     assert message in cli.refusal("serve", "engine", "--port", "0", *SMALL, *arguments)
 
 
 def test_the_log_is_lines_of_json(tmp_path: Path) -> None:
-    """What a supervisor reads tells where the engine serves."""
+    """The log contains the port on which the engine serves."""
     with process(*SMALL, "--state-file", str(tmp_path / "engine.state")) as started:
         started.process.send_signal(signal.SIGTERM)
         assert started.process.stderr is not None

@@ -1,4 +1,4 @@
-"""Engines and schedulers that do what a test says, on real sockets, and a gateway between them."""
+"""Engines and schedulers on real sockets, whose behaviour a test sets, and a gateway between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL = "127.0.0.1"
 
 @dataclass(kw_only=True)
 class Call:
-    """One request as an engine got it, and the way to answer it."""
+    """One request that an engine received, and its reply."""
 
     target: str
     headers: dict[str, str]
@@ -36,16 +36,16 @@ class Call:
     writer: asyncio.StreamWriter
 
     def head(self, status: int, content_type: str, *headers: str) -> None:
-        """Begin an answer."""
+        """Send status and headers."""
         lines = [f"HTTP/1.1 {status} Some", f"content-type: {content_type}", *headers, "", ""]
         self.writer.write("\r\n".join(lines).encode())
 
     def stream(self) -> None:
-        """Begin a stream."""
+        """Start a stream."""
         self.head(200, "text/event-stream; charset=utf-8", "transfer-encoding: chunked", "x-engine: yes")
 
     async def chunk(self, data: bytes) -> None:
-        """Send a piece of it, as one chunk."""
+        """Send a piece of the stream as one chunk."""
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
 
@@ -54,17 +54,17 @@ class Call:
         self.writer.write(b"0\r\n\r\n")
 
     def whole(self, data: object, status: int = 200, *headers: str) -> None:
-        """Answer in one piece."""
+        """Reply in one piece."""
         text = json.dumps(data).encode()
         self.head(status, "application/json", f"content-length: {len(text)}", *headers)
         self.writer.write(text)
 
     def die(self) -> None:
-        """Let the connection fall."""
+        """Abort the connection."""
         self.writer.transport.abort()
 
     async def left(self) -> None:
-        """Wait until the other side has gone."""
+        """Wait until the other side has disconnected."""
         with suppress(ConnectionError):
             assert await self.reader.read(1) == b""
 
@@ -83,7 +83,7 @@ STREAM = (event("Hello"), event(" wörld"), event("!", "length"), DONE)
 
 
 async def streams(call: Call) -> None:
-    """Answer with three tokens, each in its own chunk."""
+    """Reply with three tokens, each in its own chunk."""
     call.stream()
     for piece in STREAM:
         await call.chunk(piece)
@@ -101,18 +101,18 @@ COMPLETION = {
 
 
 async def completes(call: Call) -> None:
-    """Answer in one piece."""
+    """Reply in one piece."""
     call.whole(COMPLETION)
 
 
 async def hangs(call: Call) -> None:
-    """Never answer."""
+    """Never reply."""
     await call.left()
 
 
 @dataclass(kw_only=True)
 class Engine:
-    """An HTTP server that gives its answer to everybody."""
+    """An HTTP server that replies to all requests in the same way."""
 
     answer: Answer
     port: int = 0
@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return f"http://{LOCAL}:{self.port}"
 
     async def start(self) -> None:
@@ -131,7 +131,7 @@ class Engine:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Die: nothing listens any more, every connection falls."""
+        """Die: close the socket and abort all connections."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -171,7 +171,7 @@ async def engines(*answers: Answer) -> AsyncIterator[list[Engine]]:
 
 
 async def unreachable() -> str:
-    """Give a URL at which nobody listens."""
+    """Return a URL at which no server listens."""
     engine = Engine(answer=hangs)
     await engine.start()
     await engine.stop()
@@ -182,10 +182,10 @@ async def unreachable() -> str:
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Sends every request to the first of its instances that is not excluded, and remembers what it was told."""
+    """Sends every request to the first of its instances that is not excluded, and records all calls."""
 
     def __init__(self, urls: list[str], **instance: Any) -> None:
-        """Know where the engines are: e0, e1 and so on."""
+        """Set the engines' URLs; their ids are e0, e1 and so on."""
         self.instances = [
             common_pb2.Instance(instance_id=f"e{number}", engine_url=url, **{"models": ["tiny"], **instance})
             for number, url in enumerate(urls)
@@ -193,7 +193,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.asked: list[scheduler_pb2.ScheduleRequest] = []
         self.seen: asyncio.Queue[scheduler_pb2.ScheduleRequest] = asyncio.Queue()
         self.released: asyncio.Queue[common_pb2.ReleaseRequest] = asyncio.Queue()
-        self.open = asyncio.Event()  # cleared, nothing is decided
+        self.open = asyncio.Event()  # while it is cleared, no decision is made
         self.open.set()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.port = 0
@@ -201,7 +201,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return f"{LOCAL}:{self.port}"
 
     async def start(self) -> None:
@@ -245,7 +245,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def ListInstances(
         self, request: scheduler_pb2.ListInstancesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> scheduler_pb2.ListInstancesResponse:
-        """Tell them all."""
+        """Return all instances."""
         return scheduler_pb2.ListInstancesResponse(instances=self.instances)
 
     async def Release(
@@ -253,12 +253,12 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         request: common_pb2.ReleaseRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> common_pb2.ReleaseResponse:
-        """Remember."""
+        """Record a release."""
         self.released.put_nowait(request)
         return common_pb2.ReleaseResponse(released=True)
 
     def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Stay away: gateways do not stream through schedulers."""
+        """Do nothing: gateways do not stream through schedulers."""
         raise NotImplementedError
 
 
@@ -267,7 +267,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 @dataclass(kw_only=True)
 class Scene:
-    """A gateway before schedulers and engines, and a client."""
+    """A gateway, its schedulers and engines, and a client."""
 
     client: httpx.AsyncClient
     engines: list[Engine]
@@ -276,11 +276,11 @@ class Scene:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The first of them."""
+        """The first scheduler."""
         return self.schedulers[0]
 
     async def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-        """Ask for a completion."""
+        """Request a completion."""
         headers = fields.pop("headers", None)
         return await self.client.post(path, json={"model": "tiny", "prompt": "Say hello", **fields}, headers=headers)
 
@@ -300,7 +300,7 @@ async def scene(
     instance: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """Set everything up; `urls` come before those of the engines."""
+    """Start everything; `urls` come before those of the engines."""
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(engines(*answers))
         known = [*(urls or []), *(engine.url for engine in running)]

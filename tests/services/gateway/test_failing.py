@@ -1,4 +1,4 @@
-"""What goes wrong behind the gateway: engines and schedulers that die, hang or refuse, and clients that leave."""
+"""Failures around the gateway: engines and schedulers that die, hang or refuse, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
 async def drops(call: Call) -> None:
-    """Take the request, and die."""
+    """Accept the request, and die."""
     call.die()
 
 
 async def dies_after_head(call: Call) -> None:
-    """Promise a stream, and die."""
+    """Send the head of a stream, and die."""
     call.stream()
     await call.writer.drain()
     call.die()
@@ -53,21 +53,21 @@ async def dies_in_first_event(call: Call) -> None:
 
 
 async def dies_in_one_piece(call: Call) -> None:
-    """Die after half of an answer in one piece."""
+    """Die after half of a reply in one piece."""
     call.head(200, "application/json", "content-length: 1000")
     call.writer.write(b'{"id":')
     await call.writer.drain()
     call.die()
 
 
-async def babbles(call: Call) -> None:
-    """Answer in no known language."""
+async def sends_garbage(call: Call) -> None:
+    """Reply with bytes that are not HTTP."""
     call.writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     await call.left()
 
 
 def answers(status: int) -> Answer:
-    """Answer with an error."""
+    """Reply with an error."""
 
     async def answer(call: Call) -> None:
         call.whole({"error": {"message": "no", "type": "x", "param": None, "code": status}}, status)
@@ -76,7 +76,7 @@ def answers(status: int) -> Answer:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """Check that an error has OpenAI's shape, and give it."""
+    """Check that an error has OpenAI's shape, and return it."""
     assert response.headers["content-type"] == "application/json"
     assert set(response.json()) == {"error"}
     error: dict[str, Any] = response.json()["error"]
@@ -90,10 +90,11 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    "answer", [drops, dies_after_head, dies_in_first_event, dies_in_one_piece, babbles, answers(503), answers(429)]
+    "answer",
+    [drops, dies_after_head, dies_in_first_event, dies_in_one_piece, sends_garbage, answers(503), answers(429)],
 )
 def test_the_next_engine_is_tried(answer: Answer, stream: bool) -> None:
-    """An engine that fails before its first event costs another decision without it, and its reservation goes back."""
+    """An engine that fails before its first event causes another decision without it, and its reservation is released."""
 
     async def test() -> None:
         async with scene(answer, streams if stream else completes) as here:
@@ -112,7 +113,7 @@ def test_the_next_engine_is_tried(answer: Answer, stream: bool) -> None:
 
 
 def test_an_engine_that_cannot_be_reached() -> None:
-    """Where nobody listens the request goes on to the next, and no outcome is told of what never began."""
+    """The request goes to the next engine, and no outcome is reported for a request that was not sent."""
 
     async def test() -> None:
         async with scene(streams, urls=[await unreachable()]) as here:
@@ -124,8 +125,8 @@ def test_an_engine_that_cannot_be_reached() -> None:
     run(test)
 
 
-def test_a_dead_engine_draws_nothing_to_itself() -> None:
-    """After two failures an instance is left out of decisions from the start, until its pause is over."""
+def test_a_dead_engine_is_avoided() -> None:
+    """After two failures an instance is excluded from decisions until its pause is over."""
 
     async def test() -> None:
         async with scene(completes, urls=[await unreachable()]) as here:
@@ -139,8 +140,8 @@ def test_a_dead_engine_draws_nothing_to_itself() -> None:
     run(test)
 
 
-def test_where_only_failed_instances_are_left_they_are_tried() -> None:
-    """What failed lately is better than nothing."""
+def test_failed_instances_are_tried_if_no_other_is_left() -> None:
+    """An instance that failed recently is better than none."""
     engine_back = Engine(answer=completes)
 
     async def test() -> None:
@@ -156,8 +157,8 @@ def test_where_only_failed_instances_are_left_they_are_tried() -> None:
     run(test)
 
 
-def test_an_engine_that_hangs_is_left() -> None:
-    """An engine that sends nothing in time costs its deadline, not the request."""
+def test_a_hanging_engine_is_abandoned() -> None:
+    """An engine that sends nothing in time costs its timeout, not the request."""
 
     async def test() -> None:
         async with scene(hangs, streams, first_byte_s=1.0) as here:
@@ -178,8 +179,8 @@ ENDS: list[tuple[Answer, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("answer", "options", "status"), ENDS, ids=["drops", "hangs", "500", "503"])
-def test_no_engine_answers(answer: Answer, options: dict[str, Any], status: int, stream: bool) -> None:
-    """When all have failed the client gets an error in OpenAI's shape, the engine's own where it has one."""
+def test_all_engines_fail(answer: Answer, options: dict[str, Any], status: int, stream: bool) -> None:
+    """The client gets an error in OpenAI's shape, the engine's own if there is one."""
 
     async def test() -> None:
         async with scene(answer, answer, attempts=2, **options) as here:
@@ -192,20 +193,20 @@ def test_no_engine_answers(answer: Answer, options: dict[str, Any], status: int,
 
 
 def test_retries_have_a_budget() -> None:
-    """When everything fails, retries end with the budget instead of multiplying the load."""
+    """When all engines fail, retries end with the budget instead of multiplying the load."""
 
     async def test() -> None:
         async with scene(drops, drops, drops, retry_ratio=0.0, server={}, max_concurrency=3) as here:
             for _ in range(10):
                 await here.post()
-            assert len(here.scheduler.asked) <= 10 + 3 + 10  # a request, a retry, and asking again with the avoided
+            assert len(here.scheduler.asked) <= 10 + 3 + 10  # requests, retries, and calls that include the avoided
             assert await here.metric("block_gateway_retries_total") == 3
 
     run(test)
 
 
-def test_next_best_when_the_schedulers_die_meanwhile() -> None:
-    """Where nobody can decide again, the request goes where the first decision would have gone next."""
+def test_next_best_when_the_schedulers_die_in_between() -> None:
+    """Without another decision the request goes to the next best instance of the first one."""
 
     async def test() -> None:
         async with scene(hangs, completes) as here:
@@ -240,7 +241,7 @@ async def stalls_in_stream(call: Call) -> None:
 
 
 async def garbles_stream(call: Call) -> None:
-    """Send one event, then something that is no chunk."""
+    """Send one event, then bytes that are not a chunk."""
     call.stream()
     await call.chunk(STREAM[0])
     call.writer.write(b"zzz\r\n")
@@ -252,7 +253,7 @@ async def garbles_stream(call: Call) -> None:
     [(dies_in_stream, "engine_failed"), (stalls_in_stream, "engine_timeout"), (garbles_stream, "engine_failed")],
 )
 def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, code: str) -> None:
-    """The client reads whole events, then one that says what happened, then a proper end."""
+    """The client reads whole events, then an error event, then a regular end."""
 
     async def test() -> None:
         async with scene(answer, streams, idle_s=1.0) as here:
@@ -270,7 +271,7 @@ def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, code: str) 
 
 
 def test_an_engine_ends_its_stream_with_an_error() -> None:
-    """An engine's own error event passes as it is, and counts as a failure."""
+    """An engine's own error event passes unchanged, and counts as a failure."""
     stream = STREAM[0] + b'data: {"error": {"message": "out of memory"}}\n\n' + DONE
 
     async def answer(call: Call) -> None:
@@ -287,11 +288,11 @@ def test_an_engine_ends_its_stream_with_an_error() -> None:
     run(test)
 
 
-# Clients that leave.
+# Clients that disconnect.
 
 
-def test_a_client_leaves_in_a_stream() -> None:
-    """The engine's connection is closed at once, and the reservation goes back with what there was."""
+def test_a_client_disconnects_in_a_stream() -> None:
+    """The engine's connection is closed at once, and the reservation is released with the outcome so far."""
     gone = asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -315,8 +316,8 @@ def test_a_client_leaves_in_a_stream() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_leaves_before_the_first_byte(stream: bool) -> None:
-    """Whoever waits for nobody is not served: the engine hears of it at once."""
+def test_a_client_disconnects_before_the_first_byte(stream: bool) -> None:
+    """The engine's connection is closed at once."""
     asked, gone = asyncio.Event(), asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -335,8 +336,8 @@ def test_a_client_leaves_before_the_first_byte(stream: bool) -> None:
     run(test)
 
 
-def test_a_client_leaves_before_the_decision() -> None:
-    """What is decided after the client has left is given back, and no engine hears of it."""
+def test_a_client_disconnects_before_the_decision() -> None:
+    """A decision that comes too late is released, and no engine is called."""
 
     async def test() -> None:
         async with scene(completes, schedule_s=20.0) as here:
@@ -355,8 +356,8 @@ def test_a_client_leaves_before_the_decision() -> None:
     run(test)
 
 
-def test_a_client_leaves_within_its_body() -> None:
-    """Half a request is no request."""
+def test_a_client_disconnects_within_its_body() -> None:
+    """An incomplete request is not placed."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -373,7 +374,7 @@ def test_a_client_leaves_within_its_body() -> None:
 
 
 def test_a_slow_client_slows_the_engine_down() -> None:
-    """What a client does not read is not collected in the gateway without end."""
+    """The gateway does not buffer without limit what a client does not read."""
     piece = event("x" * 65_536)
     num_sent = 0
     stuck = asyncio.Event()
@@ -381,7 +382,7 @@ def test_a_slow_client_slows_the_engine_down() -> None:
     async def answer(call: Call) -> None:
         nonlocal num_sent
         call.stream()
-        for num_sent in range(1, 4000):  # noqa: B007 - how far it came
+        for num_sent in range(1, 4000):  # noqa: B007 - used below
             try:
                 async with asyncio.timeout(0.5):
                     await call.chunk(piece)
@@ -406,7 +407,7 @@ def test_a_slow_client_slows_the_engine_down() -> None:
 # Schedulers.
 
 
-def test_schedulers_are_asked_in_turn() -> None:
+def test_schedulers_are_called_in_turn() -> None:
     """Several schedulers share the work."""
 
     async def test() -> None:
@@ -419,7 +420,7 @@ def test_schedulers_are_asked_in_turn() -> None:
 
 
 def test_a_dead_scheduler_costs_nothing() -> None:
-    """Another one decides and takes the releases; the dead one is left alone, and is back when it is back."""
+    """Another one decides and takes the releases; the dead one is not called until it returns."""
 
     async def test() -> None:
         async with scene(completes, num_schedulers=2) as here:
@@ -437,8 +438,8 @@ def test_a_dead_scheduler_costs_nothing() -> None:
     run(test)
 
 
-def test_a_scheduler_that_hangs_costs_its_deadline() -> None:
-    """The next one is asked; after two such failures the first is not waited for any more, though its turn comes."""
+def test_a_hanging_scheduler_costs_its_timeout() -> None:
+    """The next one is called; after two such failures the first one is skipped."""
 
     async def test() -> None:
         async with scene(completes, num_schedulers=2, schedule_s=2.0) as here:
@@ -455,8 +456,8 @@ def test_a_scheduler_that_hangs_costs_its_deadline() -> None:
     run(test)
 
 
-def test_without_schedulers_the_last_resort_is_tried() -> None:
-    """Engines from the settings serve in turn, the reply says so, and those that fail are passed over."""
+def test_without_schedulers_the_fallback_is_used() -> None:
+    """Engines of the settings serve in turn, the reply names the policy, and failed engines are skipped."""
 
     async def test() -> None:
         async with scene(streams, streams) as other:
@@ -476,8 +477,8 @@ def test_without_schedulers_the_last_resort_is_tried() -> None:
     run(test)
 
 
-def test_when_all_schedulers_have_died_known_instances_serve() -> None:
-    """What decisions named is remembered: all of it serves in turn, for its own models, until a scheduler is back."""
+def test_without_schedulers_known_instances_serve() -> None:
+    """The instances that decisions named serve in turn, for their own models, until a scheduler returns."""
 
     async def test() -> None:
         async with scene(completes, completes, completes, num_schedulers=2) as here:
@@ -502,8 +503,8 @@ def test_when_all_schedulers_have_died_known_instances_serve() -> None:
     run(test)
 
 
-def test_schedulers_that_all_hang_are_not_waited_for_by_everybody() -> None:
-    """Once they are known to hang, requests go to what is known without asking, but for a trial now and then."""
+def test_hanging_schedulers_do_not_delay_every_request() -> None:
+    """Once their circuits are open, requests go to known instances at once, except for occasional trials."""
 
     async def test() -> None:
         async with scene(completes, num_schedulers=2, schedule_s=0.5) as here:
@@ -522,8 +523,8 @@ def test_schedulers_that_all_hang_are_not_waited_for_by_everybody() -> None:
     run(test)
 
 
-def test_a_busy_scheduler_is_heeded() -> None:
-    """Where schedulers say that there is too much to do, knowing an instance is no reason to send it more."""
+def test_a_busy_scheduler_is_respected() -> None:
+    """A refusal for overload is passed on, even if instances are known."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -536,8 +537,8 @@ def test_a_busy_scheduler_is_heeded() -> None:
     run(test)
 
 
-def test_without_schedulers_and_engines_there_is_nothing() -> None:
-    """The client is told to come back."""
+def test_without_schedulers_and_engines_requests_are_refused() -> None:
+    """The client gets a 503 with Retry-After."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -559,10 +560,10 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("status", "message", "http_status", "code", "param"), REFUSALS, ids=str)
-def test_what_schedulers_refuse(
+def test_refusals_of_schedulers(
     status: grpc.StatusCode, message: str, http_status: int, code: str | None, param: str | None
 ) -> None:
-    """A scheduler's word against a request is an answer; one about the state of things asks the next."""
+    """An error of the request is the reply; an error of the scheduler's state tries the next scheduler."""
 
     async def test() -> None:
         async with scene(completes, num_schedulers=2) as here:
@@ -578,8 +579,8 @@ def test_what_schedulers_refuse(
     run(test)
 
 
-def test_a_decision_that_names_no_place() -> None:
-    """A scheduler that lies about where to go is no scheduler; what it reserved goes back."""
+def test_a_decision_without_an_instance() -> None:
+    """A decision that names no reachable instance counts as a failure, and its reservation is released."""
 
     async def test() -> None:
         async with scene(drops, completes) as here:
@@ -592,8 +593,8 @@ def test_a_decision_that_names_no_place() -> None:
     run(test)
 
 
-def test_releases_are_kept_for_a_scheduler_that_is_away() -> None:
-    """An end that nobody hears is told again; what is lost in the end is counted."""
+def test_releases_wait_for_a_scheduler_that_is_away() -> None:
+    """A release that fails is retried; a lost one is counted."""
 
     async def test() -> None:
         async with scene(completes) as here:

@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "Say hello"}]
 
 
 async def chats(call: Call) -> None:
-    """Answer completions and conversations, streamed or not, with usage where it is asked for."""
+    """Reply to completions and chats, streamed or not, with usage on request."""
     body = json.loads(call.body)
     if body["model"] != "tiny":
         call.whole({"error": {"message": "no such model", "type": "x", "param": "model", "code": 404}}, 404)
@@ -74,7 +74,7 @@ def test_completions() -> None:
 
 
 def test_chats() -> None:
-    """Conversations, streamed or not, with usage; outcomes have the counts whether the client wanted them or not."""
+    """Chats, streamed or not, with usage; outcomes contain the counts in any case."""
 
     async def test() -> None:
         async with scene(chats, keys=(KEY,)) as here, clients(here) as client:
@@ -95,7 +95,7 @@ def test_chats() -> None:
 
 
 def test_errors() -> None:
-    """The client raises its own exceptions, by status; an error within a stream too."""
+    """The client raises its own exceptions, by status, also for an error within a stream."""
 
     async def test() -> None:
         async with scene(chats, keys=(KEY,)) as here:

@@ -1,4 +1,4 @@
-"""The gateway's pure parts: reading streams, budgets, circuits."""
+"""Parts of the gateway: stream reader, retry budget, outlier detection, fallback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 11, "completion_token
 
 @given(st.lists(st.text(), max_size=6), st.lists(st.integers(0, 2000)), st.booleans())
 def test_any_cut_of_a_stream_reads_the_same(texts: list[str], cuts: list[int], crlf: bool) -> None:
-    """However a stream is cut: nothing is lost, only whole events go on, and the count is the number of texts."""
+    """However a stream is cut: nothing is lost, only whole events pass, and the count is the number of texts."""
     stream = b"".join(event(text) for text in texts) + event("", "length") + DONE
     if crlf:
         stream = stream.replace(b"\n", b"\r\n")
@@ -38,7 +38,7 @@ def test_any_cut_of_a_stream_reads_the_same(texts: list[str], cuts: list[int], c
 
 @given(st.text())
 def test_an_answer_cannot_fake_its_end(text: str) -> None:
-    """What an answer says is no finish reason, no usage and no event, whatever it says."""
+    """Text of an answer never counts as a finish reason, usage or an event."""
     fake = text + '", "finish_reason": "length", "usage": {"completion_tokens": 99}}\n\ndata: {"error": '
     reader = StreamReader()
     reader.feed(event(fake) + DONE)
@@ -46,23 +46,23 @@ def test_an_answer_cannot_fake_its_end(text: str) -> None:
     assert ending_of(json.dumps({"choices": [{"text": fake}]}).encode()).output_tokens == 0
 
 
-def test_usage_goes_before_counting() -> None:
-    """Where the engine counts, its count holds: an event may carry several tokens."""
+def test_usage_has_precedence_over_counting() -> None:
+    """The engine's count is used if there is one, as an event may contain several tokens."""
     reader = StreamReader()
     reader.feed(event("Hello"))
     reader.feed(event(" there", "length") + USAGE + DONE)
     assert (reader.ending().output_tokens, reader.ending().prompt_tokens) == (5, 11)
 
 
-def test_an_event_without_end_is_not_held_for_ever() -> None:
-    """A stream that never ends an event passes all the same."""
+def test_an_event_without_end_passes() -> None:
+    """An event that is too long to be held passes before its end."""
     reader = StreamReader()
     assert reader.feed(b"data: ") == b""
     assert len(reader.feed(b"x" * 2**21)) == 2**21 + 6
 
 
-def test_a_budget_of_retries() -> None:
-    """A burst is there at once; afterwards retries come with requests."""
+def test_the_retry_budget() -> None:
+    """A burst is possible at first; later, requests earn retries."""
     budget = RetryBudget(max_retries=2, per_request=0.5)
     assert [budget.spend() for _ in range(3)] == [True, True, False]
     budget.earn()
@@ -74,8 +74,8 @@ def test_a_budget_of_retries() -> None:
     assert [budget.spend() for _ in range(3)] == [True, True, False]
 
 
-def test_failures_at_once_are_one_failure() -> None:
-    """All requests of an engine fail when it dies; it is left alone for one short pause, and longer the next time."""
+def test_simultaneous_failures_count_once() -> None:
+    """All requests of a dying engine fail together; it is avoided for one short pause, and longer the next time."""
     now_s = 0.0
     failed = OutlierDetection(lambda: now_s)
     for _ in range(50):
@@ -90,8 +90,8 @@ def test_failures_at_once_are_one_failure() -> None:
     assert failed.avoided() == []
 
 
-def test_the_last_resort_goes_round() -> None:
-    """Each engine has its turn; those that failed come last, those that are excluded never."""
+def test_the_fallback_takes_turns() -> None:
+    """Each engine has its turn; failed ones come last, excluded ones never."""
     resort = Fallback(["http://a:1", "http://b:2", "http://c:3/engine"], lambda: 0.0)
     names = ["a:1", "b:2", "c:3/engine"]
     assert resort
@@ -109,7 +109,7 @@ def test_the_last_resort_goes_round() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"choices": [{"finish_reason": null}]}', "", "[]", "nonsense"])
-def test_answers_that_tell_nothing(text: str) -> None:
-    """Nothing is made up."""
+def test_answers_without_an_end(text: str) -> None:
+    """Nothing is guessed."""
     assert ending_of(text.encode()).finish_reason == UNKNOWN
     assert ending_of(text.encode()).prompt_tokens is None

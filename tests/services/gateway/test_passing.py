@@ -1,4 +1,4 @@
-"""What passes through the gateway: bytes, headers, statuses, and what schedulers are told of it."""
+"""What passes through the gateway: bytes, headers, statuses, and the facts that schedulers receive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP
 
-# Streams that a gateway might be tempted to tidy up.
+# Unusual streams, which must pass unchanged.
 ODD_STREAMS = (
     b"".join(STREAM),
     b': a comment\n\ndata:{"choices":[]}\n\nevent: x\nid: 7\ndata: a\ndata: b\n\n' + DONE,
@@ -51,8 +51,8 @@ def test_streams_pass_byte_for_byte(stream: bytes) -> None:
     run(test)
 
 
-def test_each_event_passes_when_it_comes() -> None:
-    """An event reaches the client before the engine has the next one; half an event waits for its other half."""
+def test_each_event_passes_at_once() -> None:
+    """An event reaches the client before the engine sends the next one; half an event waits for the rest."""
     go_on = asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -65,7 +65,7 @@ def test_each_event_passes_when_it_comes() -> None:
         call.end()
 
     async def test() -> None:
-        async with scene(answer) as here, here.client.stream("POST", PATHS[0], json=asking()) as response:
+        async with scene(answer) as here, here.client.stream("POST", PATHS[0], json=stream_request()) as response:
             pieces = response.aiter_raw()
             for piece in STREAM:
                 assert await anext(pieces) == piece
@@ -74,14 +74,14 @@ def test_each_event_passes_when_it_comes() -> None:
     run(test)
 
 
-def asking(**fields: Any) -> dict[str, Any]:
-    """Ask for a stream."""
+def stream_request(**fields: Any) -> dict[str, Any]:
+    """The body of a request for a stream."""
     return {"model": "tiny", "prompt": "Say hello", "stream": True, **fields}
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_engine_gets_what_the_client_sent(path: str) -> None:
-    """Body, path, query and headers go on; what concerns one connection only does not."""
+    """Body, path, query and headers pass; headers of one connection do not."""
     body = b'{ "model":"tiny" ,"prompt":"caf\xc3\xa9 \\u00e9", "messages":[{"role":"user","content":"hi"}],"x":1e2}  '
     sent = {
         "content-type": "application/json",
@@ -108,8 +108,8 @@ def test_the_engine_gets_what_the_client_sent(path: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["header", "hint", "both", "none", "zero"])
-def test_the_engine_hears_the_priority_that_schedulers_hear(given: str) -> None:
-    """A priority that is not in the body goes into it, for engines read it nowhere else; the rest stays as it was."""
+def test_engine_and_schedulers_get_the_same_priority(given: str) -> None:
+    """A priority from a header is added to the body, where engines read it; the rest is unchanged."""
     fields = {
         "header": '"prompt":"x"',
         "hint": '"prompt":"x","nvext":{"agent_hints":{"priority":5}}',
@@ -131,8 +131,8 @@ def test_the_engine_hears_the_priority_that_schedulers_hear(given: str) -> None:
     run(test)
 
 
-def test_the_reply_says_where_and_why() -> None:
-    """Instance, policy, forecast and decision time stand in the headers, beside what the engine said."""
+def test_the_reply_names_instance_and_policy() -> None:
+    """Instance, policy, forecast and decision time are headers, beside those of the engine."""
 
     async def test() -> None:
         async with scene(streams, completes) as here:
@@ -151,7 +151,7 @@ def test_the_reply_says_where_and_why() -> None:
 
 
 def test_an_answer_in_one_piece_passes_with_its_length() -> None:
-    """Without streaming the client gets the engine's bytes and their number; the outcome has the engine's counts."""
+    """Without streaming the client gets the engine's bytes and their length; the outcome has the engine's counts."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -167,7 +167,7 @@ def test_an_answer_in_one_piece_passes_with_its_length() -> None:
 
 
 def test_the_outcome_of_a_stream() -> None:
-    """Tokens are counted from events, times from the arrival, and the decision's tag and forecast go back with them."""
+    """Tokens are counted in events, times from the arrival; the decision's tag and forecast are included."""
 
     async def test() -> None:
         async with scene(streams) as here:
@@ -189,12 +189,12 @@ TOO_LONG = {"error": {"message": "too long", "type": "BadRequestError", "param":
 
 
 async def refuses(call: Call) -> None:
-    """Say something against the request."""
+    """Reply with an error of the request."""
     call.whole(TOO_LONG, 400)
 
 
 def test_an_engine_refuses_a_request() -> None:
-    """What an engine says against a request goes to the client as it is, and nothing else is tried."""
+    """The engine's error goes to the client unchanged, and no other engine is tried."""
 
     async def test() -> None:
         async with scene(refuses, completes) as here:
@@ -228,8 +228,8 @@ ASKED = (
 )
 
 
-def test_what_a_scheduler_is_told() -> None:
-    """Lengths, limits, wishes and hints of body and headers reach the scheduler."""
+def test_the_facts_that_a_scheduler_receives() -> None:
+    """Lengths, limits, targets and hints of body and headers reach the scheduler."""
 
     async def test() -> None:
         async with scene(refuses) as here:
@@ -244,8 +244,8 @@ def test_what_a_scheduler_is_told() -> None:
     run(test)
 
 
-def test_a_conversation_is_told_as_text() -> None:
-    """Of a chat the scheduler gets roles and texts, and max_completion_tokens goes before max_tokens."""
+def test_a_scheduler_receives_a_chat_as_text() -> None:
+    """Roles and texts of a chat; max_completion_tokens has precedence over max_tokens."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "image_url", "image_url": {}}]},
@@ -265,7 +265,7 @@ def test_a_conversation_is_told_as_text() -> None:
 
 
 def test_prompt_sizes_are_learnt() -> None:
-    """After an engine has counted prompts, later ones are estimated by its ratio."""
+    """Later prompts are estimated by the ratio of earlier counts."""
 
     async def counts(call: Call) -> None:
         tokens = len(json.loads(call.body)["prompt"]) // 2
@@ -283,7 +283,7 @@ def test_prompt_sizes_are_learnt() -> None:
 
 
 def test_request_ids() -> None:
-    """An id is made where there is none; two requests of one id at a time are told apart behind the gateway."""
+    """A missing id is generated; two simultaneous requests of one id get different ids behind the gateway."""
     go_on = asyncio.Event()
 
     async def waits(call: Call) -> None:
@@ -308,7 +308,7 @@ def test_request_ids() -> None:
 
 
 def test_models_are_listed() -> None:
-    """The list comes from the settings, from what instances say, or from the engines themselves."""
+    """The list comes from the settings, from instances, or from the engines themselves."""
 
     async def tells(call: Call) -> None:
         call.whole({"object": "list", "data": [{"id": "own", "object": "model", "max_model_len": 77}]})
@@ -333,8 +333,8 @@ def test_models_are_listed() -> None:
     run(test)
 
 
-def test_who_asks_is_told_why() -> None:
-    """One header asks the scheduler to explain, another brings what it said."""
+def test_an_explanation_on_request() -> None:
+    """One header requests an explanation, another one returns it."""
 
     async def test() -> None:
         async with scene(completes, completes) as here:
@@ -358,7 +358,7 @@ def test_who_asks_is_told_why() -> None:
 
 
 def test_no_delay_on_accepted_connections() -> None:
-    """What a client connects to sends small pieces at once."""
+    """Accepted connections send small pieces at once."""
     with listening(LOCAL, 0) as own:
         own.listen()
         with socket.create_connection(own.getsockname()):
@@ -369,11 +369,11 @@ def test_no_delay_on_accepted_connections() -> None:
 
 
 def test_health_readiness_and_metrics() -> None:
-    """Health is the process's, readiness is that requests can go somewhere; metrics tell what happened."""
+    """Health is the process's, readiness is that requests can be placed; metrics count replies."""
 
     async def ready(client: httpx.AsyncClient, status: int) -> None:
         while (await client.get("/ready")).status_code != status:
-            pass  # a channel connects in its own time
+            pass  # until the channel is connected
 
     async def test() -> None:
         async with scene(streams) as here:
@@ -390,6 +390,6 @@ def test_health_readiness_and_metrics() -> None:
             assert await here.metric("block_gateway_ttft_seconds_count") == 1
             await here.scheduler.released.get()
             await here.scheduler.stop()
-            assert (await here.client.get("/ready")).status_code == 200  # it knows an instance now
+            assert (await here.client.get("/ready")).status_code == 200  # an instance is known now
 
     run(test)

@@ -1,4 +1,4 @@
-"""The gateway as a process: how it starts, what it refuses on its command line, and how it ends."""
+"""The gateway as a process: start, bad command lines, and shutdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKING = {"model": "tiny", "prompt": "Say hello", "stream": True}
 
 @asynccontextmanager
 async def gateway(*flags: str, **environment: str) -> AsyncIterator[tuple[Process, int]]:
-    """Run a gateway without schedulers; give its process and its port."""
+    """Run a gateway without schedulers; yields its process and its port."""
     process = await asyncio.create_subprocess_exec(
         BLOCK, "serve", "gateway", "--port", "0", "--scheduler", "", "--log-format", "json", *flags,
         stdout=PIPE, stderr=PIPE, env={**os.environ, **environment},
@@ -50,7 +50,7 @@ async def line(process: Process, event: str) -> dict[str, str]:
 
 
 def test_streams_finish_after_sigterm() -> None:
-    """Told to stop, the gateway takes nothing new, lets the stream under way end, and ends well."""
+    """After SIGTERM the gateway refuses new requests, lets the stream under way end, and exits with status 0."""
     go_on = asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -85,7 +85,7 @@ def test_streams_finish_after_sigterm() -> None:
 
 
 async def listens(port: int) -> bool:
-    """Tell whether somebody accepts connections."""
+    """Tell whether a server accepts connections."""
     try:
         _, writer = await asyncio.open_connection(LOCAL, port)
     except ConnectionError:
@@ -96,7 +96,7 @@ async def listens(port: int) -> bool:
 
 
 def test_streams_that_do_not_finish_are_cut_off() -> None:
-    """After --drain-s what is still under way ends in an error that clients can read, and engines are let go."""
+    """After --drain-s the requests under way end with an error that clients can read, and engines are disconnected."""
     gone = asyncio.Event()
 
     async def answer(call: Call) -> None:
@@ -127,7 +127,7 @@ def test_streams_that_do_not_finish_are_cut_off() -> None:
 
 
 def test_flags_environment_and_file(tmp_path: Path) -> None:
-    """Lists come by repeating a flag, with commas, from the environment, or from a file."""
+    """Lists are given by repeated flags, with commas, in the environment, or in a file."""
     file = tmp_path / "block.toml"
 
     async def test() -> None:
@@ -157,12 +157,12 @@ BAD_FLAGS = (
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
 def test_bad_flags(flags: list[str], message: str) -> None:
-    """What makes no sense is one line that names the flag, and status 2."""
+    """A bad value is one line that names the flag, and status 2."""
     assert message in refusal("serve", "gateway", "--port", "0", *flags)
 
 
 def test_a_port_in_use() -> None:
-    """A taken port is one line and status 2, and nothing is served."""
+    """A used port is one line and status 2."""
     with socket.socket() as taken:
         taken.bind((LOCAL, 0))
         taken.listen()
@@ -171,12 +171,12 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_file_with_an_unknown_key(tmp_path: Path) -> None:
-    """A key that no flag has is refused, with the nearest one."""
+    """An unknown key is refused, with the most similar one."""
     file = tmp_path / "block.toml"
     file.write_text("[gateway]\nschedulr = 'a:1'\n")
     assert "did you mean scheduler?" in refusal("serve", "gateway", "--config", str(file))
 
 
 def test_help() -> None:
-    """The help knows the flags and their variables."""
+    """The help lists the flags and their variables."""
     assert "--engine-url" in block("serve", "gateway", "--help").stdout

@@ -1,4 +1,4 @@
-"""What the gateway does not let in: bad input, strangers, too much; the process stays up."""
+"""Requests that the gateway refuses: bad input, missing keys, overload; the process stays up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
 
 
 def test_bad_bodies() -> None:
-    """Whatever is wrong is a 400 that names the field, and no scheduler hears of it."""
+    """Each error is a 400 that names the field, and no scheduler is called."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -89,7 +89,7 @@ BAD_HEADERS = (
 
 
 def test_bad_headers() -> None:
-    """A header that makes no sense is refused by its name."""
+    """A bad header is refused by its name."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -101,7 +101,7 @@ def test_bad_headers() -> None:
 
 
 def test_unknown_models_paths_and_methods() -> None:
-    """What there is not is a 404, what cannot be done a 405, in OpenAI's shape."""
+    """A missing model or path is a 404, a wrong method a 405, in OpenAI's shape."""
 
     async def test() -> None:
         async with scene(completes, models=("tiny",)) as here:
@@ -122,7 +122,7 @@ def test_unknown_models_paths_and_methods() -> None:
 
 
 def test_bodies_have_a_limit() -> None:
-    """A body that is too long is a 413, whether it says its length beforehand or not."""
+    """A body that is too long is a 413, with a length in its head or without."""
 
     async def endless(num_pieces: int) -> Any:
         for _ in range(num_pieces):
@@ -139,7 +139,7 @@ def test_bodies_have_a_limit() -> None:
 
 
 def test_requests_have_a_limit() -> None:
-    """Beyond as many requests as may be under way, clients are told to come back."""
+    """Beyond the limit of concurrent requests clients get a 429."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def waits(call: Call) -> None:
@@ -161,8 +161,8 @@ def test_requests_have_a_limit() -> None:
     run(test)
 
 
-def test_requests_count_while_their_bodies_come() -> None:
-    """A slow upload is under way too; when it ends too late or not at all, its place is free again."""
+def test_requests_count_while_their_bodies_arrive() -> None:
+    """A slow upload counts as a concurrent request, until it ends or times out."""
 
     async def test() -> None:
         async with scene(completes, max_concurrency=1) as here:
@@ -179,8 +179,8 @@ def test_requests_count_while_their_bodies_come() -> None:
     run(test)
 
 
-def test_every_answer_has_a_request_id() -> None:
-    """The client's own comes back on whatever path; one that is made up stands in where it has none or a bad one."""
+def test_every_reply_has_a_request_id() -> None:
+    """The client's own is returned on every path; a missing or bad one is replaced."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -194,8 +194,8 @@ def test_every_answer_has_a_request_id() -> None:
     run(test)
 
 
-def test_strangers_are_sent_away() -> None:
-    """With keys, only their holders come in; engines do not see the key, schedulers see the holder's name."""
+def test_clients_without_a_key_are_refused() -> None:
+    """With keys, only their holders are served; engines do not see the key, schedulers see the holder's name."""
     bad = ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer"})
 
     async def test() -> None:
@@ -215,9 +215,9 @@ def test_strangers_are_sent_away() -> None:
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    """A file without keys would let nobody in, and is refused; so is one that makes no sense, without showing it."""
+    """A file without keys would refuse every client, and is an error; a bad line is an error that does not show it."""
     path = tmp_path / "keys"
-    path.write_text("# nobody\n")
+    path.write_text("# no keys\n")
     with pytest.raises(ValueError, match="holds no keys"):
         ApiKeys.from_file(str(path))
     path.write_text("a b secret\n")
@@ -228,7 +228,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_garbage_on_the_wire() -> None:
-    """What is no HTTP gets a 400 and a closed connection; the next client is served."""
+    """Bytes that are not HTTP get a 400 and a closed connection; the next client is served."""
 
     async def test() -> None:
         async with scene(completes) as here:
@@ -256,7 +256,7 @@ FIELDS = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(FIELDS, JSON, max_size=5), st.booleans())
 def test_any_body_is_read_or_refused(data: dict[str, Any], chat: bool) -> None:
-    """Whatever a client sends is understood or refused by a ValueError, never anything else."""
+    """Any body is read, or refused by a ValueError."""
     try:
         ask = read_body(json.dumps(data).encode(), chat=chat)
     except ValueError as error:
@@ -281,6 +281,6 @@ BAD_SETTINGS = (
 
 @pytest.mark.parametrize(("options", "field"), BAD_SETTINGS)
 def test_bad_settings(options: dict[str, Any], field: str) -> None:
-    """A setting that no gateway could follow is refused by its name."""
+    """An impossible setting is refused by its name."""
     with pytest.raises(ValueError, match=f"^{field}: "):
         GatewaySettings(**{"schedulers": ("a:1",), **options})

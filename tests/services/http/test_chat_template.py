@@ -1,4 +1,4 @@
-"""Conversations are written down as vLLM writes them."""
+"""Chat templates render conversations as vLLM does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.http.chat_template import ChatTemplate, template_beside
 
 pytest.importorskip("transformers")
 
-# In the manner of Qwen's.
+# Similar to Qwen's.
 QWEN = """
 {%- if tools %}{{- '# Tools' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n' }}{%- endif %}
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
@@ -38,7 +38,7 @@ TOOLS = [
     {"type": "function", "function": {"parameters": {"type": "object", "properties": {"b": {}, "a": {}}}, "name": "f"}},
     {"type": "function", "function": {"description": "d", "name": "g", "strict": True}},
 ]
-# Given by vLLM 0.32's own `parse_chat_messages`, `ChatCompletionRequest.build_chat_params` and the same template.
+# Made by vLLM 0.32's own `parse_chat_messages`, `ChatCompletionRequest.build_chat_params` and the same template.
 SYSTEM, TURN = "<|im_start|>system\nS<|im_end|>\n", "<|im_start|>assistant\n"
 SAID = f"{SYSTEM}<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n<|im_start|>user\ny<|im_end|>\n"
 CASES: tuple[tuple[dict[str, Any], str], ...] = (
@@ -65,10 +65,10 @@ CASES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("asked", "text"), CASES)
-def test_a_conversation_is_as_vllm_writes_it(asked: dict[str, Any], text: str) -> None:
-    """Parts are joined, arguments of calls read, tools in vLLM's order, and what the request says to the template."""
-    assert ChatTemplate(QWEN, {}).text_of(asked) == text
+@pytest.mark.parametrize(("body", "text"), CASES)
+def test_a_conversation_is_as_vllm_writes_it(body: dict[str, Any], text: str) -> None:
+    """Parts are joined, arguments of calls parsed, tools in vLLM's order, and the request's own template arguments."""
+    assert ChatTemplate(QWEN, {}).text_of(body) == text
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_a_conversation_is_as_vllm_writes_it(asked: dict[str, Any], text: str) -
         {"messages": [{"content": "nobody's"}]},
     ],
 )
-def test_what_only_the_engine_can_write_is_left_to_it(more: dict[str, Any]) -> None:
-    """Pictures, a template of the client's own, nonsense: nothing is written, and nothing raised."""
+def test_conversations_that_only_the_engine_can_render(more: dict[str, Any]) -> None:
+    """Images, a template of the client's own, invalid messages: no text, and no exception."""
     assert ChatTemplate(QWEN, {}).text_of({"messages": PLAIN, **more}) is None
 
 
-def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
-    """In a file of their own, in the tokenizer's settings, there also several by name; or there is none."""
-    file, asked = str(tmp_path / "tokenizer.json"), {"messages": [{"role": "user", "content": "hi"}]}
+def test_templates_are_found_in_the_model_folder(tmp_path: Path) -> None:
+    """In a file of its own, in the tokenizer's settings, also several by name; or there is none."""
+    file, body = str(tmp_path / "tokenizer.json"), {"messages": [{"role": "user", "content": "hi"}]}
     assert template_beside(file) is None
     config = tmp_path / "tokenizer_config.json"
 
     def text(**more: Any) -> str | None:
         found = template_beside(file)
         assert found is not None
-        return found.text_of({**asked, **more})
+        return found.text_of({**body, **more})
 
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     config.write_text(json.dumps({"chat_template": named}))

@@ -1,4 +1,4 @@
-"""The HTTP client against servers that behave, and others."""
+"""The HTTP client against regular and faulty servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def server(serve: Serve) -> AsyncIterator[tuple[Origin, HttpClient]]:
 
 
 async def ask(client: HttpClient, origin: Origin, body: bytes = b"hello", within_s: float = 10.0) -> tuple[int, bytes]:
-    """Send a request and read its whole answer."""
+    """Send a request and read its whole response."""
     head = request_head(b"POST", origin, b"/x", [(b"content-type", b"text/plain")], len(body))
     connection = await client.send(origin, head, body, within_s)
     try:
@@ -54,7 +54,7 @@ async def request(reader: Reader) -> bytes:
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
-ANSWERS = {
+RESPONSES = {
     "length": (OK + b"content-length: 2\r\n\r\nok", (200, b"ok")),
     "chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\no\r\n1;x=y\r\nk\r\n0\r\nt: r\r\n\r\n", (200, b"ok")),
     "until closed": (OK + b"\r\nok", (200, b"ok")),
@@ -64,11 +64,11 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("kind", RESPONSES)
 @pytest.mark.parametrize("at_once", [True, False])
-def test_answers_of_every_form(kind: str, at_once: bool) -> None:
-    """Lengths, chunks and connections that end are read alike, in one piece or byte by byte."""
-    sent, read = ANSWERS[kind]
+def test_responses_of_every_form(kind: str, at_once: bool) -> None:
+    """Responses with a length, in chunks, or up to the end of the connection, in one piece or byte by byte."""
+    sent, read = RESPONSES[kind]
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
@@ -83,7 +83,7 @@ def test_answers_of_every_form(kind: str, at_once: bool) -> None:
     run(test)
 
 
-def test_what_is_sent() -> None:
+def test_a_request_on_the_wire() -> None:
     """A request has its host, its headers and its length, whatever the size of its body."""
     seen: list[bytes] = []
 
@@ -110,7 +110,7 @@ def test_what_is_sent() -> None:
 
 
 def test_connections_are_kept() -> None:
-    """One connection serves many requests, one after the other; it sends small pieces at once."""
+    """One connection serves many requests, one at a time; it sends small pieces at once."""
     num_connections = 0
 
     async def serve(reader: Reader, writer: Writer) -> None:
@@ -134,7 +134,7 @@ def test_connections_are_kept() -> None:
 
 
 def test_a_connection_that_the_server_closed_is_replaced() -> None:
-    """A server may close a kept connection just as it is used again: nobody notices."""
+    """A server may close a kept connection just as it is used again: the request is repeated."""
     num_connections = 0
 
     async def serve(reader: Reader, writer: Writer) -> None:
@@ -143,7 +143,7 @@ def test_a_connection_that_the_server_closed_is_replaced() -> None:
         await request(reader)
         writer.write(OK + b"content-length: 2\r\n\r\nok")
         if num_connections == 1:
-            await request(reader)  # and hang up without a word
+            await request(reader)  # and close the connection
 
     async def test() -> None:
         async with server(serve) as (origin, client):
@@ -167,8 +167,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_answers(kind: str) -> None:
-    """An answer that is not whole, or makes no sense, is an error, and never taken for a short one."""
+def test_broken_responses(kind: str) -> None:
+    """An incomplete or invalid response is an error, never a short response."""
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
@@ -183,8 +183,8 @@ def test_broken_answers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", OK, OK + b"content-length: 10\r\n\r\nhalf"])
-def test_deadlines(sent: bytes) -> None:
-    """A server that falls silent costs no more than the deadline."""
+def test_timeouts(sent: bytes) -> None:
+    """A silent server costs no more than the timeout."""
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
@@ -199,8 +199,8 @@ def test_deadlines(sent: bytes) -> None:
     run(test)
 
 
-def test_a_deadline_moves_with_every_piece() -> None:
-    """What counts is the pause, not the whole; a shorter deadline after a longer one holds too."""
+def test_a_timeout_counts_from_every_piece() -> None:
+    """The pause counts, not the whole; a shorter timeout after a longer one applies too."""
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
@@ -230,7 +230,7 @@ def test_a_deadline_moves_with_every_piece() -> None:
 
 @pytest.mark.parametrize("end", ["", "length", "break", "silence"])
 def test_a_body_that_is_handed_over(end: str) -> None:
-    """Pieces go to whoever takes them as they come, in order; the wait is for the end, and that may be a bad one."""
+    """Pieces are passed on as they arrive, in order; the call returns at the end, or raises."""
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request(reader)
@@ -260,8 +260,8 @@ def test_a_body_that_is_handed_over(end: str) -> None:
     run(test)
 
 
-def test_who_cannot_be_reached() -> None:
-    """A refused connection and a name that nobody can have are told apart from an answer that breaks off."""
+def test_unreachable_servers() -> None:
+    """A refused connection and an impossible name differ from a broken response."""
 
     async def test() -> None:
         client = HttpClient()
@@ -275,8 +275,8 @@ def test_who_cannot_be_reached() -> None:
     run(test)
 
 
-def test_what_is_not_read_is_not_collected() -> None:
-    """A reader that does not read makes the server wait."""
+def test_unread_data_is_not_buffered() -> None:
+    """The server waits for a client that does not read."""
     num_sent = 0
     stuck = asyncio.Event()
 
@@ -285,7 +285,7 @@ def test_what_is_not_read_is_not_collected() -> None:
         await request(reader)
         writer.write(OK + b"\r\n")
         try:
-            for num_sent in range(2000):  # noqa: B007 - how far it came
+            for num_sent in range(2000):  # noqa: B007 - used below
                 writer.write(b"x" * 65_536)
                 async with asyncio.timeout(0.3):
                     await writer.drain()
@@ -314,7 +314,7 @@ def test_what_is_not_read_is_not_collected() -> None:
     ],
 )
 def test_urls(url: str, origin: Origin) -> None:
-    """URLs are read as one writes them."""
+    """Usual URLs are parsed."""
     assert origin_of(url) == origin
     assert origin_of("http://[::1]:8").host_header == b"[::1]:8"
 
@@ -323,6 +323,6 @@ def test_urls(url: str, origin: Origin) -> None:
     "url", ["", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a:x", "http://a/ b"]
 )
 def test_bad_urls(url: str) -> None:
-    """What is no URL of a server is refused."""
+    """Other strings are refused."""
     with pytest.raises(ValueError, match=r"URL|must have"):
         origin_of(url)

@@ -1,4 +1,4 @@
-"""Prompts whose tokens are known: their size, and the names of their blocks."""
+"""Prompts in tokens: their size, and the names of their blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model's tokenizer.json: a token a word, after one that begins each prompt."""
+    """A model's tokenizer.json: one token a word, after one at the start of each prompt."""
     vocabulary = {"<s>": 0, "[UNK]": 1, **{f"w{number}": number + 2 for number in range(100)}}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106 - no secret
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -31,17 +31,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def read(prompts: PromptTokens, *, chat: bool = False, **body: Any) -> tuple[int, list[bytes]]:
-    """Size and name a prompt as a client sent it."""
+    """Read a prompt from a client's body."""
     return prompts.read(read_body(json.dumps(body).encode(), chat=chat))
 
 
 def words(numbers: list[int]) -> tuple[str, list[int]]:
-    """Write a prompt, and what it is to the engine."""
+    """A prompt as text, and its token ids."""
     return " ".join(f"w{number}" for number in numbers), [0, *(number + 2 for number in numbers)]
 
 
-def test_a_text_is_what_the_tokenizer_makes_of_it(tokenizer: str) -> None:
-    """Its size is exact and its blocks have the engine's names; of several prompts only the size is told.
+def test_a_text_is_tokenised(tokenizer: str) -> None:
+    """Its size is exact and its blocks have the engine's names; several prompts have only a size.
 
     So it is of chats, where there is no chat template.
     """
@@ -55,15 +55,15 @@ def test_a_text_is_what_the_tokenizer_makes_of_it(tokenizer: str) -> None:
     assert (51 <= size <= 60, names) == (True, [])
 
 
-def test_a_chat_is_what_its_template_and_the_tokenizer_make_of_it(tokenizer: str, tmp_path: Path) -> None:
-    """The template is found beside the tokenizer, or named; special tokens are the template's business."""
+def test_a_chat_is_rendered_and_tokenised(tokenizer: str, tmp_path: Path) -> None:
+    """The template is beside the tokenizer, or named; it contains the special tokens."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(Path(tokenizer).read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>"}))
     text, ids = words(list(range(40)))
     asked = {"messages": [{"role": "user", "content": text}]}
-    as_sent = [0, 1, *ids[1:], 1]  # <s>, who speaks, what is said, whose turn it is
+    as_sent = [0, 1, *ids[1:], 1]  # <s>, the role, the text, the next role
     beside = PromptTokens(PromptSizes(4.0), tokenizer=str(folder / "tokenizer.json"), seed=SEED)
     assert read(beside, chat=True, **asked) == (43, kv_block_hashes(as_sent, 16))
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }} {{ bos_token }}")
@@ -85,8 +85,8 @@ def test_a_chat_is_what_its_template_and_the_tokenizer_make_of_it(tokenizer: str
 TEMPLATE = "{{ bos_token }} {% for message in messages %}<|{{ message.role }}|> {{ message.content }} {% endfor %}<|assistant|>"
 
 
-def test_a_long_text_is_named_by_its_beginning(tokenizer: str) -> None:
-    """The size of the rest is reckoned from it; no name is of a token that the cut made."""
+def test_the_start_of_a_long_text_is_named(tokenizer: str) -> None:
+    """The size of the rest is estimated from it; no name contains a token that the cut made."""
     prompts = PromptTokens(PromptSizes(4.0), tokenizer=tokenizer, seed=SEED)
     text, ids = words([number % 90 + 10 for number in range(30_000)])
     assert len(text) > 2 * MAX_BYTES
@@ -97,7 +97,7 @@ def test_a_long_text_is_named_by_its_beginning(tokenizer: str) -> None:
 
 
 def test_token_ids_need_no_tokenizer() -> None:
-    """Their blocks are named with any ids that JSON can carry; several prompts are sized only."""
+    """Blocks are named with any ids that JSON allows; several prompts have only a size."""
     prompts = PromptTokens(PromptSizes(4.0), block_tokens=4, seed="0")
     assert read(prompts, prompt=[1, 2, 3, 4, 5]) == (5, kv_block_hashes([1, 2, 3, 4], 4, "0"))
     assert read(prompts, prompt=[[1, 2, 3, 4]]) == (4, kv_block_hashes([1, 2, 3, 4], 4, "0"))
@@ -108,8 +108,8 @@ def test_token_ids_need_no_tokenizer() -> None:
     assert read(prompts, prompt="w1 w2 w3 w4")[1] == []
 
 
-def test_schedulers_are_told_the_names(tokenizer: str) -> None:
-    """With each request, however long, and the size of a block."""
+def test_schedulers_receive_the_names(tokenizer: str) -> None:
+    """With each request of any length, and the size of a block."""
     text, ids = words(list(range(40)))
     long_text, long_ids = words(list(range(100)) * 10)
     assert len(long_text) > LONG_BYTES
@@ -128,8 +128,8 @@ def test_schedulers_are_told_the_names(tokenizer: str) -> None:
     run(test)
 
 
-def test_a_tokenizer_that_is_none_is_refused(tokenizer: str, tmp_path: Path) -> None:
-    """At the start, by its name."""
+def test_a_bad_tokenizer_is_refused(tokenizer: str, tmp_path: Path) -> None:
+    """At the start, naming the setting."""
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match="chat_template: .*nowhere.* cannot be read"):

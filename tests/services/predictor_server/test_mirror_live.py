@@ -215,7 +215,7 @@ def test_the_pace_of_a_slow_engine_is_learnt(tmp_path: Path) -> None:
     """Forecasts of an engine that takes twice as long as its profile become longer."""
 
     async def test(engine: Emulated) -> None:
-        engine.order(slow=2.0)
+        engine.set_faults(slow=2.0)
         async with mirror_of(url_of(engine), speed=1.0) as client:
             await client.rpc.until(lambda response: response.state == READY)
             tasks = await long_streams(client, 2)
@@ -234,9 +234,9 @@ def test_a_hung_engine_is_down_until_it_continues(tmp_path: Path) -> None:
         async with mirror_of(url_of(engine), speed=1.0, sidecar={"stall_s": 1.0}) as client:
             await client.rpc.until(lambda response: response.state == READY)
             tasks = await long_streams(client, 1)
-            await asyncio.to_thread(engine.order, hang=True)
+            await asyncio.to_thread(engine.set_faults, hang=True)
             await client.rpc.until(lambda response: response.state == common_pb2.INSTANCE_STATE_DOWN)
-            await asyncio.to_thread(engine.order)
+            await asyncio.to_thread(engine.set_faults)
             await client.rpc.until(lambda response: response.state == READY)
             await cancel(tasks)
 

@@ -1,4 +1,4 @@
-"""A leader that is driven tick by tick, and a hook that notes what it is told and may fail, or die, when it is told to."""
+"""A leader that a test drives tick by tick, a hook that records its actions and fails on demand, and fixed sidecars."""
 
 from __future__ import annotations
 
@@ -21,99 +21,99 @@ from services.provisioner_server.sidecars import Condition
 
 
 class DeathError(BaseException):
-    """The end of a process, as far as a test can have it."""
+    """The end of a process, simulated."""
 
 
-class Noting:
-    """Starts instances in name only, each once."""
+class RecordingHook:
+    """Starts instances by name only, each once."""
 
-    def __init__(self, world: set[str]) -> None:
-        """Share the instances that there are with others of its kind: they outlive it."""
-        self.world = world
-        self.heard: list[pb.Action] = []
+    def __init__(self, running: set[str]) -> None:
+        """Share the running instances with other hooks, as they outlive a hook."""
+        self.running = running
+        self.actions: list[pb.Action] = []
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
 
     async def act(self, action: pb.Action) -> pb.HookReply:
-        """Do as told; the same action twice is done once."""
-        heard = pb.Action()
-        heard.CopyFrom(action)
-        self.heard.append(heard)
+        """Carry an action out; a repeated one has no further effect."""
+        copy = pb.Action()
+        copy.CopyFrom(action)
+        self.actions.append(copy)
         self.before()
         reply = pb.HookReply(action_id=action.action_id)
         if action.kind == pb.ACTION_KIND_START:
             names = [f"{action.action_id}-{number}" for number in range(action.num_instances)]
-            self.world.update(names)
+            self.running.update(names)
             reply.instances.extend(
                 common_pb2.Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address="127.0.0.1:1")
                 for name in names
             )
         else:
-            self.world.difference_update(action.instance_ids)
+            self.running.difference_update(action.instance_ids)
         self.after()
         return reply
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Tell who is there."""
+        """Return the running instances."""
         return [
             common_pb2.Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address="127.0.0.1:1")
-            for name in sorted(self.world)
+            for name in sorted(self.running)
         ]
 
-    def leavers(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Leave the choice free."""
+    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
+        """Return None: any instance may be removed."""
         return None
 
     async def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
 
-class Answering:
-    """Sidecars that say what a test wants them to say."""
+class FixedSidecars:
+    """Sidecars that all report the same condition."""
 
     def __init__(self) -> None:
-        """All are ready and idle."""
-        self.condition = Condition(is_ready=True, num_there=0)
+        """Report ready and idle."""
+        self.condition = Condition(is_ready=True, num_requests=0)
 
     async def conditions(self, members: Any) -> dict[str, Condition]:
-        """Answer for all that can be asked."""
+        """Return the condition of all that have an address."""
         return {member.instance_id: self.condition for member in members if member.has_address}
 
     async def forget(self, *_: str) -> None:
-        """Have nothing to forget."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Have nothing to close."""
+        """Do nothing."""
 
 
 def settings(folder: Path, **changes: Any) -> ProvisionerSettings:
-    """Keep two to four instances, and wait for nothing."""
+    """Keep two to four instances, without pauses."""
     limits = ScalingLimits(min_instances=2, max_instances=4, cooldown_s=0.0, **changes.pop("limits", {}))
     return ProvisionerSettings(folder=str(folder), limits=limits, provisioner_id="one", settle_s=1e-3, **changes)
 
 
 def leader(folder: Path, hook: Any, own_id: str = "one", **changes: Any) -> Leader:
-    """Make one; that it takes the lease is its own business."""
-    measures = ProvisionerMetrics(CollectorRegistry())
-    made = Leader(Pool(settings(folder, **changes), measures), hook, FileLease(folder / "lease", own_id), measures)
-    made._sidecars = Answering()
+    """Make a leader, which does not hold the lease yet."""
+    metrics = ProvisionerMetrics(CollectorRegistry())
+    made = Leader(Pool(settings(folder, **changes), metrics), hook, FileLease(folder / "lease", own_id), metrics)
+    made._sidecars = FixedSidecars()
     return made
 
 
-def failing(times: int, *, useless: bool = False) -> Callable[[], None]:
-    """Fail so often, then work."""
+def failing(times: int, *, permanent: bool = False) -> Callable[[], None]:
+    """Fail a number of times, then work."""
     left = [times]
 
     def fail() -> None:
         if left[0]:
             left[0] -= 1
-            raise HookError("not now", useless=useless)
+            raise HookError("not now", permanent=permanent)
 
     return fail
 
 
 def dying() -> Callable[[], None]:
-    """Die once."""
+    """Simulate one crash."""
     left = [1]
 
     def die() -> None:

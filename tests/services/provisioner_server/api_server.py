@@ -1,4 +1,4 @@
-"""An API server of Kubernetes, as far as scales, pods and leases go: versions, conflicts, watches that break."""
+"""A part of Kubernetes' API server: scales, pods and leases with versions, conflicts, and watches that break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/llm/leases"
 
 @dataclass(slots=True)
 class Cluster:
-    """What the server knows; `intruder` changes the scale just before somebody's write, as another client would."""
+    """The state of the server; each of `intruders` changes the scale just before a write, as another client would."""
 
     kind: str = "deployment"
     replicas: int = 2
@@ -33,7 +33,7 @@ class Cluster:
     lists: int = 0
     watches: int = 0
     writes: list[int] = field(default_factory=list)
-    outage: int = 0  # requests that are answered with a 500
+    outage: int = 0  # number of requests to fail with status 500
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def bump(self) -> str:
@@ -42,7 +42,7 @@ class Cluster:
         return str(self.version)
 
     def settle(self) -> None:
-        """Do what a controller does: as many pods as replicas, the cheapest to delete first to go."""
+        """Act as the controller: add or remove pods, those with the lowest deletion cost first."""
         with self.lock:
             while len(self.pods) < self.replicas:
                 taken = {int(name.rpartition("-")[2]) for name in self.pods}
@@ -70,7 +70,7 @@ class Cluster:
         self.events.append((self.version, "ADDED", self.pods[name]))
 
     def forget_history(self) -> None:
-        """Compact: who watches from an older version is told that it is gone."""
+        """Compact the history: watches from older versions fail with status 410."""
         with self.lock:
             self.bump()
             self.oldest = self.version
@@ -82,13 +82,13 @@ def _cost(pod: dict[str, Any]) -> int:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one client."""
+    """Serves one client."""
 
     protocol_version = "HTTP/1.1"
     cluster: Cluster
 
     def log_message(self, *_: object) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
     def _answer(self, code: int, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -149,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
                          "serviceName": "engines", "template": {"metadata": {"labels": {"app": "engines"}}}}}  # fmt: skip
 
     def _watch(self, version: int) -> None:
-        """Send what has changed since, for a moment; then hang up in the middle, as proxies do."""
+        """Send changes for a moment, and then close the connection, as proxies do."""
         with self.cluster.lock:
             self.cluster.watches += 1
             gone = version < self.cluster.oldest
@@ -164,10 +164,10 @@ class Handler(BaseHTTPRequestHandler):
             deadline_s = time.monotonic() + 0.3
             while time.monotonic() < deadline_s:
                 with self.cluster.lock:
-                    news = [event for event in self.cluster.events if event[0] > version]
+                    changes = [event for event in self.cluster.events if event[0] > version]
                     if version < self.cluster.oldest:
                         break
-                for at, kind, pod in news:
+                for at, kind, pod in changes:
                     self.wfile.write(json.dumps({"type": kind, "object": pod}).encode() + b"\n")
                     version = at
                 self.wfile.flush()
@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def do_PUT(self) -> None:
-        """Replace what is as it was read; anything else is a conflict."""
+        """Replace an object that has the version that was read; another version is a conflict."""
         body, cluster = self._body(), self.cluster
         if self._is_out():
             return
@@ -203,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, body)
 
     def do_POST(self) -> None:
-        """Create a lease, unless there is one."""
+        """Create a lease, unless it exists."""
         body, cluster = self._body(), self.cluster
         if self._is_out():
             return
@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, pod)
 
     def do_DELETE(self) -> None:
-        """Delete a pod; its controller makes another one."""
+        """Delete a pod."""
         cluster = self.cluster
         with cluster.lock:
             pod = cluster.pods.pop(urlsplit(self.path).path.rpartition("/")[2], None)
@@ -245,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def api_server(cluster: Cluster) -> Iterator[str]:
-    """Serve while the block runs; give the URL."""
+    """Serve while the block runs; yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"cluster": cluster}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

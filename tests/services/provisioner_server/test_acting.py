@@ -1,4 +1,4 @@
-"""Leading: what is written before what is done, and what a crash at any moment leaves behind."""
+"""The leader: actions are written before they are carried out, and survive a crash at any moment."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from scheduler.provisioning.pool_state import ScalingTarget
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.sidecars import Condition
-from tests.services.provisioner_server.acting import DeathError, Noting, dying, failing, leader
+from tests.services.provisioner_server.acting import DeathError, RecordingHook, dying, failing, leader
 
 PATIENCE_S = 90.0
 
 
 async def ticks(one: object, num: int) -> None:
-    """Let a leader look so often."""
+    """Run some ticks of a leader."""
     for _ in range(num):
         await one.tick()  # type: ignore[attr-defined]
 
 
 def states(folder: Path, action_id: str) -> list[str]:
-    """What became of an action, in order."""
+    """The states of an action, in order."""
     return [
         pb.ActionState.Name(entry.action.state).removeprefix("ACTION_STATE_").lower()
         for entry in entries(folder / "journal.jsonl")
@@ -40,25 +40,25 @@ def states(folder: Path, action_id: str) -> list[str]:
     ]
 
 
-def test_an_action_is_on_the_disk_before_its_hook_hears_of_it(tmp_path: Path) -> None:
-    """The hook finds the action written, with its reason, before it does anything."""
-    hook = Noting(set())
+def test_an_action_is_on_the_disk_before_its_hook_is_called(tmp_path: Path) -> None:
+    """The journal contains the action when the hook starts."""
+    hook = RecordingHook(set())
     seen: list[list[str]] = []
     hook.before = lambda: seen.append(states(tmp_path, "default-1"))
     one = leader(tmp_path, hook)
     asyncio.run(ticks(one, 4))
     assert seen == [["written"]]
     assert states(tmp_path, "default-1") == ["written", "called", "done"]
-    assert hook.world == {"default-1-0", "default-1-1"}
-    shown = json.loads((tmp_path / "instances.json").read_text())["instances"]
-    assert [instance["state"] for instance in shown] == ["ready", "ready"]
+    assert hook.running == {"default-1-0", "default-1-1"}
+    listed = json.loads((tmp_path / "instances.json").read_text())["instances"]
+    assert [instance["state"] for instance in listed] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_crash_around_an_action_never_doubles_it(tmp_path: Path, moment: str) -> None:
-    """Whoever leads next does the same action again under the same id: two instances, not four."""
-    world: set[str] = set()
-    first = Noting(world)
+    """The next leader repeats the same action under the same id: two instances, not four."""
+    running: set[str] = set()
+    first = RecordingHook(running)
     setattr(first, moment, dying())
     one = leader(tmp_path, first)
 
@@ -67,45 +67,45 @@ def test_a_crash_around_an_action_never_doubles_it(tmp_path: Path, moment: str) 
             await ticks(one, 3)
         os.close(one._lease._handle)  # what the kernel does when a process ends
         assert states(tmp_path, "default-1") == ["written"]
-        second = Noting(world)
+        second = RecordingHook(running)
         await ticks(leader(tmp_path, second), 4)
-        assert [action.action_id for action in second.heard] == ["default-1"]
+        assert [action.action_id for action in second.actions] == ["default-1"]
 
     asyncio.run(test())
-    assert world == {"default-1-0", "default-1-1"}
+    assert running == {"default-1-0", "default-1-1"}
     assert states(tmp_path, "default-1") == ["written", "called", "done"]
 
 
-def test_a_crash_after_the_hook_was_heard_goes_on_waiting(tmp_path: Path) -> None:
-    """What was called is not called again, and ends as done when its instances are ready."""
-    world: set[str] = set()
+def test_after_a_crash_a_called_action_is_waited_for(tmp_path: Path) -> None:
+    """An action whose hook has replied is not called again, and is done when its instances are ready."""
+    running: set[str] = set()
 
     async def test() -> None:
-        one = leader(tmp_path, Noting(world))
+        one = leader(tmp_path, RecordingHook(running))
         one._sidecars.condition = Condition()
         await ticks(one, 3)
         os.close(one._lease._handle)
         assert states(tmp_path, "default-1") == ["written", "called"]
-        second = Noting(world)
+        second = RecordingHook(running)
         await ticks(leader(tmp_path, second), 3)
-        assert second.heard == []
+        assert second.actions == []
 
     asyncio.run(test())
     assert states(tmp_path, "default-1")[-1] == "done"
 
 
 def test_only_one_of_two_acts(tmp_path: Path) -> None:
-    """The second one waits until the first has let go of the lease."""
-    world: set[str] = set()
+    """The second leader waits until the first releases the lease."""
+    running: set[str] = set()
 
     async def test() -> None:
-        hooks = [Noting(world), Noting(world)]
+        hooks = [RecordingHook(running), RecordingHook(running)]
         one, other = (leader(tmp_path, hook, own_id=name) for hook, name in zip(hooks, "ab", strict=True))
         await ticks(one, 3)
         await ticks(other, 3)
         assert (one.leads, other.leads) == (True, False)
         assert await other.holder() == "a"
-        assert hooks[1].heard == []
+        assert hooks[1].actions == []
         assert len(list(other.roster())) == 2
         await one.close()
         await ticks(other, 2)
@@ -115,85 +115,85 @@ def test_only_one_of_two_acts(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_hook_that_fails_is_asked_again_with_the_same_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_hook_is_called_again_with_the_same_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After pauses; the attempt is counted, the id stays."""
     monkeypatch.setattr("services.provisioner_server.leader.RETRY", Backoff(first_s=0.0, max_s=30.0))
-    hook = Noting(set())
+    hook = RecordingHook(set())
     hook.before = failing(2)
     asyncio.run(ticks(leader(tmp_path, hook), 6))
-    assert [(action.action_id, action.attempt) for action in hook.heard] == [
+    assert [(action.action_id, action.attempt) for action in hook.actions] == [
         ("default-1", 1), ("default-1", 2), ("default-1", 3),
     ]  # fmt: skip
-    assert len(hook.world) == 2
+    assert len(hook.running) == 2
 
 
-def test_a_refused_action_has_failed_and_says_why(tmp_path: Path) -> None:
-    """Nothing is tried again that would be refused again; what is still wanted is planned anew."""
-    hook = Noting(set())
-    hook.before = failing(1, useless=True)
+def test_a_refused_action_fails_with_its_reason(tmp_path: Path) -> None:
+    """A permanent failure is not retried; the next plan makes a new action if one is still needed."""
+    hook = RecordingHook(set())
+    hook.before = failing(1, permanent=True)
     asyncio.run(ticks(leader(tmp_path, hook), 5))
     first = entries(tmp_path / "journal.jsonl")[1].action
     assert first.state == pb.ACTION_STATE_FAILED
     assert "not now" in first.why
-    assert len(hook.world) == 2
+    assert len(hook.running) == 2
 
 
-def test_one_that_never_comes_up_is_given_up_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped, reported, and another is started while it is wanted."""
+def test_an_instance_that_never_becomes_ready_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped and counted, and another one is started while it is needed."""
     monkeypatch.setattr("scheduler.provisioning.cold_starts.LEAST_PATIENCE_S", 0.0)
     monkeypatch.setattr("scheduler.provisioning.cold_starts.PATIENCE", 0.0)
-    hook = Noting(set())
+    hook = RecordingHook(set())
 
     async def test() -> None:
         one = leader(tmp_path, hook)
         one._sidecars.condition = Condition()
         await ticks(one, 5)
-        assert one._measures.given_up._value.get() >= 2
-        one._sidecars.condition = Condition(is_ready=True, num_there=0)
+        assert one._metrics.given_up._value.get() >= 2
+        one._sidecars.condition = Condition(is_ready=True, num_requests=0)
         await ticks(one, 6)
 
     asyncio.run(test())
     assert states(tmp_path, "default-1")[-1] == "given_up"
-    stops = [action for action in hook.heard if action.kind == pb.ACTION_KIND_STOP]
+    stops = [action for action in hook.actions if action.kind == pb.ACTION_KIND_STOP]
     assert {name for action in stops for name in action.instance_ids} >= {"default-1-0", "default-1-1"}
-    assert len(hook.world) == 2
+    assert len(hook.running) == 2
 
 
-def test_an_instance_leaves_only_when_it_has_nothing_left(tmp_path: Path) -> None:
-    """First schedulers are told, then what it has ends, and only then the hook hears of it."""
-    hook = Noting(set())
+def test_an_instance_is_removed_only_without_requests(tmp_path: Path) -> None:
+    """Schedulers see it draining first, then its requests end, and only then the hook is called."""
+    hook = RecordingHook(set())
 
     async def test() -> None:
         one = leader(tmp_path, hook, limits={"calm_s": 0.0}, rule="relief")
         one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=3, num_enough=3, why="three")
         await ticks(one, 6)
-        assert len(hook.world) == 3
-        one._sidecars.condition = Condition(is_ready=True, num_there=4)
+        assert len(hook.running) == 3
+        one._sidecars.condition = Condition(is_ready=True, num_requests=4)
         one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=2, num_enough=2, why="two")
         one._pool._planner._limits = replace(one._pool._planner._limits, calm_s=0.0)
-        one._pool.observed.cold_starts = type(one._pool.observed.cold_starts)(0.0)
+        one._pool.history.cold_starts = type(one._pool.history.cold_starts)(0.0)
         await ticks(one, 6)
-        shown = json.loads((tmp_path / "instances.json").read_text())["instances"]
-        assert sorted(instance["state"] for instance in shown) == ["draining", "ready", "ready"]
-        assert len(hook.world) == 3
-        one._sidecars.condition = Condition(is_ready=True, num_there=0)
+        listed = json.loads((tmp_path / "instances.json").read_text())["instances"]
+        assert sorted(instance["state"] for instance in listed) == ["draining", "ready", "ready"]
+        assert len(hook.running) == 3
+        one._sidecars.condition = Condition(is_ready=True, num_requests=0)
         await ticks(one, 2)
 
     asyncio.run(test())
-    assert len(hook.world) == 2
+    assert len(hook.running) == 2
 
 
-def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
-    """Planned once, not at every look, and nobody is told."""
-    hook = Noting(set())
+def test_a_dry_run_only_logs_what_it_would_do(tmp_path: Path) -> None:
+    """The action is planned once, not at every tick, and the hook is not called."""
+    hook = RecordingHook(set())
     asyncio.run(ticks(leader(tmp_path, hook, dry_run=True), 5))
-    assert hook.heard == []
+    assert hook.actions == []
     (entry,) = entries(tmp_path / "journal.jsonl")
     assert (entry.action.state, entry.action.dry_run, entry.action.num_instances) == (pb.ACTION_STATE_PLANNED, True, 2)
 
 
-def test_a_journal_that_was_cut_off_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
-    """Half a line was never written; a whole one that is none is refused by its place."""
+def test_a_journal_continues_after_its_last_complete_line(tmp_path: Path) -> None:
+    """An incomplete line is dropped; an invalid one is an error that names its line."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     action = pb.Action(action_id="p-1", kind=pb.ACTION_KIND_START, state=pb.ACTION_STATE_WRITTEN)
@@ -213,7 +213,7 @@ def test_a_journal_that_was_cut_off_goes_on_behind_its_last_whole_line(tmp_path:
 
 
 def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
-    """The kernel lets a lock go when its process is killed."""
+    """The kernel releases a lock when its process is killed."""
     code = (
         "import asyncio, pathlib, sys, time\nfrom services.provisioner_server.lease import FileLease\n"
         "assert asyncio.run(FileLease(pathlib.Path(sys.argv[1]), 'first').held())\nprint('held', flush=True)\n"
@@ -254,8 +254,8 @@ if sys.argv[2] == "after":
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_killed_provisioner_goes_on_where_it_was(tmp_path: Path, moment: str) -> None:
-    """A real process, killed by its own hook before or after the hook's work: started again, it makes one, not two."""
+def test_a_killed_provisioner_continues_after_a_restart(tmp_path: Path, moment: str) -> None:
+    """A real process, killed by its own hook before or after the hook's work: restarted, it starts one instance, not two."""
     script = tmp_path / "hook.py"
     script.write_text(COMMAND)
     words = [

@@ -37,7 +37,7 @@ def command(tmp_path: Path, code: str, **more: Any) -> Command:
     return Command([sys.executable, str(script), str(tmp_path)], **more)
 
 
-def test_a_command_gets_the_action_and_answers(tmp_path: Path) -> None:
+def test_a_command_receives_the_action_and_replies(tmp_path: Path) -> None:
     """JSON on standard input with the wire's names, and a reply on standard output."""
     hook = command(
         tmp_path,
@@ -52,25 +52,25 @@ def test_a_command_gets_the_action_and_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "useless"),
+    ("code", "reason", "permanent"),
     [
         ("sys.exit('no room')", "status 1: no room", False),
-        ("print('nonsense')", "no HookReply", False),
+        ("print('nonsense')", "not a HookReply", False),
         ("print(json.dumps({'refused': True, 'message': 'never'}))", "refused: never", True),
-        ("print(json.dumps({'action_id': 'p-8'}))", "is to p-8", False),
+        ("print(json.dumps({'action_id': 'p-8'}))", "names action p-8", False),
         ("time.sleep(600)", "longer than 0.5 s", False),
     ],
 )
-def test_a_command_that_fails_says_why(tmp_path: Path, code: str, reason: str, useless: bool) -> None:
-    """A status, a bad answer, a refusal, a command that hangs."""
+def test_the_reason_of_a_failed_command(tmp_path: Path, code: str, reason: str, permanent: bool) -> None:
+    """A status, an invalid reply, a refusal, a command that hangs."""
     timeout_s = 0.5 if "sleep" in code else PATIENCE_S
     with pytest.raises(HookError, match=reason) as caught:
         asyncio.run(command(tmp_path, code, timeout_s=timeout_s).act(ACTION))
-    assert caught.value.useless is useless
+    assert caught.value.permanent is permanent
 
 
-def test_no_shell_reads_a_command(tmp_path: Path) -> None:
-    """What a shell would do with an argument is not done."""
+def test_a_command_runs_without_a_shell(tmp_path: Path) -> None:
+    """Arguments are not interpreted."""
     marker = tmp_path / "made"
     asyncio.run(Command([sys.executable, "-c", "pass", f"; touch {marker}"]).act(ACTION))
     assert not marker.exists()
@@ -80,11 +80,11 @@ def test_no_shell_reads_a_command(tmp_path: Path) -> None:
 
 @contextmanager
 def flaky(statuses: list[int]) -> Iterator[tuple[str, list[tuple[dict[str, str], bytes]], list[str]]]:
-    """Serve HTTP: these statuses, one after the other, 0 for hanging up, the last one for ever.
+    """Serve HTTP with a list of statuses, of which the last is repeated; 0 closes the connection.
 
-    Also what was heard, and what was really done: once for each idempotency key.
+    Also yields the received requests, and the actions that were carried out, once for each idempotency key.
     """
-    heard: list[tuple[dict[str, str], bytes]] = []
+    received: list[tuple[dict[str, str], bytes]] = []
     done: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -95,7 +95,7 @@ def flaky(statuses: list[int]) -> Iterator[tuple[str, list[tuple[dict[str, str],
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            heard.append(({name.lower(): value for name, value in self.headers.items()}, body))
+            received.append(({name.lower(): value for name, value in self.headers.items()}, body))
             status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
             key = self.headers["idempotency-key"]
             if key not in done:
@@ -115,7 +115,7 @@ def flaky(statuses: list[int]) -> Iterator[tuple[str, list[tuple[dict[str, str],
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/scale?x=1", heard, done
+        yield f"http://127.0.0.1:{server.server_address[1]}/scale?x=1", received, done
     finally:
         server.shutdown()
         server.server_close()
@@ -132,47 +132,49 @@ async def posted(url: str, **more: Any) -> pb.HookReply:
 
 
 def test_a_webhook_is_signed_and_repeated_under_one_key() -> None:
-    """Errors, throttling and a connection that breaks after the work was done: heard five times, done once."""
-    with flaky([500, 429, 0, 503, 200]) as (url, heard, done):
+    """Errors, throttling and a connection that breaks after the work: received five times, carried out once."""
+    with flaky([500, 429, 0, 503, 200]) as (url, received, done):
         assert asyncio.run(posted(url)).action_id == "p-7"
         assert done == ["p-7"]
-        attempts = [json.loads(body)["attempt"] for _, body in heard]
+        attempts = [json.loads(body)["attempt"] for _, body in received]
         assert len(attempts) == 5
-        assert attempts == sorted(attempts)  # one that a kept connection lost is sent again at once, as it was
-        for headers, body in heard:
+        assert attempts == sorted(
+            attempts
+        )  # a request that a kept connection lost is repeated at once, with the same number
+        for headers, body in received:
             signed = headers["x-block-timestamp"].encode() + b"." + body
             expected = "sha256=" + hmac.new(b"secret", signed, hashlib.sha256).hexdigest()
             assert headers["x-block-signature"] == expected
             assert abs(time.time() - int(headers["x-block-timestamp"])) < PATIENCE_S
 
 
-def test_a_webhook_that_refuses_is_not_asked_again() -> None:
-    """A status of 400 stays one."""
-    with flaky([400]) as (url, heard, _):
+def test_a_webhook_that_refuses_is_not_called_again() -> None:
+    """A status of 400 is a permanent failure."""
+    with flaky([400]) as (url, received, _):
         with pytest.raises(HookError, match="400") as caught:
             asyncio.run(posted(url))
-        assert caught.value.useless
-        assert len(heard) == 1
+        assert caught.value.permanent
+        assert len(received) == 1
 
 
 def test_a_webhook_gives_up_in_the_end() -> None:
-    """After so many attempts, so that it is tried later again."""
-    with flaky([503]) as (url, heard, _):
+    """After its attempts; the action is retried later."""
+    with flaky([503]) as (url, received, _):
         with pytest.raises(HookError, match="503") as caught:
             asyncio.run(posted(url, attempts=3))
-        assert not caught.value.useless
-        assert len(heard) == 3
+        assert not caught.value.permanent
+        assert len(received) == 3
 
 
 @pytest.mark.parametrize(("url", "secret", "named"), [("ftp://x", "s", "webhook"), ("http://x", "", "webhook_secret")])
-def test_webhooks_that_make_no_sense_are_refused(url: str, secret: str, named: str) -> None:
+def test_bad_webhook_settings_are_refused(url: str, secret: str, named: str) -> None:
     """By name."""
     with pytest.raises(ValueError, match=f"^{named}: "):
         Webhook(url, secret)
 
 
 def test_processes_are_started_once_and_ended(tmp_path: Path) -> None:
-    """The same action by two hooks starts one engine and one sidecar; they outlive the hooks, and end when told."""
+    """The same action by two hooks starts one engine and one sidecar; they outlive the hooks, and end with a drain."""
     sleeper = f"{sys.executable} -c 'import time; time.sleep(600)' {{port}} {{name}} {{state}}"
     first, second = (Processes(tmp_path, engine_command=sleeper, end_s=5.0) for _ in range(2))
     action = pb.Action(action_id="p-1", kind=pb.ACTION_KIND_START, num_instances=1)
@@ -194,8 +196,8 @@ def test_processes_are_started_once_and_ended(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_processes_end_with_a_hook_that_is_not_to_keep_them(tmp_path: Path) -> None:
-    """Whoever runs a whole system on one machine leaves nothing behind."""
+def test_processes_end_with_a_hook_that_does_not_keep_them(tmp_path: Path) -> None:
+    """A whole system on one machine leaves no process behind."""
     sleeper = f"{sys.executable} -c 'import time; time.sleep(600)'"
     hook = Processes(tmp_path, engine_command=sleeper, keep=False)
 

@@ -109,7 +109,7 @@ def test_the_marked_pod_is_removed() -> None:
             await until_names(hook, "engines-0", "engines-2", "engines-3")
             await hook.act(drain(3, "engines-1"))  # again, though it is gone
             assert cluster.writes == [3]
-            assert hook.leavers(["engines-0", "engines-2"], 1) is None
+            assert hook.fixed_choice(["engines-0", "engines-2"], 1) is None
 
     run(test)
 
@@ -137,7 +137,7 @@ def test_a_stateful_set_removes_the_highest_ordinals() -> None:
 
     async def test() -> None:
         async with scaling(Cluster(kind="statefulset", replicas=12)) as (hook, _):
-            assert hook.leavers(engines(12), 2) == ["engines-10", "engines-11"]
+            assert hook.fixed_choice(engines(12), 2) == ["engines-10", "engines-11"]
 
     run(test)
 
@@ -174,12 +174,12 @@ def test_an_unavailable_api_server_is_a_failure_that_is_worth_a_retry() -> None:
             cluster.outage = 1_000
             with pytest.raises(HookError, match="500") as caught:
                 await hook.act(start(3))
-            assert not caught.value.useless
+            assert not caught.value.permanent
             cluster.outage = 0
         absent = Scale(client.Configuration(host="http://127.0.0.1:1"), namespace="llm", kind="deployment", name="e")
         with pytest.raises(HookError, match="127.0.0.1:1") as caught:
             await absent.act(start(3))
-        assert not caught.value.useless
+        assert not caught.value.permanent
         assert await absent.instances() is None
         await absent.close()
 
@@ -195,12 +195,12 @@ def test_a_leader_scales_a_deployment_up(tmp_path: Path) -> None:
             await until_names(hook, "engines-0")
             one = leader(tmp_path, hook)
             deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-            while len(one.roster().those("ready")) != 2:
+            while len(one.roster().in_state("ready")) != 2:
                 await one.tick()
                 assert asyncio.get_running_loop().time() < deadline_s
                 await asyncio.sleep(0.05)
             assert [member.instance_id for member in one.roster()] == engines(2)
-            assert one.roster().named("engines-1").engine_url == "http://10.0.0.2:8000"
+            assert one.roster().find("engines-1").engine_url == "http://10.0.0.2:8000"
             assert cluster.writes == [2]
 
     run(test)

@@ -1,4 +1,4 @@
-"""A provisioner with the `process` hook and everything around it: a burst makes the cluster grow, and it shrinks again."""
+"""A provisioner with the `process` hook in a whole cluster: it grows in a burst of requests, and shrinks again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.services.cluster.loading import loaded
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
 
 PATIENCE_S = 240.0
-NEW = "default-2-"  # the names of what the second action starts begin so
+NEW = "default-2-"  # prefix of the instances of the second action
 ENGINE = (
     "--profile llama-2-7b-a30 --served-model-name tiny --speed 2 --max-num-seqs 8 --max-model-len 512 "
     "--num-gpu-blocks 257 --drain-s 60"
@@ -44,7 +44,7 @@ async def until(holds: Callable[[], object], what: str) -> None:
 
 @asynccontextmanager
 async def living(folder: Path) -> AsyncIterator[tuple[Child, Child]]:
-    """Run a provisioner, a scheduler and a gateway; instances, which outlive the provisioner, are ended at the end."""
+    """Run a provisioner, a scheduler and a gateway; the instances, which outlive the provisioner, end with the block."""
     provisioner = Child(
         "provisioner", "provisioner", "--folder", str(folder), "--model", "tiny", "--min-instances", "2",
         "--max-instances", "5", "--cooldown-s", "1", "--calm-s", "4", "--cold-start-s", "5", "--threshold-s", "3",
@@ -78,7 +78,7 @@ async def living(folder: Path) -> AsyncIterator[tuple[Child, Child]]:
 
 
 def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_request(tmp_path: Path) -> None:
-    """From two instances to five and back to two; every request is answered, and every change has its reason."""
+    """From two instances to five and back to two; no request fails, and every action has its reason."""
 
     async def test() -> None:
         async with living(tmp_path) as (provisioner, gateway):

@@ -1,4 +1,4 @@
-"""From the wire to pure values and back: what is meant arrives, what makes no sense is named."""
+"""Messages to values and back: values survive, bad ones are named."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORECAST = Forecast(
 
 
 def request(**fields: Any) -> common_pb2.Request:
-    """A request that is as it should be but for these fields."""
+    """A valid request with other values of some fields."""
     return common_pb2.Request(**{"request_id": "r", "prompt_tokens": 48, **fields})
 
 
 def forecast(**fields: Any) -> common_pb2.Forecast:
-    """A forecast that is as it should be but for these fields."""
+    """A valid forecast with other values of some fields."""
     message = messages.forecast_message(FORECAST)
     for name, value in fields.items():
         setattr(message, name, value)
@@ -59,27 +59,27 @@ def test_spans_are_converted_to_the_engines_clock() -> None:
 
 
 def test_a_bare_request_stays_bare() -> None:
-    """What was not said is not known, rather than zero."""
+    """Absent fields are unknown, not zero."""
     bare = RequestFacts(request_id="r", prompt_tokens=1)
     assert messages.request_from(messages.request_message(bare)) == bare
 
 
 def test_a_fixed_length_is_a_known_length() -> None:
-    """With ignore_eos the answer ends at max_tokens and nowhere else; a length that is given still wins."""
+    """With ignore_eos the answer ends at max_tokens; a given length has precedence."""
     assert messages.request_from(request(max_tokens=7, ignore_eos=True)).output_tokens == 7
     assert messages.request_from(request(max_tokens=7, ignore_eos=True, output_tokens=5)).output_tokens == 5
     assert messages.request_from(request(max_tokens=7)).output_tokens is None
 
 
 def test_prefix_names_count_for_blocks_of_their_size_only() -> None:
-    """Names made for other blocks mean nothing to an engine."""
+    """Names of blocks of another size are ignored."""
     message = messages.request_message(REQUEST, block_size=16)
     assert messages.request_from(message, block_size=32).prefix_hashes == ()
     assert messages.request_from(message).prefix_hashes == HASHES
 
 
-def test_names_of_blocks_are_spelled_alike_by_all() -> None:
-    """Hexadecimal texts are the bytes that they stand for; numbers have a spelling of their own, each another."""
+def test_names_of_blocks_have_one_form() -> None:
+    """Hexadecimal strings become bytes; numbers become distinct bytes."""
     assert messages.prefix_bytes(HASHES) == [bytes.fromhex(name) for name in HASHES]
     numbers = [0, 1, -1, 255, 2**63, -(2**63), 2**70]
     assert len(set(messages.prefix_bytes(numbers))) == len(numbers)
@@ -121,8 +121,8 @@ def test_a_bad_request_is_named(message: common_pb2.Request, named: str) -> None
         messages.request_from(message)
 
 
-def test_names_of_blocks_that_nobody_can_spell_are_refused() -> None:
-    """A name that is not hexadecimal has no bytes; without the blocks' size none means anything."""
+def test_bad_names_of_blocks_are_refused() -> None:
+    """A name that is not hexadecimal, and names without the size of their blocks."""
     with pytest.raises(ValueError, match=r"^prefix_hashes\[0\]: 'zz' is not hexadecimal"):
         messages.request_message(RequestFacts(request_id="r", prompt_tokens=9, prefix_hashes=("zz",)), block_size=8)
     with pytest.raises(ValueError, match="^block_size"):
@@ -130,7 +130,7 @@ def test_names_of_blocks_that_nobody_can_spell_are_refused() -> None:
 
 
 def test_a_forecast_arrives_as_it_was_sent() -> None:
-    """Delays that were not asked for stay absent; a request that never ends stays infinite."""
+    """Delays that were not requested stay absent; an infinite time stays infinite."""
     never = Forecast(
         request_id="r", ttft_s=math.inf, e2e_s=math.inf, tpot_s=math.inf, queue_s=0.0, output_tokens=3,
         num_preemptions=0, prefix_hit_tokens=0,
@@ -159,13 +159,13 @@ def test_a_forecast_arrives_as_it_was_sent() -> None:
     ],
 )
 def test_a_bad_forecast_is_named(message: common_pb2.Forecast, named: str) -> None:
-    """A forecast that contradicts itself, or says nothing, is refused by name."""
+    """An inconsistent or empty forecast is refused by name."""
     with pytest.raises(ValueError, match=rf"^forecast\.{named}"):
         messages.forecast_from(message)
 
 
 def test_indicators_arrive_as_they_were_sent() -> None:
-    """Zero is not absent, infinity is allowed where times are, and names without a number of their own travel too."""
+    """Zero differs from absent, times may be infinite, and names without a field of their own pass too."""
     values = {"num_running": 0, "num_free_blocks": 7, "kv_hit_ratio": 0.25, "drained_s": math.inf, "mine": -3.5}
     message = messages.indicators_message(values, age_s=0.5, source=common_pb2.STATE_SOURCE_EXPORTED)
     assert (message.age_s, message.source) == (0.5, common_pb2.STATE_SOURCE_EXPORTED)
@@ -194,7 +194,7 @@ def test_bad_indicators_are_named(fields: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize("values", [{"num_running": -1.0}, {"pace": math.nan}, {"step_s": math.inf}, {"x": math.nan}])
 def test_bad_indicators_are_not_sent(values: dict[str, float]) -> None:
-    """What a receiver would refuse is refused at once."""
+    """Values that a receiver refuses are refused by the sender."""
     with pytest.raises(ValueError, match=r"^indicators\."):
         messages.indicators_message(values, age_s=0.0)
 
@@ -211,7 +211,7 @@ def test_bad_indicators_are_not_sent(values: dict[str, float]) -> None:
     ),
 )
 def test_garbage_is_read_or_refused_in_one_line(raw: bytes, kind: tuple[Any, Callable[[Any], Any]]) -> None:
-    """No bytes crash a reader."""
+    """Any bytes are read, or refused in one line."""
     message, read = kind
     try:
         read(message.FromString(raw))

@@ -1,4 +1,4 @@
-"""What all gRPC servers share: statuses, limits, deadlines, draining."""
+"""All gRPC servers: statuses, limits, deadlines, draining."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WATCH = predictor_pb2.WatchRequest(instance_id="a")
 
 
 class Sidecar(predictor_pb2_grpc.PredictorServicer):
-    """Does what a test tells it to."""
+    """A servicer whose behaviour a test sets."""
 
     def __init__(self) -> None:
-        """Answer at once."""
+        """Respond at once."""
         self.started = asyncio.Event()
         self.may_end = asyncio.Event()
         self.may_end.set()
@@ -35,7 +35,7 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
         self.error: Exception | None = None
 
     async def Predict(self, request: predictor_pb2.PredictRequest, context: Any) -> predictor_pb2.PredictResponse:
-        """Answer when allowed to."""
+        """Respond when `may_end` is set."""
         self.started.set()
         try:
             await self.may_end.wait()
@@ -51,7 +51,7 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
     async def Watch(
         self, request: predictor_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[predictor_pb2.WatchResponse]:
-        """Say one thing, and then no more until left."""
+        """Send one message, and then nothing until the client leaves."""
         try:
             self.started.set()
             yield predictor_pb2.WatchResponse(sequence=1)
@@ -60,11 +60,11 @@ class Sidecar(predictor_pb2_grpc.PredictorServicer):
             self.left.release()
 
     async def Reserve(self, request: Any, context: Any) -> Any:
-        """Be not there."""
+        """Fail."""
         raise NotImplementedError
 
     async def Release(self, request: Any, context: Any) -> Any:
-        """Be not there."""
+        """Fail."""
         raise NotImplementedError
 
 
@@ -101,7 +101,7 @@ async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
 def test_exceptions_become_statuses(
     error: Exception, code: str, details: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each exception has its status and a short line; of our own faults the caller learns nothing, the log all."""
+    """Each exception has its status and a short message; details of internal errors go to the log only."""
 
     async def test() -> None:
         async with sidecar() as (servicer, stub, *_):
@@ -117,8 +117,8 @@ def test_exceptions_become_statuses(
     assert ("secret" in caplog.text) == (code == "INTERNAL")
 
 
-def test_a_servicer_may_say_the_status_itself() -> None:
-    """What a method aborts with goes out as it is."""
+def test_a_servicer_may_abort_with_a_status() -> None:
+    """The status passes unchanged."""
 
     async def test() -> None:
         async with sidecar() as (_, stub, *_rest):
@@ -129,7 +129,7 @@ def test_a_servicer_may_say_the_status_itself() -> None:
 
 
 def test_garbage_is_refused_and_the_server_lives() -> None:
-    """Bytes that are no message, of any kind of method, are the caller's mistake."""
+    """Bytes that are not a message are an invalid argument, for any kind of method."""
 
     async def test() -> None:
         async with sidecar() as (_, stub, channel, _here):
@@ -146,8 +146,8 @@ def test_garbage_is_refused_and_the_server_lives() -> None:
     run(test)
 
 
-def test_no_more_calls_than_allowed_and_health_answers_all_the_same() -> None:
-    """Beyond the limit calls are refused at once; who asks for health is not counted."""
+def test_the_limit_of_calls_does_not_apply_to_health() -> None:
+    """Calls beyond the limit are refused at once; calls of the health service are not counted."""
 
     async def test() -> None:
         async with sidecar(max_concurrency=2) as (servicer, stub, channel, _):
@@ -165,7 +165,7 @@ def test_no_more_calls_than_allowed_and_health_answers_all_the_same() -> None:
 
 
 async def first(calls: list[asyncio.Future[Any]], number: int) -> list[asyncio.Future[Any]]:
-    """Those of some calls that end first."""
+    """Return the calls that end first."""
     done: set[asyncio.Future[Any]] = set()
     while len(done) < number:
         more, _ = await asyncio.wait(set(calls) - done, return_when=asyncio.FIRST_COMPLETED)
@@ -173,8 +173,8 @@ async def first(calls: list[asyncio.Future[Any]], number: int) -> list[asyncio.F
     return list(done)
 
 
-def test_who_leaves_or_waits_no_longer_stops_the_work() -> None:
-    """A deadline that passes and a caller who cancels both end the work at the server."""
+def test_a_deadline_or_a_cancellation_stops_the_work() -> None:
+    """Both end the work at the server."""
 
     async def test() -> None:
         async with sidecar() as (servicer, stub, *_):
@@ -190,8 +190,8 @@ def test_who_leaves_or_waits_no_longer_stops_the_work() -> None:
     run(test)
 
 
-def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() -> None:
-    """At the end a call under way gets its answer, new ones none, and a watcher is cut off without delay."""
+def test_calls_under_way_finish_and_endless_streams_are_cut_off() -> None:
+    """While draining, a call under way gets its response, new ones are refused, and a watcher is cut off without delay."""
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() 
             await servicer.started.wait()
             ended.set()
             assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            await asyncio.sleep(0.2)  # well past the settling
+            await asyncio.sleep(0.2)  # longer than SETTLE_S
             assert not under_way.done()
             assert not server.done()
             servicer.may_end.set()
@@ -235,7 +235,7 @@ def test_what_is_under_way_is_finished_and_endless_streams_are_not_waited_for() 
 
 
 def test_draining_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
-    """A call that never ends is cut off when the time for draining is over, and the log says so."""
+    """A call that never ends is cut off and logged when the drain time is over."""
 
     async def test() -> None:
         async with AsyncExitStack() as channels:
@@ -254,7 +254,7 @@ def test_draining_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_large_messages_pass_up_to_the_limit() -> None:
-    """Messages above gRPC's own four mebibytes pass, and above ours do not."""
+    """Messages above gRPC's own limit of four mebibytes pass, those above ours do not."""
 
     async def test() -> None:
         async with sidecar(max_message_mib=6) as (_, stub, *_rest):
@@ -297,7 +297,7 @@ def test_metrics_are_served_on_a_port_of_their_own() -> None:
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    """Where a server cannot listen or live, it says which setting is to blame."""
+    """The error names the setting."""
 
     async def test() -> None:
         async with sidecar(**settings):
@@ -321,7 +321,7 @@ def test_a_port_in_use_is_refused() -> None:
 
 
 def test_loopback_by_default_and_ipv6_by_name() -> None:
-    """Nobody outside can reach a server that was not told to let them."""
+    """By default no other machine can reach a server."""
     assert ServerSettings().host == "127.0.0.1"
 
     async def test() -> None:

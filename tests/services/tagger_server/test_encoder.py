@@ -1,4 +1,4 @@
-"""An encoder from the command line to the service; and hostile prompts, put to each estimator through the service."""
+"""An encoder from the command line to the service; and hostile prompts for each estimator through the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.tagger_server.settings import ENCODER, EncoderSettings
 from tests.length_tagger.test_learning import HOSTILE
 from tests.services.cli.running import answer, block
 from tests.services.tagger_server.test_learning import data
-from tests.services.tagger_server.test_serving import asking, process, run, telling
+from tests.services.tagger_server.test_serving import outcomes, process, run, tag_request
 
 PATIENCE_S = 60.0
 EPOCHS = 6
@@ -53,10 +53,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_encoder_is_trained_resumed_judged_and_served(
+def test_an_encoder_is_trained_resumed_evaluated_and_served(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted and resumed it ends as if it had not been; it beats the median, and its tags come over the wire."""
+    """A resumed training equals an uninterrupted one; it beats the median, and its tags arrive over the wire."""
     from length_tagger import roberta_training
 
     file = data(tmp_path)
@@ -99,7 +99,7 @@ def test_an_encoder_is_trained_resumed_judged_and_served(
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = tagger_pb2_grpc.LengthTaggerStub(channel)
             prompts = (b"List every of the kings of country 7", b"Name one of the kings of country 7")
-            return [(await stub.Tag(asking(prompt, model="m"), timeout=PATIENCE_S)).tag for prompt in prompts]
+            return [(await stub.Tag(tag_request(prompt, model="m"), timeout=PATIENCE_S)).tag for prompt in prompts]
 
     flags = ("--estimator", "roberta,constant", "--encoder", str(whole), "--encoder-deadline-s", str(PATIENCE_S))
     with process(*flags) as (_, line):
@@ -110,7 +110,7 @@ def test_an_encoder_is_trained_resumed_judged_and_served(
 
 @asynccontextmanager
 async def serving_one(estimator: str) -> AsyncIterator[Any]:
-    """A tagger that asks one estimator, the package's own models behind it, and a constant after it."""
+    """A tagger with one estimator and the package's own models, and a constant as the last one."""
     registry = CollectorRegistry()
     batches = None
     if estimator == ENCODER:
@@ -128,7 +128,7 @@ async def serving_one(estimator: str) -> AsyncIterator[Any]:
 
 
 def require_bounded(tag: common_pb2.Tag) -> None:
-    """A tag that any forecast can work with."""
+    """A tag that any forecast can use."""
     assert math.isfinite(tag.median_tokens)
     assert 1 <= tag.median_tokens <= MAX_TOKENS
     assert math.isfinite(tag.spread)
@@ -138,7 +138,7 @@ def require_bounded(tag: common_pb2.Tag) -> None:
 
 @pytest.mark.parametrize("estimator", TAGGERS)
 def test_hostile_prompts_get_a_bounded_tag_of_each_estimator(estimator: str) -> None:
-    """Empty, enormous, repetitive, in any script, or not text at all: before outcomes and after, what is said is finite."""
+    """Empty, enormous, repetitive, in any script, or not text at all: before and after outcomes, tags are finite."""
     prompts = [prompt.encode("utf-8", "surrogatepass") for prompt in HOSTILE]
     prompts += [b"\xff\xfe" * 1000, b"\x80", bytes(range(256)) * 40, b"ab " * 5 * 2**20, "\u202e\u0301".encode() * 9000]
     fixed = {"max_tokens": 9, "ignore_eos": True} if estimator == "client" else {}
@@ -146,18 +146,18 @@ def test_hostile_prompts_get_a_bounded_tag_of_each_estimator(estimator: str) -> 
     async def test() -> None:
         async with serving_one(estimator) as stub:
             for prompt in prompts:
-                first = (await stub.Tag(asking(prompt, model="m", **fixed))).tag
+                first = (await stub.Tag(tag_request(prompt, model="m", **fixed))).tag
                 require_bounded(first)
                 if prompt and estimator in ("linear", ENCODER, "client"):
                     assert first.estimator == estimator
                 for length in (1, 2_000_000_000):
-                    await stub.Observe(telling(length, model="m", tag=first))
-                again = (await stub.Tag(asking(prompt, model="m", **fixed))).tag
+                    await stub.Observe(outcomes(length, model="m", tag=first))
+                again = (await stub.Tag(tag_request(prompt, model="m", **fixed))).tag
                 require_bounded(again)
                 if prompt and estimator == "cached":
                     assert again.estimator == "cached"
             await stub.Observe(tagger_pb2.ObserveRequest(outcomes=[common_pb2.Outcome()] * 9))
-            last = (await stub.Tag(asking(b"Hello", model="m", **fixed))).tag
+            last = (await stub.Tag(tag_request(b"Hello", model="m", **fixed))).tag
             assert last.estimator == ("constant" if estimator == "cached" else estimator)
 
     run(test)

@@ -1,4 +1,4 @@
-"""The tagger's learned estimators while it serves: batches, reloading, correction, records; and their commands."""
+"""Learned estimators in a running tagger: batches, reloading, correction, records; and their commands."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.services.waiting import PATIENCE_S, run, until
 STOP = common_pb2.FINISH_REASON_STOP
 
 
-class Reader:
-    """An estimator that tells what it was asked together, and may be held up."""
+class RecordingEstimator:
+    """An estimator that records its batches, and may be delayed."""
 
     def __init__(self, tokens: float = 77.0) -> None:
         self.tokens = tokens
@@ -40,7 +40,7 @@ class Reader:
         self.fails = False
 
     def estimate_many(self, queries: Sequence[Query]) -> list[Estimate | None]:
-        """Say the same of all."""
+        """Return the same estimate for all."""
         self.sizes.append(len(queries))
         assert self.go.wait(PATIENCE_S)
         if self.fails:
@@ -49,62 +49,62 @@ class Reader:
 
 
 def missed(registry: CollectorRegistry, why: str) -> float:
-    """How many did not wait for the encoder."""
+    """The number of requests without an estimate of the encoder."""
     return registry.get_sample_value("block_tagger_encoder_missed_total", {"why": why}) or 0.0
 
 
-def test_what_comes_together_is_read_together() -> None:
-    """Twenty questions at once make two batches at most, in order, and each gets its answer."""
+def test_simultaneous_requests_share_a_batch() -> None:
+    """Twenty requests make two batches at most, in order, and each gets its estimate."""
 
     async def test() -> None:
-        reader = Reader()
+        reader = RecordingEstimator()
         batches = Batches(reader, CollectorRegistry(), deadline_s=PATIENCE_S)
-        said = await asyncio.gather(*(batches.ask(Query(prompt=str(n))) for n in range(20)))
+        said = await asyncio.gather(*(batches.estimate(Query(prompt=str(n))) for n in range(20)))
         assert all(one is not None and one.median_tokens == 77 for one in said)
         assert reader.sizes == [16, 4]
 
     run(test)
 
 
-def test_nobody_waits_for_a_slow_encoder() -> None:
-    """Beyond the queue's bound, and beyond the deadline, there is no answer, counted; afterwards it goes on."""
+def test_a_slow_encoder_delays_no_request() -> None:
+    """Beyond the queue's limit, and beyond the deadline, there is no estimate, and it is counted; later requests get one."""
 
     async def test() -> None:
-        registry, reader = CollectorRegistry(), Reader()
+        registry, reader = CollectorRegistry(), RecordingEstimator()
         reader.go.clear()
-        batches = Batches(reader, registry, deadline_s=0.2, most_queued=2)
-        first = asyncio.create_task(batches.ask(Query(prompt="first")))
+        batches = Batches(reader, registry, deadline_s=0.2, max_queued=2)
+        first = asyncio.create_task(batches.estimate(Query(prompt="first")))
         await until(lambda: reader.sizes == [1])
-        said = await asyncio.gather(first, *(batches.ask(Query(prompt=str(n))) for n in range(5)))
+        said = await asyncio.gather(first, *(batches.estimate(Query(prompt=str(n))) for n in range(5)))
         assert said == [None] * 6
         assert (missed(registry, "full"), missed(registry, "late")) == (3, 3)
         reader.go.set()
         slow = Batches(reader, CollectorRegistry(), deadline_s=PATIENCE_S)
-        assert await slow.ask(Query(prompt="later")) is not None
+        assert await slow.estimate(Query(prompt="later")) is not None
 
     run(test)
 
 
-def test_a_failing_encoder_costs_an_answer_not_the_service() -> None:
-    """What it throws is counted, and the next question is asked again."""
+def test_a_failing_encoder_costs_an_estimate_not_the_service() -> None:
+    """An exception is counted, and the next request is estimated."""
 
     async def test() -> None:
-        registry, reader = CollectorRegistry(), Reader()
+        registry, reader = CollectorRegistry(), RecordingEstimator()
         batches = Batches(reader, registry, deadline_s=PATIENCE_S)
         reader.fails = True
-        assert await batches.ask(Query(prompt="x")) is None
+        assert await batches.estimate(Query(prompt="x")) is None
         assert missed(registry, "failed") == 1
         reader.fails = False
-        assert await batches.ask(Query(prompt="x")) is not None
+        assert await batches.estimate(Query(prompt="x")) is not None
 
     run(test)
 
 
-def test_the_encoder_is_asked_only_when_it_is_its_turn() -> None:
-    """What the client has fixed is not read; the rest is, and falls to the next estimator without it."""
+def test_the_encoder_runs_only_if_needed() -> None:
+    """Lengths that the client fixed are not estimated; others fall back to the next estimator."""
 
     async def test() -> None:
-        reader = Reader()
+        reader = RecordingEstimator()
         registry = CollectorRegistry()
         batches = Batches(reader, registry, deadline_s=PATIENCE_S)
         service = TaggerService(chained(["client", "roberta", "constant"]), registry, batches)
@@ -122,8 +122,8 @@ def test_the_encoder_is_asked_only_when_it_is_its_turn() -> None:
     run(test)
 
 
-def test_a_new_checkpoint_is_taken_up_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    """Estimates change when the file does; nonsense in its place is refused, and what there is goes on."""
+def test_a_new_checkpoint_is_loaded_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    """Estimates change with the file; an invalid file is refused, and the present model stays."""
 
     async def test() -> None:
         path = tmp_path / "m.npz"
@@ -137,8 +137,8 @@ def test_a_new_checkpoint_is_taken_up_and_a_bad_one_is_not(tmp_path: Path) -> No
         def reloads(taken: str) -> float:
             return registry.get_sample_value("block_tagger_reloads_total", {"taken": taken}) or 0.0
 
-        watched = Watched(path=str(path), load=linear_from, take=lambda new: chain.replaced("linear", new))
-        async with reloading([watched], registry, look_s=0.02):
+        watched = Watched(path=str(path), load=linear_from, use=lambda new: chain.replaced("linear", new))
+        async with reloading([watched], registry, check_s=0.02):
             model.network.out_bias[: len(model.models)] += math.log(2)
             await asyncio.sleep(0.1)
             save(model, path)
@@ -155,7 +155,7 @@ def test_a_new_checkpoint_is_taken_up_and_a_bad_one_is_not(tmp_path: Path) -> No
 
 
 def test_outcomes_correct_estimates_and_drift_is_shown(tmp_path: Path) -> None:
-    """A model five times as wordy as expected: estimates follow, the metrics say so, and the record can be judged."""
+    """A model with answers five times as long as estimated: estimates follow, metrics show it, and the record can be evaluated."""
 
     async def test() -> None:
         chain = chained(["client", "linear", "constant"])
@@ -190,13 +190,13 @@ def test_outcomes_correct_estimates_and_drift_is_shown(tmp_path: Path) -> None:
     assert next(one["n"] for one in results if one["name"] == "linear.all.mae") == 600
 
 
-def test_the_metrics_of_nobody_are_empty() -> None:
-    """Before any outcome there is no sample, and no failure."""
+def test_metrics_without_outcomes_are_empty() -> None:
+    """There is no sample, and no exception."""
     assert all(not family.samples for family in Drift(chained(DEFAULT_ORDER)).collect())
 
 
 def data(folder: Path, num: int = 200) -> str:
-    """A file of prompts whose wording tells the length."""
+    """A file of prompts whose words determine the length."""
     rows = []
     for number in range(num):
         task, tokens = (("List every", 900), ("Name one", 12))[number % 2]
@@ -210,7 +210,7 @@ def data(folder: Path, num: int = 200) -> str:
 
 
 def test_train_evaluate_predict(tmp_path: Path) -> None:
-    """A model trained from a file is judged better than the median on its held-out part, and says why it is asked."""
+    """A model trained from a file is better than the median on its held-out part, and explains a prediction."""
     file, model = data(tmp_path), str(tmp_path / "m.npz")
     made = answer("tagger", "train", "linear", file, "-o", model, "--epochs", "60")
     assert made["num_prompts"] == 200
@@ -245,7 +245,7 @@ def test_train_evaluate_predict(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_ends_with_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    """It names what is wrong, with status 2."""
+    """It names the error, with status 2."""
     given = tuple(data(tmp_path) if one == "data" else one for one in arguments)
     if "--linear-model" in given:
         given = (*given[:1], data(tmp_path), *given[1:])
@@ -259,7 +259,7 @@ def test_castillo_is_where_block_data_says(tmp_path: Path) -> None:
 
 
 def test_an_encoder_and_its_name_belong_together(tmp_path: Path) -> None:
-    """One without the other is refused, and so is a folder that holds none."""
+    """One without the other is refused, and so is a folder without a checkpoint."""
     order = ("--estimator", "roberta", "--encoder", "small")
     assert "encoder_runtime: 'x' is none of" in refusal("serve", "tagger", *order, "--encoder-runtime", "x")
     assert "encoder: roberta needs the folder" in refusal("serve", "tagger", "--estimator", "client,roberta")
@@ -267,7 +267,7 @@ def test_an_encoder_and_its_name_belong_together(tmp_path: Path) -> None:
 
 
 def test_a_tag_takes_no_noticeable_time() -> None:
-    """Whatever the length of the prompt, `linear` takes a bounded amount of work: a hundred times the text, not ten times the time."""
+    """The work of `linear` is bounded for prompts of any length: a hundred times the text, less than ten times the time."""
     chain = chained(DEFAULT_ORDER)
     costs = []
     for repeats in (600, 60_000):

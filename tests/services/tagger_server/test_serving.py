@@ -1,4 +1,4 @@
-"""The tagger over a real channel: what it says, what it learns, what it refuses, and how it ends."""
+"""The tagger over a real channel: tags, learning, refusals, and shutdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services import logs
 from services.cli import serve_tagger
 from services.rpc.server import ServerSettings, serving
-from services.tagger_server.service import HEAD_BYTES, MOST_OUTCOMES, TAIL_BYTES, TaggerService, text_from
+from services.tagger_server.service import HEAD_BYTES, MAX_OUTCOMES, TAIL_BYTES, TaggerService, text_from
 from tests.services.cli import running as cli
 from tests.services.waiting import run
 
@@ -53,13 +53,13 @@ async def tagger(
         yield tagger_pb2_grpc.LengthTaggerStub(channel), channel, registry
 
 
-def asking(prompt: bytes = b"", **request: Any) -> tagger_pb2.TagRequest:
-    """A question."""
+def tag_request(prompt: bytes = b"", **request: Any) -> tagger_pb2.TagRequest:
+    """A request for a tag."""
     return tagger_pb2.TagRequest(request=common_pb2.Request(**request), prompt=prompt)
 
 
-def telling(*lengths: int, **outcome: Any) -> tagger_pb2.ObserveRequest:
-    """What became of some requests."""
+def outcomes(*lengths: int, **outcome: Any) -> tagger_pb2.ObserveRequest:
+    """The outcomes of some requests."""
     return tagger_pb2.ObserveRequest(
         outcomes=[
             common_pb2.Outcome(**{"output_tokens": length, "finish_reason": STOP, **outcome}) for length in lengths
@@ -68,26 +68,26 @@ def telling(*lengths: int, **outcome: Any) -> tagger_pb2.ObserveRequest:
 
 
 async def refusal(call: Awaitable[Any]) -> str:
-    """What the caller of a bad call is told."""
+    """The error message of a refused call."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
     return str(caught.value.details())
 
 
-def test_tags_come_from_the_first_estimator_that_knows() -> None:
-    """What the client fixed is certain, what it hinted likely, what was seen lately a guess, the rest a constant."""
+def test_tags_come_from_the_first_estimator_with_an_estimate() -> None:
+    """A fixed length is certain, a hint is likely, history is a guess, and the last one is a constant."""
 
     async def test() -> None:
         async with tagger() as (stub, _, registry):
-            fixed = (await stub.Tag(asking(model="m", max_tokens=64, ignore_eos=True))).tag
+            fixed = (await stub.Tag(tag_request(model="m", max_tokens=64, ignore_eos=True))).tag
             assert (fixed.median_tokens, fixed.spread, fixed.confidence, fixed.estimator) == (64, 0, 1, "client")
-            hinted = (await stub.Tag(asking(model="m", expected_output_tokens=90))).tag
+            hinted = (await stub.Tag(tag_request(model="m", expected_output_tokens=90))).tag
             assert (hinted.median_tokens, hinted.estimator) == (90, "client")
-            unknown = (await stub.Tag(asking(model="m"))).tag
+            unknown = (await stub.Tag(tag_request(model="m"))).tag
             assert (unknown.median_tokens, unknown.confidence, unknown.estimator) == (256, 0, "constant")
-            assert (await stub.Observe(telling(*range(30, 51), model="m"))).num_learned == 21
-            seen = (await stub.Tag(asking(model="m", max_tokens=1000))).tag
+            assert (await stub.Observe(outcomes(*range(30, 51), model="m"))).num_learned == 21
+            seen = (await stub.Tag(tag_request(model="m", max_tokens=1000))).tag
             assert (seen.median_tokens, seen.estimator) == (40, "history")
             assert 0 < seen.spread < 1
             assert registry.get_sample_value("block_tagger_tags_total", {"estimator": "client"}) == 2
@@ -95,34 +95,34 @@ def test_tags_come_from_the_first_estimator_that_knows() -> None:
     run(test)
 
 
-def test_without_anybody_who_knows_there_is_no_tag() -> None:
-    """A tagger that has nothing to say leaves the tag out instead of inventing one."""
+def test_without_an_estimate_there_is_no_tag() -> None:
+    """The tag is absent, not invented."""
 
     async def test() -> None:
         async with tagger("client") as (stub, *_):
-            assert not (await stub.Tag(asking(b"Tell me a story", model="m"))).HasField("tag")
+            assert not (await stub.Tag(tag_request(b"Tell me a story", model="m"))).HasField("tag")
 
     run(test)
 
 
-def test_outcomes_come_home_by_the_keys_of_their_tags() -> None:
-    """A template's answers are remembered by what the tag carried, not by who asked."""
+def test_outcomes_are_learned_by_the_keys_of_their_tags() -> None:
+    """Answers of a template are learned by the tag's keys, not by the client."""
 
     async def test() -> None:
         async with tagger() as (stub, *_):
             template = b"You are a terse assistant. " * 20
-            tag = (await stub.Tag(asking(template + b"Why?", model="m"))).tag
+            tag = (await stub.Tag(tag_request(template + b"Why?", model="m"))).tag
             assert len(tag.keys) == 2  # the template, and the whole
-            await stub.Observe(telling(*[900] * 40, model="m"))
-            await stub.Observe(telling(*[12] * 8, model="m", tag=tag))
-            assert (await stub.Tag(asking(template + b"How?", model="m"))).tag.median_tokens == 12
-            assert (await stub.Tag(asking(b"How?", model="m"))).tag.median_tokens == 900
+            await stub.Observe(outcomes(*[900] * 40, model="m"))
+            await stub.Observe(outcomes(*[12] * 8, model="m", tag=tag))
+            assert (await stub.Tag(tag_request(template + b"How?", model="m"))).tag.median_tokens == 12
+            assert (await stub.Tag(tag_request(b"How?", model="m"))).tag.median_tokens == 900
 
     run(test)
 
 
 def test_only_lengths_that_the_model_chose_are_learned() -> None:
-    """Cancelled and failed answers, and those of a length that the client had fixed, teach nothing."""
+    """Cancelled and failed answers, and those whose length the client fixed, are not learned."""
 
     async def test() -> None:
         async with tagger() as (stub, *_):
@@ -137,14 +137,14 @@ def test_only_lengths_that_the_model_chose_are_learned() -> None:
                 (1, {"tag": hinted}),
                 (1, {"finish_reason": common_pb2.FINISH_REASON_LENGTH}),
             ):
-                told = telling(5, **{"model": "m", **outcome})
-                assert (await stub.Observe(told)).num_learned == taught, outcome
+                request = outcomes(5, **{"model": "m", **outcome})
+                assert (await stub.Observe(request)).num_learned == taught, outcome
 
     run(test)
 
 
 def test_bad_values_are_refused_by_name() -> None:
-    """Each refusal names the field as it is spelled on the wire, and the service goes on."""
+    """Each refusal names the field as on the wire, and the service continues."""
 
     async def test() -> None:
         async with tagger() as (stub, *_):
@@ -156,20 +156,20 @@ def test_bad_values_are_refused_by_name() -> None:
                 ("expected_output_tokens", {"expected_output_tokens": 0}),
             ]
             for field, request in cases:
-                assert (await refusal(stub.Tag(asking(**request)))).startswith(f"request.{field}: ")
-            too_long = telling(7, 2**31, model="m")
+                assert (await refusal(stub.Tag(tag_request(**request)))).startswith(f"request.{field}: ")
+            too_long = outcomes(7, 2**31, model="m")
             assert (await refusal(stub.Observe(too_long))).startswith("outcomes[1].output_tokens: ")
-            many_keys = telling(7, tag=common_pb2.Tag(keys=range(9)))
+            many_keys = outcomes(7, tag=common_pb2.Tag(keys=range(9)))
             assert (await refusal(stub.Observe(many_keys))).startswith("outcomes[0].tag.keys: ")
-            many = telling(*[7] * (MOST_OUTCOMES + 1))
+            many = outcomes(*[7] * (MAX_OUTCOMES + 1))
             assert (await refusal(stub.Observe(many))).startswith("outcomes: ")
-            assert (await stub.Tag(asking(model="m"))).tag.estimator == "constant"  # nothing was half learned
+            assert (await stub.Tag(tag_request(model="m"))).tag.estimator == "constant"  # nothing was half learned
 
     run(test)
 
 
 def test_any_prompt_gets_a_finite_tag() -> None:
-    """Empty, enormous, repetitive, in any script, or not text at all: there is an answer."""
+    """Empty, enormous, repetitive, in any script, or not text at all."""
 
     async def test() -> None:
         async with tagger() as (stub, *_):
@@ -177,18 +177,18 @@ def test_any_prompt_gets_a_finite_tag() -> None:
             for prompt in (
                 b"", b"\0", b"\xff\xfe" * 1000, surrogates * 300, "これは何ですか。".encode() * 99, b"a" * 15 * 2**20,
             ):  # fmt: skip
-                tag = (await stub.Tag(asking(prompt, model="m"))).tag
+                tag = (await stub.Tag(tag_request(prompt, model="m"))).tag
                 Tag(median_tokens=tag.median_tokens, spread=tag.spread)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Tag(asking(b"a" * 17 * 2**20))
+                await stub.Tag(tag_request(b"a" * 17 * 2**20))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert (await stub.Tag(asking())).HasField("tag")
+            assert (await stub.Tag(tag_request())).HasField("tag")
 
     run(test)
 
 
 def test_of_a_long_prompt_head_and_tail_are_read() -> None:
-    """The middle of a prompt beyond the limit is left out, and characters cut in half harm nobody."""
+    """The middle of a long prompt is not read, and characters that are cut in half do no harm."""
     limit = HEAD_BYTES + TAIL_BYTES
     assert text_from(b"a" * limit) == "a" * limit
     assert text_from(b"h" * HEAD_BYTES + b"m" * 1000 + b"t" * TAIL_BYTES) == "h" * HEAD_BYTES + "t" * TAIL_BYTES
@@ -198,8 +198,8 @@ def test_of_a_long_prompt_head_and_tail_are_read() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(messages=st.lists(st.tuples(st.sampled_from(["Tag", "Observe"]), st.binary(max_size=60)), max_size=20))
-def test_no_bytes_bring_it_down(messages: list[tuple[str, bytes]]) -> None:
-    """Whatever bytes arrive, each call is answered or refused, and the next one is served."""
+def test_any_bytes_are_survived(messages: list[tuple[str, bytes]]) -> None:
+    """Each call gets a response or an error, and the next one is served."""
 
     async def test() -> None:
         async with tagger() as (stub, channel, _):
@@ -208,27 +208,27 @@ def test_no_bytes_bring_it_down(messages: list[tuple[str, bytes]]) -> None:
                     await channel.unary_unary(f"/block.v1.LengthTagger/{method}")(raw)
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
-            assert 0 < (await stub.Tag(asking())).tag.median_tokens <= MOST_TOKENS
+            assert 0 < (await stub.Tag(tag_request())).tag.median_tokens <= MOST_TOKENS
 
     run(test)
 
 
 def test_fields_and_enum_values_from_the_future_are_ignored() -> None:
-    """A newer caller is served as far as its question is understood."""
+    """A newer client is served as far as its request is understood."""
 
     async def test() -> None:
         async with tagger() as (stub, channel, _):
-            newer = asking(model="m", max_tokens=9, ignore_eos=True).SerializeToString() + b"\xf8\x3e\x01"
+            newer = tag_request(model="m", max_tokens=9, ignore_eos=True).SerializeToString() + b"\xf8\x3e\x01"
             raw = await channel.unary_unary("/block.v1.LengthTagger/Tag")(newer)
             assert tagger_pb2.TagResponse.FromString(raw).tag.median_tokens == 9
-            told = telling(5, model="m", finish_reason=cast("Any", 14))
-            assert (await stub.Observe(told)).num_learned == 0
+            request = outcomes(5, model="m", finish_reason=cast("Any", 14))
+            assert (await stub.Observe(request)).num_learned == 0
 
     run(test)
 
 
 def test_health_and_reflection() -> None:
-    """The standard questions have answers: is it up, for which service, and what does it speak."""
+    """The standard services report the state and the methods."""
 
     async def test() -> None:
         async with tagger() as (_, channel, _registry):
@@ -251,7 +251,7 @@ def test_health_and_reflection() -> None:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A tagger in a process of its own, and the line by which it says where it listens."""
+    """A tagger in a process of its own, and its log line with the port."""
     command = [BLOCK, "serve", "tagger", "--port", "0", "--log-format", "json", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
@@ -261,8 +261,8 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, 
             running.kill()
 
 
-def test_a_process_told_to_end_finishes_what_it_has_begun() -> None:
-    """On SIGTERM in full traffic each call is answered or was never taken, and the process ends with status 0."""
+def test_a_terminated_process_finishes_its_calls() -> None:
+    """After SIGTERM in full traffic each call is completed or refused, and the process exits with status 0."""
 
     async def traffic(port: int, running: subprocess.Popen[str]) -> int:
         num_answered = 0
@@ -273,7 +273,7 @@ def test_a_process_told_to_end_finishes_what_it_has_begun() -> None:
                 nonlocal num_answered
                 while True:
                     try:
-                        await stub.Tag(asking(b"x" * 1000, model="m"))
+                        await stub.Tag(tag_request(b"x" * 1000, model="m"))
                     except grpc.aio.AioRpcError as error:
                         assert error.code() is grpc.StatusCode.UNAVAILABLE, error
                         return
@@ -296,7 +296,7 @@ def test_a_process_told_to_end_finishes_what_it_has_begun() -> None:
 
 
 def test_settings_from_flags_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag goes before the environment, that before the file, that before the default."""
+    """A flag has precedence over the environment, that over the file, and that over the default."""
     config = tmp_path / "block.toml"
     config.write_text(
         "[tagger]\nestimator = ['client', 'constant']\nconstant-tokens = 10\nconstant_spread = 0.5\nhint_spread = 0.2\n"
@@ -308,7 +308,7 @@ def test_settings_from_flags_environment_and_file(tmp_path: Path, monkeypatch: p
     async def ask(port: int) -> tuple[common_pb2.Tag, common_pb2.Tag]:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = tagger_pb2_grpc.LengthTaggerStub(channel)
-            return (await stub.Tag(asking())).tag, (await stub.Tag(asking(expected_output_tokens=3))).tag
+            return (await stub.Tag(tag_request())).tag, (await stub.Tag(tag_request(expected_output_tokens=3))).tag
 
     with process("--config", str(config), "--constant-tokens", "20") as (_, line):
         constant, hinted = asyncio.run(ask(line["port"]))
@@ -331,7 +331,7 @@ def test_settings_from_flags_environment_and_file(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_bad_settings_end_it_with_one_line(arguments: list[str], message: str) -> None:
-    """What cannot be is named in one line, with status 2."""
+    """An impossible value is named in one line, with status 2."""
     assert message in cli.refusal("serve", "tagger", *arguments)
 
 
@@ -345,7 +345,7 @@ def test_bad_settings_end_it_with_one_line(arguments: list[str], message: str) -
     ],
 )
 def test_bad_files_end_it_with_one_line(text: str, message: str, tmp_path: Path) -> None:
-    """A file that cannot be meant is refused, naming file and key."""
+    """A bad file is refused, naming file and key."""
     config = tmp_path / "block.toml"
     config.write_text(text)
     said = cli.refusal("serve", "tagger", "-c", str(config))
@@ -354,7 +354,7 @@ def test_bad_files_end_it_with_one_line(text: str, message: str, tmp_path: Path)
 
 
 def test_a_port_in_use_ends_it_with_one_line() -> None:
-    """Two taggers on one port: the second says so and ends with status 2."""
+    """The second of two taggers on one port exits with status 2."""
     with process() as (_, line):
         said = cli.refusal("serve", "tagger", "--port", str(line["port"]))
     assert said == f"block: port: {line['port']} on 127.0.0.1 is in use\n"
@@ -362,7 +362,7 @@ def test_a_port_in_use_ends_it_with_one_line() -> None:
 
 @pytest.mark.parametrize("form", logs.FORMATS)
 def test_log_lines_are_one_line_each(form: str) -> None:
-    """Whatever a field holds, an event takes one line, and JSON lines can be read back."""
+    """An event takes one line for any fields, and JSON lines can be parsed."""
     out = StringIO()
     root = getLogger()
     handlers, level = list(root.handlers), root.level
