@@ -1,5 +1,5 @@
-"""An engine's state in shared memory: written beside each step by whoever runs the engine, read by its sidecar.
+"""An engine's state in shared memory: the engine's process writes it at each step, its sidecar reads it.
 
-`FORMAT.md` describes the file. `layout` and `writer` need nothing but numpy, and nothing from outside this folder, so
-that they can be shipped into an engine's own environment as they are.
+`FORMAT.md` describes the file. `layout`, `process`, `writer` and `xargs` import only numpy and each other, because the
+vLLM plug-in is built with them.
 """

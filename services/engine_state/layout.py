@@ -1,4 +1,4 @@
-"""The layout of a state file, byte by byte; `FORMAT.md` tells what it means."""
+"""The layout of a state file, byte by byte; `FORMAT.md` has the meaning."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ID_BYTES = 120
 NAME_BYTES = 64  # of a tenant or a session
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
-MOST_STEPS_UNDER_WAY = 2
-HELD = 0  # a block's `reuse` while somebody holds it
+MAX_STEPS_IN_FLIGHT = 2
+HELD = 0  # a block's `reuse` while a request holds it
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
 REASONS = ("stop", "length", "abort", "error")
@@ -133,7 +133,7 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. The first five are written at every publication, as one.
+# In this order in the file and in the header's table. Every publication writes the first five, as one.
 SECTIONS = (
     "state", "running", "waiting", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
@@ -153,15 +153,15 @@ STATUS = struct.Struct("<I")
 HEADER_SIZE = 1024
 
 ALIGNMENT = 64
-LARGEST_FILE = 1 << 36
-LARGEST_SETTINGS = 1 << 20
-LARGEST_TABLE = 1 << 22
-MOST_SLOTS = 1 << 20
-MOST_BLOCKS = 1 << 26
+MAX_FILE_BYTES = 1 << 36
+MAX_SETTINGS_BYTES = 1 << 20
+MAX_TABLE_BYTES = 1 << 22
+MAX_SLOTS = 1 << 20
+MAX_BLOCKS = 1 << 26
 
 
-class Place(NamedTuple):
-    """Where a section lies."""
+class Section(NamedTuple):
+    """The position of a section in the file."""
 
     offset: int
     row_size: int
@@ -169,12 +169,12 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes from its first row to its last."""
+        """Bytes of all its rows."""
         return self.row_size * self.rows
 
 
 def row_sizes(blocks_per_request: int) -> dict[str, int]:
-    """Bytes per row of each section."""
+    """Return the bytes per row of each section."""
     return {
         "state": STATE.itemsize,
         "running": SLOT.itemsize,
@@ -191,13 +191,15 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
     }
 
 
-def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int) -> dict[str, Place]:
-    """Lay a file out."""
+def sections_for(
+    *, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int
+) -> dict[str, Section]:
+    """Return the sections of a file with these sizes."""
     rows = {
         "state": 1,
         "running": num_slots,
         "waiting": num_slots,
-        "batch": MOST_STEPS_UNDER_WAY * num_slots,
+        "batch": MAX_STEPS_IN_FLIGHT * num_slots,
         "live": num_slots,
         "requests": num_slots,
         "steps": NUM_STEPS,
@@ -210,18 +212,18 @@ def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings
     sizes = row_sizes(blocks_per_request)
     laid_out, offset = {}, HEADER_SIZE
     for name in SECTIONS:
-        laid_out[name] = Place(offset, sizes[name], rows[name])
+        laid_out[name] = Section(offset, sizes[name], rows[name])
         offset = _aligned(offset + laid_out[name].size)
     return laid_out
 
 
-def end_of(sections: Mapping[str, Place]) -> int:
-    """Size of a file that is laid out so."""
-    return max(place.offset + place.size for place in sections.values())
+def end_of(sections: Mapping[str, Section]) -> int:
+    """Return the size of a file with these sections."""
+    return max(section.offset + section.size for section in sections.values())
 
 
 def checksum(header: bytes, settings: bytes) -> int:
-    """Guard what never changes in a file: who writes it, where its sections lie, the engine's settings."""
+    """Return the checksum of the constant parts of a file: writer, sections, and the engine's settings."""
     return zlib.crc32(settings, zlib.crc32(header[:CHECKSUM_AT]))
 
 

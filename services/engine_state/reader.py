@@ -1,4 +1,4 @@
-"""Reading an engine's state again and again, whatever becomes of the engine."""
+"""Reads an engine's state file again and again, also when the engine restarts or its file grows."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from services.engine_state.view import UnreadableError, View
 
 
 class Reader:
-    """Reads one engine's state again and again; follows the engine into larger files and over restarts.
+    """Reads one engine's state; continues with larger files and after restarts of the engine.
 
-    A file that is being written is waited for, `patience_s` at most. No file can hurt: what is wrong with it is an
-    UnreadableError.
+    It waits for a publication that is being written, at most `patience_s`. Whatever is wrong with a file, the reader
+    raises an UnreadableError.
     """
 
     def __init__(self, path: str, *, patience_s: float = 0.02) -> None:
-        """Read from a path where an engine's file is, or will be."""
+        """Initialise it with the path where an engine's file is, or will be."""
         self.path = Path(path).absolute()
         self._patience_s = patience_s
         self._file: StateFile | None = None
-        self._last_read = (0, 0, 0)  # life, generation and sequence of the view given last
-        self._seen: dict[str, tuple[int, int]] = {}  # how many rows of each ring, of which engine's life
+        self._last_read = (0, 0, 0)  # life, generation and sequence of the last view
+        self._seen: dict[
+            str, tuple[int, int]
+        ] = {}  # by ring: the engine's life, and the rows returned
 
     def read(self, *, contents: bool = False) -> View:
-        """Give the newest publication; `contents` of KV blocks where asked for and told."""
+        """Return the newest publication, on demand with the `contents` of KV blocks, where they are exported."""
         file = self._current()
         try:
             view = file.read(self._patience_s, contents=contents)
         except UnreadableError:
-            if (newer := self._newer()) is None:  # it may have been replaced meanwhile
+            if (newer := self._newer()) is None:  # it may have been replaced since
                 raise
             view = newer.read(self._patience_s, contents=contents)
         self._last_read = (view.life, view.generation, view.sequence)
         return view
 
     def has_news(self) -> bool:
-        """Tell whether `read` would give something else than it gave last, if only a refusal; costs next to nothing."""
+        """Return whether `read` would return another view than the last one, or fail; this is cheap."""
         file = self._file
-        return file is None or file.is_given_up() or self._last_read != (file.life, file.generation, file.sequence())
+        return file is None or file.is_closed() or self._last_read != (file.life, file.generation, file.sequence())
 
     def new_steps(self) -> np.ndarray:
-        """Give the records of steps (`layout.STEP`) that this reader has not given yet and that are still kept."""
+        """Return the records of steps (`layout.STEP`) that were added since the last call and are still there."""
         return self._new("steps", "num_steps", layout.STEP)
 
     def new_outcomes(self) -> np.ndarray:
-        """Give the outcomes of requests (`layout.OUTCOME`) not given yet and still kept."""
+        """Return the outcomes of requests (`layout.OUTCOME`) that were added since the last call, where still there."""
         return self._new("outcomes", "num_outcomes", layout.OUTCOME)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -73,12 +75,12 @@ class Reader:
             if (newer := self._newer()) is None:
                 raise
             return take(newer)
-        if file.is_over() and (newer := self._newer()) is not None:
+        if file.is_ended() and (newer := self._newer()) is not None:
             return np.concatenate((rows, take(newer)))
         return rows
 
     def _current(self) -> StateFile:
-        """What is at the path, or was while its writer may still live: the newer of the two, if it can be read."""
+        """Return the file at the path, or the last one that was there where the new one cannot be read."""
         if self._file is None:
             self._file = StateFile(self.path)
         else:
@@ -87,7 +89,7 @@ class Reader:
         return self._file
 
     def _newer(self) -> StateFile | None:
-        """Open what is at the path now, if that is another file."""
+        """Open the file at the path where it is another one than the current; None where it is not."""
         assert self._file is not None
         with suppress(OSError):
             if self._file.is_at(self.path):

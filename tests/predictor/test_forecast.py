@@ -14,7 +14,7 @@ from predictor.batching import BATCHERS
 from predictor.engine import Engine
 from predictor.forecast import Forecast, Forecaster
 from predictor.request import RequestFacts
-from predictor.reserved_requests import ReservedRequest
+from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
 from tests.inspecting import frozen
 from tests.oracle import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
@@ -176,7 +176,7 @@ def test_requests_reserved_for_later_are_counted_when_they_arrive(batcher: str) 
         if reserved.request_id == candidate.request_id:
             return
         (with_reservation, now_s), (with_request, _) = (at_moment(others, moment, reserve=False) for _ in range(2))
-        assert ReservedRequest().add(replace(reserved, in_s=in_s), with_reservation, now_s)
+        assert ReservedRequests().add(replace(reserved, in_s=in_s), with_reservation, now_s)
         with_request.add(replace(reserved, arrival_s=now_s + in_s))
         (ours,) = Forecaster(with_reservation).forecast([candidate], now_s)
         (theirs,) = Forecaster(with_request).forecast([candidate], now_s)

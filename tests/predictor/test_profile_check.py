@@ -31,7 +31,7 @@ def made_for(**engine: int) -> object:
 @pytest.mark.parametrize(
     ("profile", "complaint"),
     [
-        (made_for(block_size=32), "blocks of 32 tokens, and this one's have 16"),
+        (made_for(block_size=32), "blocks of 32 tokens, this engine has blocks of 16"),
         (made_for(block_size=16, num_gpu_blocks=300), "with 300 KV blocks"),
         (made_for(block_size=16, num_gpu_blocks=528), None),
         (made_for(block_size=16, num_gpu_blocks=9999), None),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from predictor.fitting.kernel_plan import NUM_MIXES, AttentionBatch, Reach, chunks, decodes, mixes, token_counts
-from predictor.fitting.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step, with_told
+from predictor.fitting.kernel_profile import Timings, UntimedCosts, composed, fit_kernels, times_a_step, with_untimed
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.fitting.roofline import GPUS, MEMORY_UTILIZATION
@@ -69,7 +69,7 @@ def test_batches_beyond_what_else_was_timed_are_left_out() -> None:
 
 def test_the_fit_comes_out_as_the_law_is() -> None:
     """Steps of sizes that nobody timed are foretold within a few per cent, and so is the error on those held out."""
-    step_time, error, valid = fit_kernels(by_law(), SHARE, Told())
+    step_time, error, valid = fit_kernels(by_law(), SHARE, UntimedCosts())
     assert error.mape < 0.02
     assert (valid.max_tokens, valid.max_sequences) == (2048, 64)
     rows = [(n, n, n, n * c, 0, 0.0, 0.0, c, 0.0) for n in (1, 3, 23, 50) for c in (40, 700, 2500)]
@@ -85,9 +85,9 @@ def test_the_fit_comes_out_as_the_law_is() -> None:
 def test_what_is_told_comes_on_top() -> None:
     """Processor time to each step; two all-reduces a layer, each a latency and every token's state around a ring."""
     plain = StepTime(constant_s=1e-3)
-    assert with_told(plain, SHARE, Told(cpu_s=2e-3)).constant_s == pytest.approx(3e-3)
+    assert with_untimed(plain, SHARE, UntimedCosts(cpu_s=2e-3)).constant_s == pytest.approx(3e-3)
     four = share_of(LLAMA_8B, tensor_parallel=4)
-    told = with_told(plain, four, Told(cpu_s=2e-3, all_reduce_s=1e-5, link_bytes_per_s=1e11))
+    told = with_untimed(plain, four, UntimedCosts(cpu_s=2e-3, all_reduce_s=1e-5, link_bytes_per_s=1e11))
     assert told.constant_s == pytest.approx(3e-3 + 2 * LAYERS * 1e-5)
     assert told.token_s == pytest.approx(2 * LAYERS * (2 * 3 / 4) * 4096 * 2 / 1e11)
 
@@ -103,14 +103,14 @@ def test_what_is_told_comes_on_top() -> None:
 def test_what_is_told_must_make_sense(bad: dict[str, float], complaint: str) -> None:
     """Times and speeds are refused by name."""
     with pytest.raises(ValueError, match=complaint):
-        Told(**bad)
+        UntimedCosts(**bad)
 
 
 def test_too_little_is_refused() -> None:
     """A budget that ended with a handful of batches makes no profile."""
     timings = by_law()
     with pytest.raises(ValueError, match="budget: 3 batches"):
-        fit_kernels(replace(timings, attention=dict(list(timings.attention.items())[:3])), SHARE, Told())
+        fit_kernels(replace(timings, attention=dict(list(timings.attention.items())[:3])), SHARE, UntimedCosts())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str
     """Of published tables the fit sees as many batches as would be timed, and foretells thousands of others."""
     share = share_of(config, tensor_parallel=devices)
     timings = published(model, share)
-    step_time, error, _ = fit_kernels(as_if_timed(timings), share, Told())
+    step_time, error, _ = fit_kernels(as_if_timed(timings), share, UntimedCosts())
     every = composed(timings, share)
     off = np.abs(predict(step_time, every) / every.seconds - 1)
     assert error.p50 < 0.02
@@ -142,7 +142,7 @@ def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str
 def test_a_measured_run_takes_a_little_longer_than_its_kernels() -> None:
     """Of a real vLLM's run such a profile misses the processor's time, and no more."""
     timings = published("meta-llama/Llama-3.1-8B", SHARE)
-    step_time, _, _ = fit_kernels(as_if_timed(timings), SHARE, Told())
+    step_time, _, _ = fit_kernels(as_if_timed(timings), SHARE, UntimedCosts())
     run = next(run for run in MEASURED_RUNS.values() if run.profile == "llama-3.1-8b-rtxpro6000")
     requests, measured = run.requests(data_folder())
     room = SHARE.kv_tokens(GPUS["RTX-PRO-6000"].memory_bytes, MEMORY_UTILIZATION)

@@ -108,7 +108,7 @@ def test_an_impossible_step_is_named() -> None:
 
 def test_missing_and_unknown_columns_are_named() -> None:
     """The columns must be those that are documented."""
-    with pytest.raises(ValueError, match=r"^seconds: no such column"):
+    with pytest.raises(ValueError, match=r"^seconds: the column is missing"):
         steps_from_rows([], columns=REQUIRED[:-1])
     with pytest.raises(ValueError, match=r"^temperature: unknown column"):
         steps_from_rows([], columns=(*REQUIRED, "temperature"))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.config import EngineConfig
-from predictor.fitting.measurement_batches import BatchLimits, corners_first, doubled, mixed, structured
+from predictor.fitting.measurement_batches import BatchLimits, doubled, extremes_first, mixed, structured
 
 ROOMS = st.builds(
     EngineConfig,
@@ -62,8 +62,8 @@ def test_the_plan_reaches_all_corners() -> None:
 
 def test_a_plan_cut_short_still_spans_the_whole() -> None:
     """Both ends come first, and everything comes once."""
-    assert corners_first([1, 2, 4, 8, 16, 32]) == [1, 32, 4, 2, 8, 16]
-    assert corners_first([3]) == [3]
+    assert extremes_first([1, 2, 4, 8, 16, 32]) == [1, 32, 4, 2, 8, 16]
+    assert extremes_first([3]) == [3]
 
 
 @pytest.mark.parametrize(("least", "most", "counts"), [(1, 1, [1]), (1, 48, [1, 2, 4, 8, 16, 32, 48]), (5, 3, [5])])
