@@ -26,9 +26,7 @@ class Reader:
         self._patience_s = patience_s
         self._file: StateFile | None = None
         self._last_read = (0, 0, 0)  # life, generation and sequence of the last view
-        self._seen: dict[
-            str, tuple[int, int]
-        ] = {}  # by ring: the engine's life, and the rows returned
+        self._seen: dict[str, tuple[int, int]] = {}  # by ring: the engine's life, and the rows returned
 
     def read(self, *, contents: bool = False) -> View:
         """Return the newest publication, on demand with the `contents` of KV blocks, where they are exported."""

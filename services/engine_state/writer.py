@@ -60,9 +60,7 @@ class Writer:
         self._mapping: mmap | None = None
         self._allocated = bytearray()  # for each page of the file, whether it has memory
         self._num_steps = 0
-        self._rows: list[
-            tuple[str, int, bytes]
-        ] = []  # section, offset, data: for the next publication
+        self._rows: list[tuple[str, int, bytes]] = []  # section, offset, data: for the next publication
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
         self._allocate(num_slots)
         self.state["clock_rate"] = 1.0

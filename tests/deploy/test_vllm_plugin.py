@@ -271,7 +271,7 @@ def test_it_depends_on_nothing_of_ours(installed: Path) -> None:
 
 def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     """Settings, requests, queues, the step under way, blocks and outcomes come out as the scheduler has them."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     assert config_of(reader.read()) == EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, max_model_len=32,
@@ -306,7 +306,7 @@ def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
 
 def test_a_sidecar_understands_it(path: Path, wrapping: ModuleType) -> None:
     """The sidecar stands as the scheduler does, knows what its blocks hold, and looks on when it grows."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
     scheduler.add("first", 6, (b"abcdefgh-first",))
     scheduler.schedule()
@@ -323,7 +323,7 @@ def test_a_sidecar_understands_it(path: Path, wrapping: ModuleType) -> None:
 
 def test_a_step_whose_outputs_never_come_is_dropped(path: Path, wrapping: ModuleType) -> None:
     """When a later step's outputs come, an earlier one is not shown to be under way any more."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     scheduler.add("lost")
     scheduler.schedule()
@@ -339,7 +339,7 @@ def test_a_step_whose_outputs_never_come_is_dropped(path: Path, wrapping: Module
 
 def test_the_order_of_reuse_is_followed(path: Path, wrapping: ModuleType) -> None:
     """Blocks that are put first, last, or taken from within are shown in the queue's own order."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     queue, reader = scheduler.queue, Reader(str(path))
     taken = [queue.popleft(), *queue.popleft_n(3)]
     queue.prepend_n(taken[2:])
@@ -354,7 +354,7 @@ def test_the_order_of_reuse_is_followed(path: Path, wrapping: ModuleType) -> Non
 
 def test_a_cache_that_is_reset_is_shown_empty(path: Path, wrapping: ModuleType) -> None:
     """When the pool takes a new hash table, nothing is shown to be held, and the new one is followed."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     scheduler.pool.cached_block_hash_to_block.insert(b"12345678....", scheduler.pool.blocks[3])
     scheduler.block_export("publish")
     reader = Reader(str(path))
@@ -374,7 +374,7 @@ def test_a_failure_is_said_once_and_the_engine_runs_on(
     path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture, broken: str
 ) -> None:
     """Whatever goes wrong inside, the scheduler's own answers come out, and sidecars see that the file is over."""
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     reader.read()
     request = scheduler.add("first")
@@ -408,7 +408,7 @@ def test_engines_of_another_kind_are_left_alone(
             super().__init__()
             setattr(self.vllm_config if name.startswith("max") else self, name, value)
 
-    scheduler = wrapping.showing(Other)()
+    scheduler = wrapping.exporting(Other)()
     scheduler.add("first")
     scheduler.schedule()
     assert not path.exists()
@@ -420,11 +420,11 @@ def test_a_file_that_cannot_be_is_no_reason_not_to_start(
 ) -> None:
     """Where the file cannot be made the engine starts all the same."""
     path.write_text("something else")
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     scheduler.add("first")
     assert scheduler.schedule().num_scheduled_tokens
     assert path.read_text() == "something else"
-    assert "cannot begin" in complaints.text
+    assert "cannot start" in complaints.text
 
 
 def test_any_scheduler_class_stays_in_charge(wrapping: ModuleType) -> None:

@@ -290,7 +290,7 @@ def test_a_writer_leaves_others_alone(path: Path, writer: Writer) -> None:
     assert [item.name for item in path.parent.iterdir()] == [path.name]
     precious = path.with_name("precious")
     precious.write_text("data")
-    with pytest.raises(ValueError, match="is there"):
+    with pytest.raises(ValueError, match="is no state file"):
         writer_at(precious)
     assert precious.read_text() == "data"
     assert writer.path.stat().st_mode & 0o777 == 0o600
