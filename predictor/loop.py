@@ -107,18 +107,18 @@ def count_repeats(state: State, until_s: float) -> int:
     Requests may end in the last repetition, unless the engine plans another step before it knows of that.
     """
     engine = state.engine[0]
-    most = 1 << 40
+    max_repeats = 1 << 40
     for position in range(engine.num_running):
         request = state.requests[state.running[position]]
-        most = min(most, request.final_tokens - request.output_tokens)
-    most -= engine.pipeline_depth - 1
-    if most <= 0:
+        max_repeats = min(max_repeats, request.final_tokens - request.output_tokens)
+    max_repeats -= engine.pipeline_depth - 1
+    if max_repeats <= 0:
         return 0
-    most = _within_blocks(state, most)
+    max_repeats = _within_blocks(state, max_repeats)
     arrival_s = queues.next_arrival_s(state)
-    if most <= 0 or _fits_in_time(state, most, until_s, arrival_s):
-        return most
-    fits, too_many = 0, most
+    if max_repeats <= 0 or _fits_in_time(state, max_repeats, until_s, arrival_s):
+        return max_repeats
+    fits, too_many = 0, max_repeats
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _fits_in_time(state, middle, until_s, arrival_s):
@@ -129,14 +129,14 @@ def count_repeats(state: State, until_s: float) -> int:
 
 
 @kernel
-def _within_blocks(state: State, most: int) -> int:
-    """Return the number of repetitions, at most `most`, for which blocks are free."""
+def _within_blocks(state: State, max_repeats: int) -> int:
+    """Return the number of repetitions, at most `max_repeats`, for which blocks are free."""
     engine = state.engine[0]
     free = engine.num_free_blocks - engine.decode_reserve
     n = engine.num_running
-    if n * (most // engine.block_size + 1) <= free or _blocks_needed(state, most) <= free:
-        return most
-    fits, too_many = 0, most
+    if n * (max_repeats // engine.block_size + 1) <= free or _blocks_needed(state, max_repeats) <= free:
+        return max_repeats
+    fits, too_many = 0, max_repeats
     # The blocks of n requests are fewer than n more than their tokens need, so the answer is near these two guesses.
     room = engine.block_size * free
     for position in range(n):

@@ -7,7 +7,7 @@ from scipy.optimize import nnls
 
 from predictor.fitting.measurement_batches import Batch, BatchLimits
 
-FEWEST_STEPS = 8
+MIN_STEPS = 8
 OVERHEAD_S = 0.05  # upper bound of a request's time outside of steps
 
 
@@ -20,7 +20,7 @@ class BatchTimeEstimate:
 
     def fit(self, steps: np.ndarray) -> None:
         """Fit the coefficients to steps (`layout.STEP`)."""
-        if len(steps) >= FEWEST_STEPS:
+        if len(steps) >= MIN_STEPS:
             context = steps["decode_context"] + steps["prefill_qkv"] / np.maximum(1, steps["num_tokens"])
             matrix = np.column_stack((np.ones(len(steps)), steps["num_tokens"], context))
             self._coefficients, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))

@@ -21,7 +21,7 @@ STARTS = {"constant_s": 1e-3, "prefill_s": 3e-3, "token_s": 1e-5}
 # The time to the first token varies most, because of queueing, so it has the lowest weight.
 WEIGHTS = {"tpot": 1.0, "e2e": 1.0, "ttft": 0.25}
 TOLERANCE = 1e-3
-MOST_REPLAYS = 200
+MAX_REPLAYS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def calibrate(
         options={
             "xatol": TOLERANCE,
             "fatol": TOLERANCE / 10,
-            "maxfev": MOST_REPLAYS,
+            "maxfev": MAX_REPLAYS,
             "initial_simplex": _simplex(len(constants)),
         },
     )

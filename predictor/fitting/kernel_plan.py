@@ -122,11 +122,11 @@ def parts_of(mixed: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
     return replace(mixed, num_decodes=0, context=0), replace(mixed, chunk=0, before=0)
 
 
-def _lengths(most: int, *, growth: int = GROWTH) -> Sequence[int]:
+def _lengths(longest: int, *, growth: int = GROWTH) -> Sequence[int]:
     """Return lengths from the shortest to the longest."""
-    if most < 1:
+    if longest < 1:
         return ()
-    lengths = [min(SHORTEST, most)]
-    while lengths[-1] * growth < most:
+    lengths = [min(SHORTEST, longest)]
+    while lengths[-1] * growth < longest:
         lengths.append(lengths[-1] * growth)
-    return lengths if lengths[-1] == most else [*lengths, most]
+    return lengths if lengths[-1] == longest else [*lengths, longest]

@@ -48,7 +48,7 @@ def request_from(
     block_size: int | None = None,
     known_as: str = "",
 ) -> RequestFacts:
-    """Read a request for an engine whose clock shows `now_s` and counts `clock_rate` seconds per second.
+    """Read a request for an engine whose clock is at `now_s` and counts `clock_rate` seconds per second.
 
     `known_as` replaces its id. Prefix hashes are dropped where they were made for blocks of another `block_size`.
     """

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from predictor.config import EngineConfig
-from predictor.request import Request
+from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from simulator.replay import replay_steps
 
@@ -15,17 +15,17 @@ ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
 
 
 def our_config(workload: dict[str, Any]) -> EngineConfig:
-    """Translate a workload's engine, whose settings bear vLLM's names, as ours do."""
+    """Convert a workload's engine settings, which have vLLM's names."""
     return EngineConfig(**workload["engine"])
 
 
-def our_requests(workload: dict[str, Any]) -> list[Request]:
-    """Translate a workload's requests."""
+def our_requests(workload: dict[str, Any]) -> list[RequestFacts]:
+    """Convert a workload's requests."""
     requests = []
     for spec in workload["requests"]:
         fields = {**spec, "request_id": spec["id"], "prefix_hashes": tuple(spec["prefix_hashes"])}
         del fields["id"]
-        requests.append(Request(**fields))
+        requests.append(RequestFacts(**fields))
     return requests
 
 

@@ -1,4 +1,4 @@
-"""A replica stands as the engine that shows itself, whatever it stood like before."""
+"""An engine replica has the state that its engine reports, whatever its state was before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_SLOTS = 40
 
 
 def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
-    """Spell a snapshot in arrays, each request in some slot."""
+    """Convert a snapshot to arrays, with the requests in random slots."""
     items = (*snapshot.running, *snapshot.waiting)
     slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
     at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
@@ -82,7 +82,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
 
 
 def contents(snapshot: Snapshot) -> ReportedContents | None:
-    """Spell what the blocks hold."""
+    """Convert the contents of blocks."""
     if snapshot.kv_cache is None:
         return None
     items = (*snapshot.running, *snapshot.waiting)
@@ -100,29 +100,29 @@ def contents(snapshot: Snapshot) -> ReportedContents | None:
 
 
 def number(value: int | str) -> int:
-    """Name a content by a number above zero, as engines do that show themselves."""
+    """Return a positive number for a content, as in a state file."""
     return value + 1 if isinstance(value, int) else 1 + hash(value) % 2**60
 
 
 def numbered(request: RequestFacts) -> RequestFacts:
-    """Name the contents of a request's prefix so."""
+    """Convert the contents of a request's prefix."""
     return replace(request, prefix_hashes=tuple(number(value) for value in request.prefix_hashes))
 
 
 def replica_of(snapshot: Snapshot) -> EngineReplica:
-    """An idle replica for a snapshot's engine."""
+    """Return an idle replica for a snapshot's engine."""
     return EngineReplica(snapshot.config, AFFINE, num_slots=NUM_SLOTS, track_blocks=snapshot.kv_cache is not None)
 
 
 def without_own_contents(snapshot: Snapshot) -> Snapshot:
-    """Leave out what an engine does not show: contents that only one request can hit."""
+    """Remove the contents that only one request can hit, which an engine does not report."""
     if snapshot.kv_cache is None:
         return snapshot
     return replace(snapshot, kv_cache=replace(snapshot.kv_cache, own_contents={}))
 
 
 def expect_same(ours: Forecast, theirs: Forecast) -> None:
-    """Two forecasts agree in everything."""
+    """Compare two forecasts in all fields."""
     for name in ("ttft_s", "e2e_s", "tpot_s", "queue_s", "delay_sum_s", "delay_worst_s"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=CLOSE), name
     for name in ("output_tokens", "num_preemptions", "prefix_hit_tokens", "others_preempted"):
@@ -130,8 +130,8 @@ def expect_same(ours: Forecast, theirs: Forecast) -> None:
 
 
 @every_batcher
-def test_a_replica_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) -> None:
-    """From arrays or from values: the same engine; and what the replica followed before leaves no trace."""
+def test_a_replica_forecasts_like_the_engine_of_the_snapshot(batcher: str) -> None:
+    """A state from arrays equals one from values, and former states of the replica have no effect."""
 
     @examples(30)
     @given(LOADS[batcher], st.lists(st.floats(0.0, 1.05), min_size=1, max_size=3), st.integers(0, 9))
@@ -147,14 +147,14 @@ def test_a_replica_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) ->
             engine.advance(moment * whole.now_s)
             snapshot = without_own_contents(snapshot_of(engine, moment * whole.now_s))
             replica = replica or replica_of(snapshot)
-            promised = [numbered(request) for request in snapshot.reserved]
-            for request in promised:
+            reserved = [numbered(request) for request in snapshot.reserved]
+            for request in reserved:
                 replica.engine.add(request)
             replica.update(reported_from(snapshot, seed=seed))
             (ours,) = Forecaster(replica.engine).forecast([numbered(candidate)], snapshot.taken_s)
             (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast([candidate], snapshot.taken_s)
             expect_same(ours, theirs)
-            for request in promised:
+            for request in reserved:
                 replica.engine.abort(request.request_id)
                 replica.engine.remove(request.request_id)
 
@@ -167,7 +167,7 @@ def test_a_replica_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) ->
     st.sampled_from(list(RESIDUALS)),
 )
 def test_lengths_of_many_are_the_lengths_of_each(cases: list[tuple[float, float, int]], residual: str) -> None:
-    """What is left is reckoned for all requests at once as for one."""
+    """The vectorised prediction equals that for single requests."""
     medians, spreads, so_far = (np.array(column) for column in zip(*cases, strict=True))
     at_once = expected_lengths(medians, spreads, so_far, residual)
     each = [expected_tokens(Tag(median_tokens=m, spread=s), n, residual) for m, s, n in cases]
@@ -186,8 +186,8 @@ def steady() -> tuple[Snapshot, ReportedState]:
     return snapshot, reported_from(snapshot)
 
 
-def test_what_cannot_be_is_refused_and_leaves_an_idle_replica() -> None:
-    """No array that an engine shows, however wrong, reaches compiled code; it is named."""
+def test_an_impossible_state_is_refused_and_leaves_an_idle_replica() -> None:
+    """No invalid array reaches compiled code, and the error names the field."""
     snapshot, right = steady()
     replica = replica_of(snapshot)
     assert (len(right.running), len(right.waiting), len(right.steps)) == (2, 1, 1)

@@ -1,4 +1,4 @@
-"""From the wire to pure values and back: what is meant arrives, what makes no sense is named."""
+"""Conversions between messages and pure values: values survive, and errors name the field."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORECAST = Forecast(
 
 
 def request(**fields: Any) -> common_pb2.Request:
-    """A request that is as it should be but for these fields."""
+    """Return a valid request with some fields changed."""
     return common_pb2.Request(**{"request_id": "r", "prompt_tokens": 48, **fields})
 
 
 def forecast(**fields: Any) -> common_pb2.Forecast:
-    """A forecast that is as it should be but for these fields."""
+    """Return a valid forecast with some fields changed."""
     message = messages.forecast_message(FORECAST)
     for name, value in fields.items():
         setattr(message, name, value)
@@ -59,27 +59,27 @@ def test_spans_are_converted_to_the_engines_clock() -> None:
 
 
 def test_a_bare_request_stays_bare() -> None:
-    """What was not said is not known, rather than zero."""
+    """Absent fields are unknown, not zero."""
     bare = RequestFacts(request_id="r", prompt_tokens=1)
     assert messages.request_from(messages.request_message(bare)) == bare
 
 
 def test_a_fixed_length_is_a_known_length() -> None:
-    """With ignore_eos the answer ends at max_tokens and nowhere else; a length that is given still wins."""
+    """With ignore_eos the response ends at max_tokens; a given length overrides that."""
     assert messages.request_from(request(max_tokens=7, ignore_eos=True)).output_tokens == 7
     assert messages.request_from(request(max_tokens=7, ignore_eos=True, output_tokens=5)).output_tokens == 5
     assert messages.request_from(request(max_tokens=7)).output_tokens is None
 
 
-def test_prefix_names_count_for_blocks_of_their_size_only() -> None:
-    """Names made for other blocks mean nothing to an engine."""
+def test_prefix_hashes_count_only_for_their_block_size() -> None:
+    """An engine ignores hashes for another block size."""
     message = messages.request_message(REQUEST, block_size=16)
     assert messages.request_from(message, block_size=32).prefix_hashes == ()
     assert messages.request_from(message).prefix_hashes == HASHES
 
 
-def test_names_of_blocks_are_spelled_alike_by_all() -> None:
-    """Hexadecimal texts are the bytes that they stand for; numbers have a spelling of their own, each another."""
+def test_block_hashes_have_one_encoding() -> None:
+    """Hexadecimal texts become their bytes, and different numbers different bytes."""
     assert messages.prefix_bytes(HASHES) == [bytes.fromhex(name) for name in HASHES]
     numbers = [0, 1, -1, 255, 2**63, -(2**63), 2**70]
     assert len(set(messages.prefix_bytes(numbers))) == len(numbers)
@@ -116,13 +116,13 @@ def test_names_of_blocks_are_spelled_alike_by_all() -> None:
     ],
 )
 def test_a_bad_request_is_named(message: common_pb2.Request, named: str) -> None:
-    """NaN, negative and missing fields are refused by name."""
+    """The error for a NaN, negative or missing field names it."""
     with pytest.raises(ValueError, match=f"^{named}"):
         messages.request_from(message)
 
 
-def test_names_of_blocks_that_nobody_can_spell_are_refused() -> None:
-    """A name that is not hexadecimal has no bytes; without the blocks' size none means anything."""
+def test_block_hashes_without_an_encoding_are_refused() -> None:
+    """A hash that is not hexadecimal has no bytes, and hashes need their block size."""
     with pytest.raises(ValueError, match=r"^prefix_hashes\[0\]: 'zz' is not hexadecimal"):
         messages.request_message(RequestFacts(request_id="r", prompt_tokens=9, prefix_hashes=("zz",)), block_size=8)
     with pytest.raises(ValueError, match="^block_size"):
@@ -159,13 +159,13 @@ def test_a_forecast_arrives_as_it_was_sent() -> None:
     ],
 )
 def test_a_bad_forecast_is_named(message: common_pb2.Forecast, named: str) -> None:
-    """A forecast that contradicts itself, or says nothing, is refused by name."""
+    """The error for an inconsistent or empty forecast names the field."""
     with pytest.raises(ValueError, match=rf"^forecast\.{named}"):
         messages.forecast_from(message)
 
 
 def test_indicators_arrive_as_they_were_sent() -> None:
-    """Zero is not absent, infinity is allowed where times are, and names without a number of their own travel too."""
+    """Zero is not absent, times can be infinite, and names without a field arrive too."""
     values = {"num_running": 0, "num_free_blocks": 7, "kv_hit_ratio": 0.25, "drained_s": math.inf, "mine": -3.5}
     message = messages.indicators_message(values, age_s=0.5, source=common_pb2.STATE_SOURCE_EXPORTED)
     assert (message.age_s, message.source) == (0.5, common_pb2.STATE_SOURCE_EXPORTED)
@@ -187,14 +187,14 @@ def test_indicators_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_bad_indicators_are_named(fields: dict[str, Any], named: str) -> None:
-    """NaN and negative numbers are refused by name."""
+    """The error for a NaN or negative number names it."""
     with pytest.raises(ValueError, match=rf"^indicators\.{named}"):
         messages.indicators_from(common_pb2.Indicators(**fields))
 
 
 @pytest.mark.parametrize("values", [{"num_running": -1.0}, {"pace": math.nan}, {"step_s": math.inf}, {"x": math.nan}])
 def test_bad_indicators_are_not_sent(values: dict[str, float]) -> None:
-    """What a receiver would refuse is refused at once."""
+    """Values that a receiver refuses are refused when they are sent."""
     with pytest.raises(ValueError, match=r"^indicators\."):
         messages.indicators_message(values, age_s=0.0)
 
