@@ -91,4 +91,5 @@ class ReservedRequests:
 
 
 # for callers that have not been renamed yet
-LengthLimits, ReservedRequest = ReportedLengths, ReservedRequests
+LengthLimits = ReportedLengths
+ReservedRequest = ReservedRequests

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from predictor.engine_replica import EngineReplica, ReportedContents, ReportedState, ReportedStep
+from predictor.engine_replica import EngineReplica as Twin
+from predictor.engine_replica import ReportedContents as ShownContents
+from predictor.engine_replica import ReportedState as Shown
+from predictor.engine_replica import ReportedStep as ShownStep
 
 __all__ = ["Shown", "ShownContents", "ShownStep", "Twin"]
-
-Twin, Shown, ShownStep, ShownContents = EngineReplica, ReportedState, ReportedStep, ReportedContents

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from predictor.fitting.measured_steps import FEWEST_STEPS, shape_for
+from predictor.fitting.measured_steps import MIN_STEPS, shape_for
 from predictor.fitting.regression import COLUMNS, Steps, error_of, fit, held_out, predict, rounded
 from predictor.profile import FITTED, Profile, SuggestedEngine, Transit, ValidRange
 from services.profiling.measuring import Measured
@@ -18,8 +18,8 @@ MOST_OF_A_RUN = 8  # decodes in a row by the same requests
 def profile_of(measured: Measured, *, name: str, gpu: str, tensor_parallel: int = 1, dtype: str = "auto") -> Profile:
     """Fit a profile to four fifths of the steps and tell its error on the rest; ValueError where they are too few."""
     steps = steps_of(measured.steps)
-    if len(steps) < FEWEST_STEPS:
-        raise ValueError(f"budget: {len(steps)} steps are too few to fit, {FEWEST_STEPS} are needed; give it more time")
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"budget: {len(steps)} steps are too few to fit, {MIN_STEPS} are needed; give it more time")
     unseen = held_out(len(steps))
     seen, test = steps.where(~unseen), steps.where(unseen)
     shape = replace(shape_for(seen), by_sequences=_knots_of_sampled(seen))
