@@ -1,7 +1,7 @@
-"""KV blocks: who holds them, what they hold, and the order in which free ones are reused.
+"""KV blocks: which requests hold them, their contents, and the order in which free blocks are reused.
 
 Mirrors vLLM 0.32 `BlockPool` and `SingleTypeKVCacheManager` for one group of full-attention layers. Without prefix
-caching only the number of free blocks matters, so no block has an identity then.
+caching only the number of free blocks matters, and blocks are only counted.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from predictor.compiled import kernel, small_kernel
-from predictor.state import NOBODY, NOTHING, State
+from predictor.state import NO_CONTENT, NONE, State
 
-OWN_CONTENTS = 1 << 20  # private contents per request; more blocks than any request can hold
+OWN_CONTENTS = 1 << 20  # numbers of own contents per request: more than a request can hold blocks
 
 
 @small_kernel
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold so many tokens."""
+    """Return the number of blocks that hold `num_tokens` tokens."""
     return (num_tokens + block_size - 1) // block_size
 
 
 @small_kernel
 def content_of(state: State, slot: int, position: int) -> int:
-    """What the request's block at this position holds once it is full."""
+    """Return the content of the request's block at this position, once it is full."""
     request = state.requests[slot]
     if position < request.num_hashes:
         return state.hashes[slot, position]
@@ -31,29 +31,29 @@ def content_of(state: State, slot: int, position: int) -> int:
 
 @kernel
 def find_hits(state: State, slot: int) -> int:
-    """Count the leading blocks that the cache holds for a waiting request, and note them in its table.
+    """Count the leading blocks of a waiting request that are cached, and enter them into its table.
 
-    The last token is always computed anew, as there is nothing to sample from otherwise.
+    The last token is always computed again: without it there is nothing to sample from.
     """
     request = state.requests[slot]
     if not state.engine[0].prefix_caching:
         return 0
-    most = (request.prompt_tokens + request.output_tokens - 1) // state.engine[0].block_size
-    for position in range(most):
+    max_hits = (request.prompt_tokens + request.output_tokens - 1) // state.engine[0].block_size
+    for position in range(max_hits):
         content = content_of(state, slot, position)
         if content >= 0:
             block = state.cached[content]
-            if block == NOBODY:
+            if block == NONE:
                 return position
             state.tables[slot, position] = block
         elif position >= request.full_blocks or state.blocks[state.tables[slot, position]].content != content:
-            return position  # nobody else can hold it, and what this request left behind was reused
-    return most
+            return position  # only this request can have had it, and its block was reused
+    return max_hits
 
 
 @kernel
 def count_idle(state: State, slot: int, num_hits: int) -> int:
-    """Count the hit blocks that nobody holds: adopting them uses up free blocks."""
+    """Count the hit blocks that no request holds: adopting them uses up free blocks."""
     idle = 0
     for position in range(num_hits):
         if state.blocks[state.tables[slot, position]].num_refs == 0:
@@ -63,7 +63,7 @@ def count_idle(state: State, slot: int, num_hits: int) -> int:
 
 @kernel
 def adopt_hits(state: State, slot: int, num_hits: int) -> None:
-    """Take hold of the cached blocks that `find_hits` found."""
+    """Give the request the cached blocks that `find_hits` has found."""
     engine = state.engine[0]
     for position in range(num_hits):
         index = state.tables[slot, position]
@@ -78,13 +78,13 @@ def adopt_hits(state: State, slot: int, num_hits: int) -> None:
 
 @small_kernel
 def has_room(state: State, slot: int, num_tokens: int) -> bool:
-    """Tell whether the request's blocks hold so many tokens; without a division, as each step asks it of each."""
+    """Return whether the request's blocks hold `num_tokens` tokens; without a division, as it runs in every step."""
     return num_tokens <= state.requests[slot].num_blocks * state.engine[0].block_size
 
 
 @small_kernel
 def allocate(state: State, slot: int, num_tokens: int) -> None:
-    """Give the request enough blocks for its first `num_tokens` tokens; they must be free."""
+    """Allocate blocks for the request's first `num_tokens` tokens; enough blocks must be free."""
     if not has_room(state, slot, num_tokens):
         _take_free(state, slot, num_tokens)
 
@@ -102,7 +102,7 @@ def _take_free(state: State, slot: int, num_tokens: int) -> None:
 
 @small_kernel
 def register_full(state: State, slot: int, num_tokens: int) -> None:
-    """Make the request's blocks that `num_tokens` tokens fill available to prefix hits."""
+    """Register for prefix hits the request's blocks that `num_tokens` tokens fill."""
     engine, request = state.engine[0], state.requests[slot]
     if engine.prefix_caching and num_tokens >= (request.full_blocks + 1) * engine.block_size:
         _register(state, slot, num_tokens // engine.block_size)
@@ -122,9 +122,9 @@ def _register(state: State, slot: int, num_full: int) -> None:
 
 @kernel
 def release(state: State, slot: int) -> None:
-    """Free all blocks of a request, the last first: those with content last to be reused, the others first.
+    """Free all blocks of a request, the last one first: blocks with content are reused last, the others first.
 
-    The table keeps them, so that a preempted request can find what is still there when it resumes.
+    They stay in the request's table, so that a preempted request finds those that are left when it resumes.
     """
     engine, request = state.engine[0], state.requests[slot]
     if not engine.prefix_caching:
@@ -137,7 +137,7 @@ def release(state: State, slot: int) -> None:
         block.num_refs -= 1
         if block.num_refs == 0:
             engine.num_free_blocks += 1
-            if block.content != NOTHING:
+            if block.content != NO_CONTENT:
                 _append_free(state, index)
     for position in range(request.full_blocks, request.num_blocks):  # not full, so held by this request alone
         _prepend_free(state, state.tables[slot, position])
@@ -150,13 +150,13 @@ def _pop_free(state: State) -> int:
     index = engine.free_head
     block = state.blocks[index]
     engine.free_head = block.next_free
-    if block.next_free == NOBODY:
-        engine.free_tail = NOBODY
+    if block.next_free == NONE:
+        engine.free_tail = NONE
     else:
-        state.blocks[block.next_free].previous_free = NOBODY
+        state.blocks[block.next_free].previous_free = NONE
     if block.content >= 0:
         _unchain_same(state, index, block.content)
-    block.content = NOTHING
+    block.content = NO_CONTENT
     block.num_refs = 1
     return index
 
@@ -165,8 +165,8 @@ def _pop_free(state: State) -> int:
 def _append_free(state: State, index: int) -> None:
     engine = state.engine[0]
     block = state.blocks[index]
-    block.previous_free, block.next_free = engine.free_tail, NOBODY
-    if engine.free_tail == NOBODY:
+    block.previous_free, block.next_free = engine.free_tail, NONE
+    if engine.free_tail == NONE:
         engine.free_head = index
     else:
         state.blocks[engine.free_tail].next_free = index
@@ -177,8 +177,8 @@ def _append_free(state: State, index: int) -> None:
 def _prepend_free(state: State, index: int) -> None:
     engine = state.engine[0]
     block = state.blocks[index]
-    block.previous_free, block.next_free = NOBODY, engine.free_head
-    if engine.free_head == NOBODY:
+    block.previous_free, block.next_free = NONE, engine.free_head
+    if engine.free_head == NONE:
         engine.free_tail = index
     else:
         state.blocks[engine.free_head].previous_free = index
@@ -189,11 +189,11 @@ def _prepend_free(state: State, index: int) -> None:
 def _unchain(state: State, index: int) -> None:
     engine = state.engine[0]
     block = state.blocks[index]
-    if block.previous_free == NOBODY:
+    if block.previous_free == NONE:
         engine.free_head = block.next_free
     else:
         state.blocks[block.previous_free].next_free = block.next_free
-    if block.next_free == NOBODY:
+    if block.next_free == NONE:
         engine.free_tail = block.previous_free
     else:
         state.blocks[block.next_free].previous_free = block.previous_free
@@ -201,23 +201,23 @@ def _unchain(state: State, index: int) -> None:
 
 @kernel
 def chain_same(state: State, index: int, content: int) -> None:
-    """Add a block to those that hold a shared content; the first of them is the one that is hit."""
-    state.blocks[index].next_same = NOBODY
+    """Add a block to the list of those with the same shared content; the first of them is the one that is hit."""
+    state.blocks[index].next_same = NONE
     last = state.cached[content]
-    if last == NOBODY:
+    if last == NONE:
         state.cached[content] = index
         return
-    while state.blocks[last].next_same != NOBODY:
+    while state.blocks[last].next_same != NONE:
         last = state.blocks[last].next_same
     state.blocks[last].next_same = index
 
 
 @kernel
 def chain_all(state: State, indexes: np.ndarray, contents: np.ndarray) -> None:
-    """Let these blocks hold these shared contents."""
-    for place in range(len(indexes)):
-        state.blocks[indexes[place]].content = contents[place]
-        chain_same(state, indexes[place], contents[place])
+    """Set the shared contents of blocks."""
+    for number in range(len(indexes)):
+        state.blocks[indexes[number]].content = contents[number]
+        chain_same(state, indexes[number], contents[number])
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""How the engine model is compiled: one decorator, and one cache that no edit can leave stale."""
+"""Decorators that compile the engine model, and the directory of the cached machine code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HOLDS_KERNELS = re.compile(rb"from predictor\.compiled import [^\n]*kernel")
 
 
 def _cache_directory() -> Path:
-    """Name a cache after the sources themselves.
+    """Name the cache after a digest of the sources.
 
-    Numba looks only at the file that holds a compiled function, not at those it calls; a digest of all of them
-    makes an edit anywhere in the package start a fresh cache.
+    Numba checks only the file of a compiled function, not the files of the functions that it calls; with a digest of
+    all of them, an edit anywhere in the package starts a new cache.
     """
     package = Path(__file__).parent
     digest = hashlib.sha256()
@@ -35,35 +35,34 @@ def _cache_directory() -> Path:
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba_config.CACHE_DIR = str(_cache_directory())  # type: ignore[attr-defined]  # it sets its names at import
+    numba_config.CACHE_DIR = str(_cache_directory())  # type: ignore[attr-defined]  # numba defines it at run time
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 
 def kernel(function: F) -> F:
-    """Compile a function, cache the machine code, and let it run without the interpreter lock.
+    """Compile a function that runs without the interpreter lock, and cache the machine code.
 
-    Kernels borrow the arrays they work on and make none, so that they need no reference counts: counting made the
-    loop eight times slower.
+    Kernels allocate no arrays, so they need no reference counts, which made the loop eight times slower.
     """
     return cast("F", numba.njit(cache=True, **OPTIONS)(function))
 
 
 def small_kernel(function: F) -> F:
-    """Compile a function of a few lines into each kernel that calls it: passing it the state would cost more."""
+    """Compile a short function into each kernel that calls it: a call would cost more, because the state is large."""
     return cast("F", numba.njit(cache=True, forceinline=True, **OPTIONS)(function))
 
 
 def inner_kernel(function: F) -> F:
-    """Compile a function that only other kernels call, such as a closure, whose code is cached as part of theirs."""
+    """Compile a function that only kernels call, such as a closure; its code is cached as a part of theirs."""
     return cast("F", numba.njit(**OPTIONS)(function))
 
 
 def direct(function: F) -> F:
-    """Call a kernel's machine code straight away: finding out the types of a state takes longer than many a kernel.
+    """Return a function that calls a kernel's machine code directly, without numba's costly look-up of types.
 
-    The first call compiles it for the types it gets; every later one must bring the same.
+    The first call compiles the kernel for the types of its arguments; every later call must have the same types.
     """
     if not is_jitted(function):
         return function
@@ -74,14 +73,14 @@ def direct(function: F) -> F:
         if entry is not None:
             return entry(*arguments)
         result = function(*arguments)
-        # other kernels may have had it compiled for theirs
+        # the kernel may also be compiled for the types of other callers
         types = tuple(function.typeof_pyval(argument) for argument in arguments)
-        entry = function.overloads[types].entry_point  # type: ignore[attr-defined]  # numba makes it at run time
+        entry = function.overloads[types].entry_point  # type: ignore[attr-defined]  # numba defines it at run time
         return result
 
     return cast("F", call)
 
 
 def interpreted(function: F) -> F:
-    """Get the plain Python behind a kernel, for callers in Python: kernels cannot hand arrays out."""
+    """Return the Python function of a kernel, for callers in Python: kernels cannot return arrays."""
     return cast("F", getattr(function, "py_func", function))

@@ -1,4 +1,4 @@
-"""What an engine is told at start: its limits and rules, under vLLM's own names."""
+"""An engine's configuration: its limits and rules, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine's limits and batching rules; every field is checked, and a bad one is named.
+    """An engine's limits and batching rules; the error for an invalid one names it.
 
-    Rules left at None are as the local scheduler (`batcher`) has them by default.
+    For rules that are None the default of the local scheduler (`batcher`) holds.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -40,7 +40,7 @@ class EngineConfig:
     ] = True
 
     def __post_init__(self) -> None:
-        """Refuse values that no engine could run with."""
+        """Refuse values that no engine can run with."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"):
             require_count(name, getattr(self, name), at_least=1)
         require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
@@ -57,12 +57,12 @@ class EngineConfig:
 
     @property
     def pipeline_depth(self) -> int:
-        """Steps that may be under way at once: async scheduling plans one ahead."""
+        """The maximum number of steps in flight: async scheduling plans one ahead."""
         return 2 if self.async_scheduling else 1
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that admissions leave free while anything runs."""
+        """Blocks that admissions leave free while a request runs."""
         return int((self.watermark or 0.0) * self.num_gpu_blocks)
 
 
@@ -70,7 +70,7 @@ FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> None:
-    """Refuse anything but a whole number in range, naming the field."""
+    """Refuse values other than a whole number in the allowed range; the error names the field."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}: must be a whole number, not {value!r}")
     if not at_least <= value <= MAX_COUNT:

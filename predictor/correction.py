@@ -10,10 +10,10 @@ from predictor.config import require_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """How a correction follows its samples.
+    """How a correction is smoothed.
 
-    `momentum` is ProServe's θ, the share of the old factor that stays; the mean is taken over the last `window`
-    steps; a factor, and each sample, is held between `lowest` and `highest`, so that no hiccup can make it useless.
+    `momentum` is ProServe's θ, the weight of the old factor; the mean is over the last `window` steps; the factor and
+    each sample are limited to the range from `lowest` to `highest`, so that a single outlier has little effect.
     """
 
     momentum: float = 0.9
@@ -22,7 +22,7 @@ class CorrectionRule:
     highest: float = 4.0
 
     def __post_init__(self) -> None:
-        """Refuse rules under which a factor would not converge."""
+        """Refuse values with which the factor would not converge."""
         if not (math.isfinite(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"momentum: must be at least 0 and below 1, not {self.momentum}")
         require_count("window", self.window)
@@ -34,7 +34,7 @@ class CorrectionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What to multiply predicted seconds with, as far as the steps observed so far tell."""
+    """The factor for predicted seconds, after the steps observed so far."""
 
     rule: CorrectionRule = field(default_factory=CorrectionRule)
     factor: float = 1.0
@@ -42,19 +42,19 @@ class Correction:
     num_refused: int = 0
 
     def observe(self, *, predicted_s: float, real_s: float) -> Correction:
-        """Take in one step: what the uncorrected step time said, and what it really took.
+        """Return the correction after one more step, from its uncorrected prediction and its real duration.
 
-        β becomes θ·β + (1-θ)·mean(real / predicted). What is no pair of positive times is counted and left out.
+        β becomes θ·β + (1-θ)·mean(real / predicted). Pairs that are not positive times are counted and ignored.
         """
         if not (_is_time(predicted_s) and _is_time(real_s)):
             return replace(self, num_refused=self.num_refused + 1)
-        ratio = self._held(real_s / predicted_s)
+        ratio = self._limited(real_s / predicted_s)
         ratios = (*self.ratios, ratio)[-self.rule.window :]
         mean = math.fsum(ratios) / len(ratios)
         kept = self.rule.momentum
-        return replace(self, factor=self._held(kept * self.factor + (1 - kept) * mean), ratios=ratios)
+        return replace(self, factor=self._limited(kept * self.factor + (1 - kept) * mean), ratios=ratios)
 
-    def _held(self, value: float) -> float:
+    def _limited(self, value: float) -> float:
         return min(self.rule.highest, max(self.rule.lowest, value))
 
 

@@ -1,4 +1,4 @@
-"""One engine, seen from Python: requests go in by id, time goes on, requests come out."""
+"""One simulated engine, used from Python: requests enter by id, the clock advances, outcomes come back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import NO_TENANT, REAL_TIME, RequestFacts, tenant_number
-from predictor.state import FINISHED, NOBODY, State, allocate, new_request, widen
+from predictor.state import FINISHED, NONE, State, allocate, new_request, widen
 from predictor.step_time import StepTime, tabulate
 
 FOREVER = math.inf
@@ -26,7 +26,7 @@ announce = direct(queues.announce)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a request experienced; times are None for what has not happened."""
+    """What a request has experienced; the times of events that have not happened are None."""
 
     request_id: str
     arrival_s: float
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step as it was planned: the engine's queues and blocks just after planning it."""
+    """One planned step: the engine's queues and blocks just after planning it."""
 
     step: int
     start_s: float
@@ -71,7 +71,7 @@ class StepRecord:
 
 
 class Engine:
-    """A simulated engine: add requests, advance its clock, and look."""
+    """A simulated engine: add requests, advance its clock, read its state."""
 
     def __init__(
         self,
@@ -81,13 +81,14 @@ class Engine:
         *,
         track_blocks: bool = True,
     ) -> None:
-        """Make an idle engine; refuse limits that its local scheduler could not work with.
+        """Initialise an idle engine; refuse limits that its local scheduler cannot work with.
 
-        `track_blocks` off forgets which block holds what, and with it prefix hits: for when that is not known.
+        Without `track_blocks` blocks are only counted, and there are no prefix hits: for engines whose blocks' contents
+        are unknown.
         """
         self.config = settled(config)
         self.batcher = batcher_named(config.batcher)
-        # interpreted where the local scheduler is written in Python only
+        # the loop is interpreted where the local scheduler is no kernel
         self.drive = drive if is_compiled(self.batcher) else loop.loop_with(self.batcher.schedule)
         self.num_blocks = config.num_gpu_blocks - self.batcher.null_blocks
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
@@ -107,16 +108,16 @@ class Engine:
 
     @property
     def now_s(self) -> float:
-        """The end of the last step whose outputs the engine took."""
+        """The end of the last step whose outputs the engine has processed."""
         return float(self.state.engine[0].now_s)
 
     def add(self, request: RequestFacts, *, tie_break: int | None = None) -> int:
-        """Let a request arrive at its `arrival_s`, or now if that is past; return its slot."""
-        slot = self.place(request, tie_break=tie_break)
+        """Add a request that arrives at its `arrival_s`, or now where that is past; return its slot."""
+        slot = self.insert(request, tie_break=tie_break)
         announce(self.state, slot)
         return slot
 
-    def place(
+    def insert(
         self,
         request: RequestFacts,
         *,
@@ -124,7 +125,7 @@ class Engine:
         tie_break: int | None = None,
         **progress: float,
     ) -> int:
-        """Give a request a slot, without letting it arrive; `progress` are fields of `new_request`."""
+        """Give a request a slot, without adding it to a queue; `progress` are fields of `new_request`."""
         if request.request_id in self.slots:
             raise ValueError(f"request_id: {request.request_id!r} is already on this engine")
         final_tokens, max_tokens = self.lengths(request, int(progress.get("output_tokens", 0)))
@@ -150,14 +151,16 @@ class Engine:
         self._num_added += 1
         return slot
 
-    def unplace(self, request_id: str) -> None:
-        """Take back the slot of a request that has ended, or never arrived."""
+    def remove(self, request_id: str) -> None:
+        """Free the slot of a request that has ended, or was never added to a queue."""
         slot = self.slots.pop(request_id)
         self._requests[slot] = None
         self._free_slots.append(slot)
 
-    def leave_slots(self, num_slots: int) -> None:
-        """Leave the first slots to whoever fills them in the state itself; the engine must be without requests."""
+    unplace = remove  # for callers that have not been renamed yet
+
+    def exclude_slots(self, num_slots: int) -> None:
+        """Leave the first slots to a caller that fills them in the state itself; the engine must have no requests."""
         assert not self.slots
         self.state = widen(self.state, num_slots=num_slots + 1, blocks_per_request=0, num_contents=0)
         self._requests = [None] * len(self.state.requests)
@@ -165,32 +168,32 @@ class Engine:
         self._num_added = num_slots  # their serials are their slots
 
     def lengths(self, request: RequestFacts, produced_tokens: int = 0) -> tuple[int, int]:
-        """Where the answer ends: really, or as is expected now; and at the latest, as far as the engine knows."""
+        """Return the response's known or predicted length, and the length at which the engine cuts it."""
         room = self.config.max_model_len - request.prompt_tokens
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         length = request.length(produced_tokens, self.residual)
         return (max_tokens if length is None else min(length, max_tokens)), max_tokens
 
     def abort(self, request_id: str) -> None:
-        """Drop a request that its client gave up on."""
+        """Abort a request whose client has disconnected."""
         steps.abort(self.state, self.slots[request_id])
 
     def set_pace(self, pace: float) -> None:
-        """Let steps take so many times as long as the profile says: noise, a slow engine, an online correction."""
+        """Multiply the step times of the profile: by noise, for a slow engine, or by an online correction."""
         if not (math.isfinite(pace) and pace > 0):
             raise ValueError(f"pace: must be above 0, not {pace}")
         self.state.engine[0].pace = pace
 
     def advance(self, until_s: float = FOREVER) -> None:
-        """Let everything happen that happens by then."""
-        self.drive(self.state, float(until_s), ANY_NUMBER, NOBODY)
+        """Run the engine until no event is left before `until_s`."""
+        self.drive(self.state, float(until_s), ANY_NUMBER, NONE)
 
     def next_step(self) -> StepRecord | None:
-        """Go on to the planning of one more step; None when there is nothing left to do."""
-        self.state.engine[0].steady = 0  # repeated steps leave no record
+        """Run the engine until it has planned one more step; None where it has none left."""
+        self.state.engine[0].steady = 0  # repeated steps have no records
         engine = self.state.engine[0]
         num_steps = int(engine.num_steps)
-        self.drive(self.state, FOREVER, num_steps + 1, NOBODY)
+        self.drive(self.state, FOREVER, num_steps + 1, NONE)
         if engine.num_steps == num_steps:
             return None
         index = (engine.oldest + engine.num_in_flight - 1) % 2
@@ -214,20 +217,20 @@ class Engine:
     def waiting(self) -> list[str]:
         """Ids of the waiting requests, the next one first."""
         engine = self.state.engine[0]
-        return [self.id_of(queues.waiting_at(self.state, place)) for place in range(engine.num_waiting)]
+        return [self.id_of(queues.waiting_at(self.state, position)) for position in range(engine.num_waiting)]
 
     def request_in(self, slot: int) -> RequestFacts:
-        """Return the request in a slot."""
+        """Return the facts of the request in a slot."""
         request = self._requests[slot]
         assert request is not None
         return request
 
     def id_of(self, slot: int) -> str:
-        """Name the request in a slot."""
+        """Return the id of the request in a slot."""
         return self.request_in(slot).request_id
 
     def outcome(self, request_id: str) -> Outcome:
-        """Tell what a request has experienced so far."""
+        """Return what a request has experienced so far."""
         row = self.state.requests[self.slots[request_id]]
         return Outcome(
             request_id=request_id,
@@ -242,39 +245,39 @@ class Engine:
         )
 
     def forget_finished(self) -> list[Outcome]:
-        """Return what ended requests experienced, and free their slots."""
+        """Return the outcomes of requests that have ended, and free their slots."""
         rows = self.state.requests
-        over = [
+        ended = [
             name
             for name, slot in self.slots.items()
             if rows[slot].status == FINISHED and rows[slot].in_flight_tokens == 0
         ]
-        outcomes = [self.outcome(name) for name in over]
-        for name in over:
-            self.unplace(name)
+        outcomes = [self.outcome(name) for name in ended]
+        for name in ended:
+            self.remove(name)
         return outcomes
 
     def know_contents(self, hashes: Iterable[int | str]) -> None:
-        """Number the shared contents that blocks can hold."""
+        """Number the shared contents that blocks can have."""
         for value in hashes:
             self.contents.setdefault(value, len(self.contents))
         self.state = widen(self.state, num_slots=0, blocks_per_request=0, num_contents=len(self.contents))
 
     def cache_contents(self, contents: Mapping[int, int | str]) -> None:
-        """Note which blocks hold which shared contents; of blocks that hold the same, the first is the one hit."""
+        """Set the shared contents of blocks; of blocks with the same content, the first one is hit."""
         self.know_contents(contents.values())
         numbers = np.fromiter((self.contents[value] for value in contents.values()), np.int64, len(contents))
         blocks.chain_all(self.state, np.fromiter(contents, np.int64, len(contents)), numbers)
 
     def widen_table(self, num_blocks: int) -> None:
-        """Make room for requests that hold so many blocks."""
+        """Make room for requests that hold `num_blocks` blocks."""
         self.state = widen(self.state, num_slots=0, blocks_per_request=num_blocks, num_contents=0)
 
     def _require_possible(self, request: RequestFacts, final_tokens: int) -> None:
-        """Refuse a request that this engine could never finish."""
+        """Refuse a request that this engine can never finish."""
         if request.prompt_tokens >= self.config.max_model_len:
             raise ValueError(
-                f"prompt_tokens: {request.prompt_tokens} leave no room for an answer within max_model_len "
+                f"prompt_tokens: {request.prompt_tokens} leave no room for a response within max_model_len "
                 f"{self.config.max_model_len}"
             )
         tokens = request.prompt_tokens + final_tokens

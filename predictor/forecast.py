@@ -1,4 +1,4 @@
-"""What a request would experience on an engine, and what it would do to those already there."""
+"""Forecasts: what a request would experience on an engine, and how it would delay the requests that are there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from predictor.compiled import direct, inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
-from predictor.state import FINISHED, NOBODY, State, copy_into, layer, stack_like
+from predictor.state import FINISHED, NONE, State, copy_into, layer, stack_like
 
 RESULT = np.dtype(
     [
@@ -35,16 +35,16 @@ NO_SLOTS = np.empty(0, np.int64)
 
 
 class Forecaster:
-    """Forecasts candidates on one engine, which stays as it is."""
+    """Forecasts candidates on one engine, without changing it."""
 
     def __init__(self, engine: Engine) -> None:
-        """Prepare room for the simulations to run in."""
+        """Initialise it for an engine, with copies of its state to simulate in."""
         self.engine = engine
         self._simulate = (
             simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
         )
         self._serial: int | None = None
-        self._is_ready = np.zeros(1, np.bool_)  # whether the shared simulation has come to where candidates are seen
+        self._is_ready = np.zeros(1, np.bool_)  # whether the shared simulation has been run
         self._shaped_like = engine.state
         self._workspace = stack_like(engine.state, 3)
         self._results = np.empty(1, RESULT).view(np.recarray)
@@ -52,26 +52,26 @@ class Forecaster:
     def forecast(
         self, candidates: Sequence[RequestFacts], now_s: float, *, delays: bool = True, serial: int | None = None
     ) -> list[Forecast]:
-        """Forecast each candidate as if it alone came to the engine, now or `in_s` from now.
+        """Forecast each candidate as if it alone arrived at the engine, now or `in_s` from now.
 
-        All go through the same simulation up to where the first of them could be looked at. Without `delays` each
-        simulation stops at its candidate's last token. The same `serial` as the last time says that the engine has
-        been left alone since, so that this simulation need not be made again.
+        They share one simulation up to the first step that could admit one of them. Without `delays` each simulation
+        stops at its candidate's last token. The same `serial` as in the last call means that the engine has not
+        changed since, so that the shared simulation is used again.
         """
         self._keep_shared(serial)
         slots = np.empty(len(candidates), np.int64)
-        num_placed = 0
+        num_inserted = 0
         try:
             for candidate in candidates:
-                slots[num_placed] = self.engine.place(candidate, arrival_s=now_s + candidate.in_s)
-                num_placed += 1
-            return self._forecast_placed(slots, now_s, delays)
+                slots[num_inserted] = self.engine.insert(candidate, arrival_s=now_s + candidate.in_s)
+                num_inserted += 1
+            return self._forecast_inserted(slots, now_s, delays)
         finally:
-            for candidate in candidates[:num_placed]:
-                self.engine.unplace(candidate.request_id)
+            for candidate in candidates[:num_inserted]:
+                self.engine.remove(candidate.request_id)
 
     def prepare(self, now_s: float, serial: int) -> None:
-        """Make the simulation that candidates share already now, for those who come while the engine is left alone."""
+        """Run the simulation that candidates share in advance, for those that come before the engine changes."""
         self._keep_shared(serial)
         self._run(NO_SLOTS, now_s, delays=False)
 
@@ -90,7 +90,7 @@ class Forecaster:
             self._results = np.empty(len(slots), RESULT).view(np.recarray)
         self._simulate(state, self._workspace, slots, float(now_s), bool(delays), self._is_ready, self._results)
 
-    def _forecast_placed(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
+    def _forecast_inserted(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
         self._run(slots, now_s, delays=delays)
         results = self._results if len(slots) == len(self._results) else self._results[: len(slots)]
         return [
@@ -115,7 +115,7 @@ class Forecaster:
 
 
 def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, int], State]) -> Callable[..., None]:
-    """Make the simulation of candidates around a loop, and a way to get at a layer of the workspace."""
+    """Return the simulation of candidates that runs engines by `drive`; `layer` returns one copy of the workspace."""
 
     def simulate(
         source: State,
@@ -126,8 +126,8 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
         is_ready: np.ndarray,
         results: np.ndarray,
     ) -> None:
-        # not as constants: the loop would be compiled anew for each of them
-        nobody, any_number, tail = np.int64(NOBODY), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
+        # numpy integers, because the loop would be compiled again for each constant
+        unwatched, any_number, tail = np.int64(NONE), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
         shared = layer(workspace, source, SHARED)
         if not is_ready[0]:
             copy_into(shared, source)
@@ -137,17 +137,17 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
         alone = layer(workspace, source, ALONE)
         if delays:
             copy_into(alone, shared)
-            drive(alone, FOREVER, any_number, nobody)
+            drive(alone, FOREVER, any_number, unwatched)
         after = layer(workspace, source, WITH_CANDIDATE)
-        for place in range(len(slots)):
-            slot = slots[place]
+        for candidate in range(len(slots)):
+            slot = slots[candidate]
             copy_into(after, shared)
             after.requests[slot] = source.requests[slot]
             queues.announce(after, slot)
-            drive(after, FOREVER, any_number, nobody if delays else slot)
-            read_result(after, slot, now_s, results[place])
+            drive(after, FOREVER, any_number, unwatched if delays else slot)
+            read_result(after, slot, now_s, results[candidate])
             if delays:
-                compare(source, shared, alone, after, slot, results[place])
+                compare(source, shared, alone, after, slot, results[candidate])
 
     return simulate
 
@@ -165,7 +165,7 @@ def simulate(
     is_ready: np.ndarray,
     results: np.ndarray,
 ) -> None:
-    """Run the engine on with each candidate in turn, and read off what became of it."""
+    """Simulate the engine with each candidate, and record what the candidate experiences."""
     _simulate(source, workspace, slots, now_s, delays, is_ready, results)
 
 
@@ -174,7 +174,7 @@ simulate_directly = direct(simulate)
 
 @kernel
 def read_result(after: State, slot: int, now_s: float, result: np.record) -> None:
-    """Note what the candidate experienced."""
+    """Record what the candidate has experienced."""
     request = after.requests[slot]
     result.scheduled_s = request.scheduled_s - now_s if request.scheduled_s >= 0 else np.inf
     result.first_token_s = request.first_token_s - now_s if request.first_token_s >= 0 else np.inf
@@ -186,15 +186,15 @@ def read_result(after: State, slot: int, now_s: float, result: np.record) -> Non
 
 @kernel
 def compare(source: State, shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
-    """Note how much later than without the candidate the others end, and how many more preemptions they suffer."""
+    """Record how much later than without the candidate the others end, and how often more they are preempted."""
     engine = source.engine[0]
     result.delay_sum_s = result.delay_worst_s = 0.0
-    for place in range(engine.num_running):
-        _add_delay(shared, alone, after, source.running[place], result)
-    for place in range(engine.num_waiting):
-        _add_delay(shared, alone, after, queues.waiting_at(source, place), result)
-    for place in range(engine.num_pending):
-        _add_delay(shared, alone, after, source.pending[(engine.pending_head + place) % len(source.pending)], result)
+    for position in range(engine.num_running):
+        _add_delay(shared, alone, after, source.running[position], result)
+    for position in range(engine.num_waiting):
+        _add_delay(shared, alone, after, queues.waiting_at(source, position), result)
+    for position in range(engine.num_pending):
+        _add_delay(shared, alone, after, source.pending[(engine.pending_head + position) % len(source.pending)], result)
     preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions
     result.others_preempted = preemptions - after.requests[slot].num_preemptions
 
@@ -202,9 +202,9 @@ def compare(source: State, shared: State, alone: State, after: State, slot: int,
 @kernel
 def _add_delay(shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
     if shared.requests[slot].status == FINISHED:
-        return  # before the candidate came; the copies know nothing of it
+        return  # it ended before the candidate arrived, and the copies leave it out
     if alone.requests[slot].status != FINISHED:
-        return  # it would never have ended
+        return  # it never ends without the candidate either
     delay_s = np.inf
     if after.requests[slot].status == FINISHED:
         delay_s = after.requests[slot].finished_s - alone.requests[slot].finished_s

@@ -1,4 +1,4 @@
-"""How long an answer will be: a number or a distribution, and what is left of one that goes on longer."""
+"""Predicted lengths of responses: a number or a distribution, and the remaining length of a response in progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from predictor.suggestions import did_you_mean
 
-OVERDUE_TOKENS = 10  # Block §4.1: what is thought to be left of a request that has outlived its tag
-MOST_TOKENS = 2**31 - 1
+OVERDUE_TOKENS = 10  # Block §4.1: the predicted rest of a response that is longer than its tag
+MAX_TOKENS = 2**31 - 1
 DEFAULT_RESIDUAL = "conditional_median"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """A predicted response length: log-normal with this median; a spread of 0 is a bare number."""
+    """A predicted response length: log-normal with this median; a spread of 0 means a single number."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
@@ -27,25 +27,25 @@ class Tag:
     spread: float = 0.0  # standard deviation of the logarithm
 
     def __post_init__(self) -> None:
-        """Refuse what is no length."""
-        if not (math.isfinite(self.median_tokens) and 0 < self.median_tokens <= MOST_TOKENS):
-            raise ValueError(f"median_tokens: must be above 0 and at most {MOST_TOKENS}, not {self.median_tokens}")
+        """Refuse impossible lengths."""
+        if not (math.isfinite(self.median_tokens) and 0 < self.median_tokens <= MAX_TOKENS):
+            raise ValueError(f"median_tokens: must be above 0 and at most {MAX_TOKENS}, not {self.median_tokens}")
         if not (math.isfinite(self.spread) and 0 <= self.spread <= 10):
             raise ValueError(f"spread: must lie between 0 and 10, not {self.spread}")
 
 
 def plus_ten(tag: Tag, tokens_so_far: int) -> float:
-    """End where the tag says; once that is passed, ten tokens from now."""
+    """Predict the tag's median; beyond it, ten more tokens."""
     return tag.median_tokens if tag.median_tokens > tokens_so_far else tokens_so_far + OVERDUE_TOKENS
 
 
 def conditional_median(tag: Tag, tokens_so_far: int) -> float:
-    """End at the median of the lengths that are still possible; a bare number knows none and is extended by ten."""
+    """Predict the median of the lengths that are still possible; a tag without spread is extended by ten tokens."""
     return _conditional(tag, tokens_so_far, QUANTILES["conditional_median"])
 
 
 def conditional_quartile(tag: Tag, tokens_so_far: int) -> float:
-    """End at their lower quartile: who decides by this whether there will be room is hopeful rather than idle."""
+    """Predict their lower quartile: an admission that relies on it risks preemptions rather than idle blocks."""
     return _conditional(tag, tokens_so_far, QUANTILES["conditional_quartile"])
 
 
@@ -64,7 +64,7 @@ def _conditional(tag: Tag, tokens_so_far: int, quantile: float) -> float:
     location = math.log(tag.median_tokens)
     log_survival = log_ndtr((location - math.log(tokens_so_far)) / tag.spread)
     exponent = location - tag.spread * float(ndtri_exp(log_survival + math.log1p(-quantile)))
-    return math.exp(exponent) if exponent < math.log(MOST_TOKENS) else MOST_TOKENS
+    return math.exp(exponent) if exponent < math.log(MAX_TOKENS) else MAX_TOKENS
 
 
 RESIDUALS: dict[str, Callable[[Tag, int], float]] = {
@@ -76,17 +76,17 @@ QUANTILES = {"conditional_median": 0.5, "conditional_quartile": 0.25}  # of the 
 
 
 def expected_tokens(tag: Tag, tokens_so_far: int, residual: str = DEFAULT_RESIDUAL) -> int:
-    """Round the whole response length that a rule expects, given what has been produced; always more than that."""
+    """Return the whole predicted response length, rounded; always above `tokens_so_far`."""
     if residual not in RESIDUALS:
         raise ValueError(f"residual: {residual!r} is none of {', '.join(RESIDUALS)}{did_you_mean(residual, RESIDUALS)}")
     expected = RESIDUALS[residual](tag, tokens_so_far)
-    return max(tokens_so_far + 1, min(MOST_TOKENS, math.ceil(expected - 0.5)))
+    return max(tokens_so_far + 1, min(MAX_TOKENS, math.ceil(expected - 0.5)))
 
 
 def expected_lengths(
     medians: np.ndarray, spreads: np.ndarray, tokens_so_far: np.ndarray, residual: str = DEFAULT_RESIDUAL
 ) -> np.ndarray:
-    """Do for many requests at once what `expected_tokens` does for one; NaN where there is no tag."""
+    """Return `expected_tokens` of many requests at once; NaN for those without a tag."""
     expected = np.where(medians > tokens_so_far, medians, tokens_so_far + OVERDUE_TOKENS)
     expected[np.isnan(medians)] = np.nan
     if residual in QUANTILES:
@@ -95,5 +95,5 @@ def expected_lengths(
         location, spread = np.log(medians[rest]), spreads[rest]
         log_survival = log_ndtr((location - np.log(tokens_so_far[rest])) / spread)
         exponent = location - spread * ndtri_exp(log_survival + math.log1p(-QUANTILES[residual]))
-        expected[rest] = np.exp(np.minimum(exponent, math.log(MOST_TOKENS)))
-    return np.maximum(tokens_so_far + 1, np.minimum(MOST_TOKENS, np.ceil(expected - 0.5)))
+        expected[rest] = np.exp(np.minimum(exponent, math.log(MAX_TOKENS)))
+    return np.maximum(tokens_so_far + 1, np.minimum(MAX_TOKENS, np.ceil(expected - 0.5)))

@@ -1,7 +1,7 @@
 """The engine's loop: schedule, launch, retire; step by step, or from event to event.
 
 Between two events (an admission, a finished prefill, a finish, a shortage of blocks, an arrival) a decode batch
-repeats itself, and with a step time that is affine in the context its `k` repetitions are an arithmetic series.
+repeats itself. The step time is affine in the context, so the durations of `k` repetitions are an arithmetic series.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
 from predictor.step_time import decode_slope, step_seconds
 
-TAIL_OF_QUEUE = -2  # watched: stop before a step that could look past the last waiting request
+TAIL_OF_QUEUE = -2  # watched: stop before a step that could admit a request behind all that wait now
 
 
 def loop_with(schedule: Callable[[State], bool]) -> Callable[[State, float, int, int], None]:
-    """Make the loop around a local scheduler."""
+    """Return the loop that plans its steps with a local scheduler."""
 
     def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
         while reach_plan(state, until_s, last_step, watched):
@@ -33,16 +33,16 @@ _drive = inner_kernel(loop_with(fill))
 
 @kernel
 def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
-    """Run the engine until nothing can happen by `until_s`, `last_step` was launched, or a watched request ended."""
+    """Run the engine until no event is left before `until_s`, `last_step` is launched, or the watched request ends."""
     _drive(state, until_s, last_step, watched)
 
 
 @kernel
 def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bool:
-    """Go on to the moment at which a step must be planned; False when the run ends before.
+    """Run the engine until a step must be planned; return False where the run ends before.
 
     Mirrors vLLM 0.32 `EngineCore.step` (pipeline depth 1) and `step_with_batch_queue` (depth 2): a step is planned
-    whenever the pipeline has room and any request is unfinished, else the oldest step is awaited.
+    whenever the pipeline has room and a request is unfinished; else the engine waits for the oldest step.
     """
     engine = state.engine[0]
     while engine.num_steps < last_step:
@@ -76,14 +76,14 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
 
 @small_kernel
 def has_tail_ahead(state: State) -> bool:
-    """Tell whether more wait than could be admitted in the next step, so that it will not look past the last one."""
+    """Return whether more requests wait than the next step can admit, so that it cannot reach the tail of the queue."""
     engine = state.engine[0]
     return bool(engine.num_waiting > engine.max_num_seqs - engine.num_running)
 
 
 @kernel
 def send(state: State) -> None:
-    """Launch the step just planned, unless it is empty and nothing but an arrival can change that."""
+    """Launch the planned step, unless it is empty and only an arrival can change that."""
     if nothing_will_change(state):
         state.engine[0].stuck = 1
     else:
@@ -92,7 +92,7 @@ def send(state: State) -> None:
 
 @small_kernel
 def nothing_will_change(state: State) -> bool:
-    """Tell whether the step just made is empty and no step under way will free anything: only an arrival can help."""
+    """Return whether the planned step is empty and no step in flight will free a slot or a block."""
     engine = state.engine[0]
     step = state.steps[steps.current(state)]
     if step.num_scheduled > 0 or step.num_preempted > 0:
@@ -102,23 +102,23 @@ def nothing_will_change(state: State) -> bool:
 
 @kernel
 def count_repeats(state: State, until_s: float) -> int:
-    """How often the steady decode step can be repeated before anything about it changes.
+    """Return how often the steady decode step can be repeated before its batch changes.
 
-    The last repetition may bring requests to their end, unless a step behind it is planned before that is known.
+    Requests may end in the last repetition, unless the engine plans another step before it knows of that.
     """
     engine = state.engine[0]
-    most = 1 << 40
-    for place in range(engine.num_running):
-        request = state.requests[state.running[place]]
-        most = min(most, request.final_tokens - request.output_tokens)
-    most -= engine.pipeline_depth - 1
-    if most <= 0:
+    max_repeats = 1 << 40
+    for position in range(engine.num_running):
+        request = state.requests[state.running[position]]
+        max_repeats = min(max_repeats, request.final_tokens - request.output_tokens)
+    max_repeats -= engine.pipeline_depth - 1
+    if max_repeats <= 0:
         return 0
-    most = _within_blocks(state, most)
+    max_repeats = _within_blocks(state, max_repeats)
     arrival_s = queues.next_arrival_s(state)
-    if most <= 0 or _fits_in_time(state, most, until_s, arrival_s):
-        return most
-    fits, too_many = 0, most
+    if max_repeats <= 0 or _fits_in_time(state, max_repeats, until_s, arrival_s):
+        return max_repeats
+    fits, too_many = 0, max_repeats
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _fits_in_time(state, middle, until_s, arrival_s):
@@ -129,18 +129,18 @@ def count_repeats(state: State, until_s: float) -> int:
 
 
 @kernel
-def _within_blocks(state: State, most: int) -> int:
-    """Limit repetitions to those for which blocks are free."""
+def _within_blocks(state: State, max_repeats: int) -> int:
+    """Return the number of repetitions, at most `max_repeats`, for which blocks are free."""
     engine = state.engine[0]
     free = engine.num_free_blocks - engine.decode_reserve
     n = engine.num_running
-    if n * (most // engine.block_size + 1) <= free or _blocks_needed(state, most) <= free:
-        return most
-    fits, too_many = 0, most
-    # Rounded to whole blocks or not, what n requests hold differs by less than n: that is where to look first.
+    if n * (max_repeats // engine.block_size + 1) <= free or _blocks_needed(state, max_repeats) <= free:
+        return max_repeats
+    fits, too_many = 0, max_repeats
+    # The blocks of n requests are fewer than n more than their tokens need, so the answer is near these two guesses.
     room = engine.block_size * free
-    for place in range(n):
-        request = state.requests[state.running[place]]
+    for position in range(n):
+        request = state.requests[state.running[position]]
         room += request.num_blocks * engine.block_size - request.computed_tokens
     for guess in (room // n - engine.block_size, room // n + 1):
         if fits < guess < too_many:
@@ -159,12 +159,12 @@ def _within_blocks(state: State, most: int) -> int:
 
 @kernel
 def _blocks_needed(state: State, num_repeats: int) -> int:
-    """How many blocks the running requests take in so many steps."""
+    """Return the number of blocks that the running requests take in `num_repeats` steps."""
     engine = state.engine[0]
-    per_token = 1.0 / engine.block_size  # half a token from every whole block, rounding cannot matter
+    per_token = 1.0 / engine.block_size  # products stay half a token away from whole numbers: rounding has no effect
     needed = 0
-    for place in range(engine.num_running):
-        request = state.requests[state.running[place]]
+    for position in range(engine.num_running):
+        request = state.requests[state.running[position]]
         held = int((request.computed_tokens + num_repeats + engine.block_size - 0.5) * per_token)
         needed += max(held - request.num_blocks, 0)
     return needed
@@ -172,10 +172,10 @@ def _blocks_needed(state: State, num_repeats: int) -> int:
 
 @kernel
 def _contexts(state: State) -> tuple[int, int]:
-    """How much context the running requests have in sum, and the longest one."""
+    """Return the total context of the running requests, and the longest one."""
     context, longest = 0, 0
-    for place in range(state.engine[0].num_running):
-        computed = state.requests[state.running[place]].computed_tokens
+    for position in range(state.engine[0].num_running):
+        computed = state.requests[state.running[position]].computed_tokens
         context += computed
         longest = max(longest, computed)
     return context, longest
@@ -183,7 +183,7 @@ def _contexts(state: State) -> tuple[int, int]:
 
 @kernel
 def _series_s(state: State, context: int, longest: int, num_repeats: int) -> float:
-    """Seconds for so many decode steps in a row of all that run, each one token beyond the contexts before it."""
+    """Return the seconds of `num_repeats` decode steps of all running requests, starting from these contexts."""
     n = state.engine[0].num_running
     first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
     growth_s = decode_slope(state.costs, n) * n
@@ -192,7 +192,7 @@ def _series_s(state: State, context: int, longest: int, num_repeats: int) -> flo
 
 @kernel
 def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: float) -> bool:
-    """Tell whether the last repetition is planned before the next arrival and retired by `until_s`."""
+    """Return whether the last repetition is planned before the next arrival and retired by `until_s`."""
     engine = state.engine[0]
     if until_s == float("inf") and arrival_s == float("inf"):
         return True
@@ -201,22 +201,22 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: flo
         planned_s = engine.now_s + _series_s(state, context, longest, num_repeats - 1)
         retired_s = engine.now_s + _series_s(state, context, longest, num_repeats)
     else:
-        under_way_ends_s = state.steps[engine.oldest].end_s
+        in_flight_ends_s = state.steps[engine.oldest].end_s
         planned_s = engine.now_s
         if num_repeats > 1:
-            planned_s = under_way_ends_s + _series_s(state, context, longest, num_repeats - 2)
-        retired_s = under_way_ends_s + _series_s(state, context, longest, num_repeats - 1)
+            planned_s = in_flight_ends_s + _series_s(state, context, longest, num_repeats - 2)
+        retired_s = in_flight_ends_s + _series_s(state, context, longest, num_repeats - 1)
     return planned_s < arrival_s and retired_s <= until_s
 
 
 @kernel
 def repeat(state: State, num_repeats: int) -> None:
-    """Do so many identical decode steps at once: plan, launch and retire each, as the loop would."""
+    """Plan, launch and retire `num_repeats` identical decode steps at once."""
     engine = state.engine[0]
     context, longest = _contexts(state)
     if engine.pipeline_depth == 1:
         engine.now_s += _series_s(state, context, longest, num_repeats)
-    else:  # what was under way is retired, and the last repetition is under way instead
+    else:  # the step in flight is retired, and the last repetition is in flight instead
         step = state.steps[engine.oldest]
         engine.now_s = step.end_s + _series_s(state, context, longest, num_repeats - 1)
         step.start_s = engine.now_s
@@ -228,8 +228,8 @@ def repeat(state: State, num_repeats: int) -> None:
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
     num_finished = 0
-    for place in range(engine.num_running):
-        slot = state.running[place]
+    for position in range(engine.num_running):
+        slot = state.running[position]
         request = state.requests[slot]
         request.computed_tokens += num_repeats
         request.output_tokens += num_repeats
@@ -244,8 +244,8 @@ def repeat(state: State, num_repeats: int) -> None:
 
 @kernel
 def _finish_repeated(state: State) -> None:
-    for place in range(state.engine[0].num_running):
-        slot = state.running[place]
+    for position in range(state.engine[0].num_running):
+        slot = state.running[position]
         if state.requests[slot].output_tokens >= state.requests[slot].final_tokens:
             queues.finish(state, slot)
     queues.drop_finished(state, False)
@@ -253,33 +253,34 @@ def _finish_repeated(state: State) -> None:
 
 @kernel
 def _allocate_in_order(state: State, num_repeats: int) -> None:
-    """Hand out the blocks of the coming steps in the order in which the steps would take them.
+    """Allocate the blocks of the repeated steps in the order in which the steps would take them.
 
-    A request needs its next block after as many steps as its last one has room for, and then every `block_size`.
+    A request needs its next block when its last one is full, and then every `block_size` steps.
     """
     engine = state.engine[0]
     size = engine.block_size
     starts = state.turn_starts[: size + 1]
     starts[:] = 0
-    for place in range(engine.num_running):
-        starts[_room(state, place) + 1] += 1
+    for position in range(engine.num_running):
+        starts[_room(state, position) + 1] += 1
     for step in range(size):
         starts[step + 1] += starts[step]
     in_turn = state.turns
-    for place in range(engine.num_running):
-        room = _room(state, place)
-        in_turn[starts[room]] = place
+    for position in range(engine.num_running):
+        room = _room(state, position)
+        in_turn[starts[room]] = position
         starts[room] += 1
     for cycle in range(0, num_repeats, size):
         for turn in range(engine.num_running):
-            place = in_turn[turn]
-            ahead = cycle + _room(state, place) + 1
+            position = in_turn[turn]
+            ahead = cycle + _room(state, position) + 1
             if ahead <= num_repeats:
-                slot = state.running[place]
+                slot = state.running[position]
                 blocks.allocate(state, slot, state.requests[slot].computed_tokens + ahead)
 
 
 @small_kernel
-def _room(state: State, place: int) -> int:
+def _room(state: State, position: int) -> int:
+    """Return the tokens that fit into the last block of a running request."""
     size = state.engine[0].block_size
-    return -state.requests[state.running[place]].computed_tokens % size
+    return -state.requests[state.running[position]].computed_tokens % size

@@ -1,4 +1,4 @@
-"""Latency profiles: which model on which GPU, how long its steps take, how well that is known, and from what."""
+"""Latency profiles: the step time of a model on a GPU, its error, its valid range, and its source."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ValidRange:
     max_context_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse what is not a count."""
+        """Refuse values that are no counts."""
         for spec in fields(self):
             require_count(spec.name, getattr(self, spec.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutError:
-    """Relative errors of step time on rows that the fit never saw: their mean, median, 90th percentile, and number."""
+    """Relative errors of step time on rows held out of the fit: their mean, median, 90th percentile, and number."""
 
     mape: float
     p50: float
@@ -49,7 +49,7 @@ class HeldOutError:
     n: int
 
     def __post_init__(self) -> None:
-        """Refuse what is not an error figure."""
+        """Refuse values that are no relative errors."""
         for name in ("mape", "p50", "p90"):
             require_seconds(name, getattr(self, name))
         require_count("n", self.n)
@@ -57,7 +57,7 @@ class HeldOutError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedEngine:
-    """Engine settings that go with the profile, under vLLM's names; None where the profile has no opinion."""
+    """Engine settings that go with the profile, under vLLM's names; None where the profile suggests nothing."""
 
     num_gpu_blocks: int | None = None
     block_size: int | None = None
@@ -65,7 +65,7 @@ class SuggestedEngine:
     max_num_batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no engine could be told."""
+        """Refuse values that are no counts."""
         for spec in fields(self):
             if getattr(self, spec.name) is not None:
                 require_count(spec.name, getattr(self, spec.name))
@@ -73,13 +73,13 @@ class SuggestedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transit:
-    """Seconds that a request needs from its client to the engine's loop, and a token back, as far as was measured."""
+    """Measured seconds from the client to the engine's loop, and from the loop back to the client."""
 
     inward_s: float = 0.0
     outward_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
+        """Refuse values that are no spans of time."""
         for spec in fields(self):
             require_seconds(spec.name, getattr(self, spec.name))
 
@@ -106,7 +106,7 @@ class Profile:
     transit: Transit = NO_TRANSIT
 
     def __post_init__(self) -> None:
-        """Refuse a profile of another format, or one that does not say what it is."""
+        """Refuse another format version, and empty descriptions."""
         if self.version != VERSION or isinstance(self.version, bool):
             raise ValueError(f"version: this release reads version {VERSION}, not {self.version!r}")
         for name in ("name", "model", "gpu", "dtype", "kind", "source"):
@@ -119,7 +119,7 @@ class Profile:
 
 
 def constant_profile() -> Profile:
-    """Give the profile whose every step, an empty one too, takes exactly one second."""
+    """Return the profile in which every step, also an empty one, takes exactly one second."""
     return Profile(
         name=CONSTANT_NAME,
         model="any",
@@ -135,7 +135,7 @@ def constant_profile() -> Profile:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Name every profile that can be loaded by name."""
+    """Return the names of all profiles that can be loaded."""
     folder = resources.files("predictor") / "profiles"
     shipped = [entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
     return tuple(sorted([CONSTANT_NAME, *shipped]))
@@ -154,7 +154,7 @@ def load_profile(name: str) -> Profile:
 
 
 def profile_from_json(text: str) -> Profile:
-    """Read a profile from JSON, refusing what is not a whole and sound one."""
+    """Read a profile from JSON; refuse incomplete and invalid ones."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -163,13 +163,13 @@ def profile_from_json(text: str) -> Profile:
 
 
 def profile_to_json(profile: Profile) -> str:
-    """Write a profile as JSON: one field a line, and a curve's knots on one line too."""
+    """Write a profile as JSON: a field per line, the knots of a curve on one line."""
     text = json.dumps(profile_to_dict(profile), indent=1, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[\n[-+0-9.eE,\s]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """Give a profile as plain dictionaries, lists, strings and numbers."""
+    """Return a profile as plain dictionaries, lists, strings and numbers."""
     return {
         "version": profile.version,
         "name": profile.name,
@@ -188,8 +188,8 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def profile_from_dict(data: object) -> Profile:
-    """Build a profile from plain data, refusing unknown and missing fields and bad values by name."""
-    if isinstance(data, Mapping) and "transit" not in data:  # it is told where it was measured
+    """Build a profile from plain data; errors name unknown fields, missing fields and invalid values."""
+    if isinstance(data, Mapping) and "transit" not in data:  # a profile has it only where it was measured
         data = {**data, "transit": _plain(NO_TRANSIT)}
     given = _require_fields("", data, [spec.name for spec in fields(Profile)], required_first="version")
     error = given["error"]
@@ -204,14 +204,14 @@ def profile_from_dict(data: object) -> Profile:
 
 
 def step_time_to_dict(step_time: StepTime) -> dict[str, Any]:
-    """Give a step time as plain data."""
+    """Return a step time as plain data."""
     numbers: dict[str, Any] = {name: getattr(step_time, name) for name in NUMBERS}
     curves = {name: {"x": list(curve.x), "y": list(curve.y)} for name, curve in _curves_of(step_time).items()}
     return numbers | curves
 
 
 def step_time_from_dict(data: object) -> StepTime:
-    """Build a step time from plain data, naming the field that is wrong, such as `step_time.decode_slope.x`."""
+    """Build a step time from plain data; errors name the field, such as `step_time.decode_slope.x`."""
     given = dict(_require_fields("step_time", data, [*NUMBERS, *CURVES]))
     for name in CURVES:
         given[name] = _curve_from_dict(f"step_time.{name}", given[name])
@@ -240,7 +240,7 @@ def _build(path: str, kind: Callable[..., T], data: object) -> T:
 
 
 def _under(path: str, kind: Callable[..., T], given: Mapping[str, Any]) -> T:
-    """Build a value whose complaints name its fields from the profile's root."""
+    """Build a value; its errors name its fields with their path from the profile's root."""
     try:
         return kind(**given)
     except ValueError as error:
@@ -248,7 +248,7 @@ def _under(path: str, kind: Callable[..., T], given: Mapping[str, Any]) -> T:
 
 
 def _require_fields(path: str, data: object, names: list[str], required_first: str | None = None) -> Mapping[str, Any]:
-    """Refuse all but a mapping with exactly these fields; a foreign version, which explains the rest, before all."""
+    """Refuse all but a mapping with exactly these fields; another version, which explains other errors, comes first."""
     prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):
         raise ValueError(f"{path or 'profile'}: must be an object, not {type(data).__name__}")

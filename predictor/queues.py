@@ -1,4 +1,4 @@
-"""Requests on their way through an engine: pending, waiting, running; admitted, preempted, finished."""
+"""The queues of an engine: requests are pending, waiting, running; they are admitted, preempted, finished."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import numpy as np
 
 from predictor import blocks
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, NOBODY, RUNNING, WAITING, State
+from predictor.state import FINISHED, NONE, RUNNING, WAITING, State
 
-# vLLM can go in circles: of two requests equal in priority and arrival that do not fit together, admission favours
-# one and preemption the other.
-FRUITLESS = 10_000
+# vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
+# one and preemption the other. An engine model stops after this many preemptions without a token.
+MAX_FRUITLESS_PREEMPTIONS = 10_000
 
 
 @small_kernel
 def at(ring_head: int, position: int, size: int) -> int:
-    """Where a ring of `size` places keeps the element at `position`."""
-    place = ring_head + position
-    return place - size if place >= size else place
+    """Return the index in a ring of `size` elements of the element at `position`, counted from the head."""
+    index = ring_head + position
+    return index - size if index >= size else index
 
 
 @small_kernel
 def waiting_at(state: State, position: int) -> int:
-    """Return the slot at a position of the waiting queue; 0 is the head."""
+    """Return the slot at a position of the waiting queue, counted from its head."""
     return state.waiting[at(state.engine[0].waiting_head, position, len(state.waiting))]
 
 
 @small_kernel
 def goes_before(state: State, slot: int, other: int) -> bool:
-    """Order by priority, then arrival, then id, as vLLM's `Request.__lt__` does: lower goes first."""
+    """Order by priority, then arrival, then id, as vLLM's `Request.__lt__`: the lower one goes first."""
     a, b = state.requests[slot], state.requests[other]
     if a.priority != b.priority:
         return a.priority < b.priority
@@ -39,7 +39,7 @@ def goes_before(state: State, slot: int, other: int) -> bool:
 
 @kernel
 def enqueue(state: State, slot: int) -> None:
-    """Put an arriving request into the waiting queue: at the end, or where its priority belongs."""
+    """Add an arriving request to the waiting queue: at its end, or in the order of priorities."""
     engine = state.engine[0]
     size = len(state.waiting)
     state.requests[slot].status = WAITING
@@ -58,8 +58,8 @@ def take_waiting(state: State, position: int) -> int:
     engine = state.engine[0]
     size = len(state.waiting)
     slot = waiting_at(state, position)
-    for place in range(position, 0, -1):
-        state.waiting[at(engine.waiting_head, place, size)] = waiting_at(state, place - 1)
+    for moved in range(position, 0, -1):
+        state.waiting[at(engine.waiting_head, moved, size)] = waiting_at(state, moved - 1)
     engine.waiting_head = at(engine.waiting_head, 1, size)
     engine.num_waiting -= 1
     return slot
@@ -67,7 +67,7 @@ def take_waiting(state: State, position: int) -> int:
 
 @kernel
 def admit(state: State, position: int, computed_tokens: int) -> int:
-    """Move a waiting request to the end of the running list, with this much of it already computed."""
+    """Move a waiting request to the end of the running list; `computed_tokens` of it are in the cache already."""
     engine = state.engine[0]
     slot = take_waiting(state, position)
     state.running[engine.num_running] = slot
@@ -83,12 +83,12 @@ def admit(state: State, position: int, computed_tokens: int) -> int:
 
 @kernel
 def preempt(state: State, position: int) -> int:
-    """Take a running request's blocks away and put it back to the front of the waiting queue; its output is kept."""
+    """Free a running request's blocks and move it to the front of the waiting queue; it keeps its output."""
     engine = state.engine[0]
     slot = state.running[position]
     engine.num_running -= 1
-    for place in range(position, engine.num_running):
-        state.running[place] = state.running[place + 1]
+    for moved in range(position, engine.num_running):
+        state.running[moved] = state.running[moved + 1]
     blocks.release(state, slot)
     request = state.requests[slot]
     request.computed_tokens = 0
@@ -97,7 +97,7 @@ def preempt(state: State, position: int) -> int:
     request.num_preemptions += 1
     engine.num_preemptions += 1
     engine.fruitless_preemptions += 1
-    if engine.fruitless_preemptions > FRUITLESS:
+    if engine.fruitless_preemptions > MAX_FRUITLESS_PREEMPTIONS:
         engine.stuck = 1
     if engine.queue_by_priority:
         enqueue(state, slot)
@@ -114,10 +114,10 @@ def preempt(state: State, position: int) -> int:
 
 @kernel
 def finish(state: State, slot: int) -> None:
-    """End a request and free its blocks; the caller drops it from its queue.
+    """End a request and free its blocks; the caller removes it from its queue.
 
-    Nobody takes the freed seat and blocks where nobody waits: the others go on as they did. Only a request that is
-    still in a step under way, its end having been foreseen by nobody, leaves a gap there.
+    A steady engine stays steady where no request waits for the freed blocks, unless the request ended unpredictably:
+    then it is still part of a step in flight.
     """
     engine, request = state.engine[0], state.requests[slot]
     if engine.num_waiting > 0 or request.in_flight_tokens > 0:
@@ -129,11 +129,11 @@ def finish(state: State, slot: int) -> None:
 
 @kernel
 def drop_finished(state: State, from_waiting: bool) -> None:
-    """Close the gaps that finished requests left in the running list, and in the waiting queue where asked."""
+    """Remove finished requests from the running list, and from the waiting queue where asked."""
     engine = state.engine[0]
     kept = 0
-    for place in range(engine.num_running):
-        slot = state.running[place]
+    for position in range(engine.num_running):
+        slot = state.running[position]
         if state.requests[slot].status == RUNNING:
             state.running[kept] = slot
             kept += 1
@@ -149,7 +149,7 @@ def drop_finished(state: State, from_waiting: bool) -> None:
 
 @kernel
 def announce(state: State, slot: int) -> None:
-    """Add a request that will arrive at its `arrival_s`, after those that arrive no later."""
+    """Add a request that will arrive at its `arrival_s` to the pending ones, behind those that arrive no later."""
     engine = state.engine[0]
     size = len(state.pending)
     arrival_s = state.requests[slot].arrival_s
@@ -166,7 +166,7 @@ def announce(state: State, slot: int) -> None:
 
 @kernel
 def take_pending(state: State, slot: int) -> None:
-    """Withdraw a request that has not arrived yet."""
+    """Remove a request from the pending ones."""
     engine = state.engine[0]
     size = len(state.pending)
     kept = 0
@@ -180,7 +180,7 @@ def take_pending(state: State, slot: int) -> None:
 
 @small_kernel
 def absorb_arrivals(state: State) -> None:
-    """Queue every pending request that has arrived by now."""
+    """Move every pending request that has arrived to the waiting queue."""
     if next_arrival_s(state) <= state.engine[0].now_s:
         _absorb(state)
 
@@ -197,14 +197,14 @@ def _absorb(state: State) -> None:
 
 @kernel
 def join(state: State, slot: int) -> None:
-    """Let a request arrive now."""
+    """Add a request to the waiting queue; the engine then has to plan its next step."""
     state.engine[0].steady = state.engine[0].stuck = 0
     enqueue(state, slot)
 
 
 @small_kernel
 def next_arrival_s(state: State) -> float:
-    """When the first pending request arrives; infinity when none is pending."""
+    """Return the arrival of the first pending request; infinity without one."""
     engine = state.engine[0]
     if engine.num_pending == 0:
         return float("inf")
@@ -213,7 +213,7 @@ def next_arrival_s(state: State) -> float:
 
 @kernel
 def last_arrival_s(state: State) -> float:
-    """When the last pending request arrives; minus infinity when none is pending."""
+    """Return the arrival of the last pending request; minus infinity without one."""
     engine = state.engine[0]
     if engine.num_pending == 0:
         return -np.inf
@@ -223,7 +223,7 @@ def last_arrival_s(state: State) -> float:
 
 @kernel
 def lowest_ranked(state: State) -> int:
-    """Position of the running request that goes last by priority, then arrival; the first of equals."""
+    """Return the position of the running request that is last by priority, then arrival; the first of equal ones."""
     worst = 0
     for position in range(1, state.engine[0].num_running):
         a, b = state.requests[state.running[position]], state.requests[state.running[worst]]
@@ -234,8 +234,8 @@ def lowest_ranked(state: State) -> int:
 
 @kernel
 def position_running(state: State, slot: int) -> int:
-    """Position of a slot in the running list."""
+    """Return the position of a slot in the running list."""
     for position in range(state.engine[0].num_running):
         if state.running[position] == slot:
             return position
-    return NOBODY
+    return NONE

@@ -1,4 +1,4 @@
-"""What schedulers tell of requests that their engine does not show yet: that they come, and how long answers are."""
+"""What schedulers report about requests that the engine does not report yet: reservations, and lengths of responses."""
 
 from __future__ import annotations
 
@@ -9,71 +9,76 @@ from predictor.engine import Engine
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 
-PREFIX = "promised/"  # before the ids of promised requests, which are their clients'
-MOST_LENGTHS = 1 << 16
+PREFIX = "reserved/"  # keeps the ids of reservations, which are their clients', apart from those of the engine
+MAX_LENGTHS = 1 << 16
 
-Length = tuple[int, Tag | None]  # known tokens, 0 where nothing is certain; else a tag
+Length = tuple[int, Tag | None]  # the known number of tokens, or 0 and a tag
 
 
-class LengthLimits:
-    """How long answers will be, by their clients' ids; the oldest are forgotten where there are too many."""
+class ReportedLengths:
+    """Known or predicted lengths of responses, by the client's request id; beyond a limit the oldest are dropped."""
 
     def __init__(self) -> None:
-        """Know none."""
-        self._told: dict[str, Length] = {}
+        """Initialise it without lengths."""
+        self._lengths: dict[str, Length] = {}
 
-    def expect(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
-        """Learn one, if anything is told of it."""
+    def add(self, request_id: str, *, tokens: int | None, tag: Tag | None) -> None:
+        """Add the length of a response, where one is given."""
         if tokens is not None or tag is not None:
-            if len(self._told) >= MOST_LENGTHS:
-                del self._told[next(iter(self._told))]
-            self._told[request_id] = (tokens or 0, tag)
+            if len(self._lengths) >= MAX_LENGTHS:
+                del self._lengths[next(iter(self._lengths))]
+            self._lengths[request_id] = (tokens or 0, tag)
+
+    expect = add  # for callers that have not been renamed yet
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget some."""
+        """Remove the lengths of these requests."""
         for request_id in request_ids:
-            self._told.pop(request_id, None)
+            self._lengths.pop(request_id, None)
 
     def of(self, request_id: str) -> Length | None:
-        """Give one, if it was told."""
-        return self._told.get(request_id)
+        """Return the length of a request's response; None where it is unknown."""
+        return self._lengths.get(request_id)
 
     def as_tags(self) -> dict[str, Tag]:
-        """Give all as tags, certain ones too."""
-        tags = {name: Tag(median_tokens=tokens) if tokens else tag for name, (tokens, tag) in self._told.items()}
+        """Return all lengths as tags, also the known ones."""
+        tags = {name: Tag(median_tokens=tokens) if tokens else tag for name, (tokens, tag) in self._lengths.items()}
         return {name: tag for name, tag in tags.items() if tag is not None}
 
 
-class ReservedRequest:
-    """Requests that stand in an engine model behind those that the engine shows."""
+class ReservedRequests:
+    """Reserved requests: they are in the engine model, behind those that the engine reports."""
 
     def __init__(self) -> None:
-        """Promise nothing yet."""
+        """Initialise it without reservations."""
         self._requests: dict[str, RequestFacts] = {}
 
     def add(self, request: RequestFacts, engine: Engine, now_s: float) -> bool:
-        """Let one stand in the model; tell whether it is new. ValueError where the engine could never serve it."""
+        """Add a request that arrives `in_s` from now to the engine model; return whether it is new.
+
+        ValueError where the engine can never serve it.
+        """
         if request.request_id in self._requests:
             return False
-        mine = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s + request.in_s, in_s=0.0)
-        engine.add(mine)
-        self._requests[request.request_id] = mine
+        reserved = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s + request.in_s, in_s=0.0)
+        engine.add(reserved)
+        self._requests[request.request_id] = reserved
         return True
 
     def withdraw(self, request_id: str, engine: Engine) -> bool:
-        """Take one out of the model; tell whether it was there."""
+        """Remove a request from the engine model; return whether it was there."""
         if self._requests.pop(request_id, None) is None:
             return False
         engine.abort(PREFIX + request_id)
-        engine.unplace(PREFIX + request_id)
+        engine.remove(PREFIX + request_id)
         return True
 
     def drop(self, request_id: str) -> None:
-        """Forget one while there is no model."""
+        """Remove a request while there is no engine model."""
         self._requests.pop(request_id, None)
 
     def move_to(self, engine: Engine) -> None:
-        """Promise all once more, to an engine that is new; those that it could never serve are dropped."""
+        """Add all reserved requests to a new engine model; those that it can never serve are dropped."""
         for name, request in list(self._requests.items()):
             try:
                 engine.add(request)
@@ -81,5 +86,10 @@ class ReservedRequest:
                 del self._requests[name]
 
     def as_reserved(self) -> tuple[RequestFacts, ...]:
-        """Give them under their clients' names."""
+        """Return the reserved requests with their clients' ids."""
         return tuple(replace(one, request_id=name) for name, one in self._requests.items())
+
+
+# for callers that have not been renamed yet
+LengthLimits = ReportedLengths
+ReservedRequest = ReservedRequests

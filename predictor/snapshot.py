@@ -1,4 +1,4 @@
-"""An engine's state at a moment, as plain values that can be written down, sent, and read by a later version."""
+"""An engine's state at a moment, as plain values that can be stored, sent, and read by a later version."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRequest:
-    """A request on an engine, and how far it has come.
+    """A request on an engine, and its progress.
 
-    `block_ids` are the KV blocks of a running request; of a preempted one, those it left that still hold its tokens.
-    `full_blocks` of them have their content registered for prefix hits.
+    `block_ids` are the KV blocks of a running request; of a preempted one, its former blocks that still hold its
+    tokens. `full_blocks` of them have their content registered for prefix hits.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -34,10 +34,10 @@ class LiveRequest:
     full_blocks: int = 0
     block_ids: tuple[int, ...] = ()
     num_preemptions: int = 0
-    prefill_tokens: int | None = None  # that it was admitted to compute before it decodes; None where nobody says
+    prefill_tokens: int | None = None  # to be computed, as of its admission, before it decodes; None: unknown
 
     def __post_init__(self) -> None:
-        """Refuse counts that cannot be."""
+        """Refuse impossible counts."""
         for name in (
             "produced_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
             "full_blocks", "num_preemptions",
@@ -47,7 +47,7 @@ class LiveRequest:
             require_count("prefill_tokens", self.prefill_tokens, at_least=0)
         known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
         if self.computed_tokens > known:
-            raise ValueError(f"computed_tokens: {self.computed_tokens} is more than the {known} tokens there are")
+            raise ValueError(f"computed_tokens: {self.computed_tokens} is more than its {known} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class StepUnderWay:
     sampled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse steps that cannot be."""
+        """Refuse impossible steps."""
         if not math.isfinite(self.start_s):
             raise ValueError(f"start_s: must be a time, not {self.start_s}")
         for name, tokens in self.scheduled.items():
@@ -70,10 +70,10 @@ class StepUnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCache:
-    """What each KV block holds, and in which order the free ones will be reused.
+    """The contents of KV blocks, and the order in which the free ones will be reused.
 
-    `contents` maps a block's id to the hash of its content; a content that only one request can hit is written as
-    that request's id and the block's position in it.
+    `contents` maps a block's id to the hash of its content; `own_contents` maps a block whose content only one request
+    can hit to that request's id and the block's position in it.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -87,8 +87,8 @@ class KvCache:
 class Snapshot:
     """An engine's state at `taken_s`; times are on the engine's clock.
 
-    `reserved` are requests promised to the engine that it has not shown yet. Without `kv_cache` nothing is known of
-    the blocks' contents, and no prefix hits are foreseen.
+    `reserved` are requests that are reserved for the engine and that it does not report yet. Without `kv_cache` the
+    contents of blocks are unknown, and forecasts contain no prefix hits.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -105,7 +105,7 @@ class Snapshot:
     decodes_since_look: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what this version cannot read or no engine could be in."""
+        """Refuse other versions, and states that no engine can have."""
         if self.version != VERSION:
             raise ValueError(f"version: {self.version} is not {VERSION}, the one that can be read here")
         if not (math.isfinite(self.taken_s) and self.taken_s >= 0):
@@ -121,4 +121,4 @@ class Snapshot:
                 raise ValueError(f"request_id: {request.request_id!r} is there twice")
             seen.add(request.request_id)
         if len(self.steps) > 2:
-            raise ValueError(f"steps: at most 2 can be under way, not {len(self.steps)}")
+            raise ValueError(f"steps: at most 2 can be in flight, not {len(self.steps)}")

@@ -1,4 +1,4 @@
-"""An engine's whole state as a handful of arrays, the form that the compiled loop works on."""
+"""An engine's whole state as arrays: the form that the compiled loop reads and writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from predictor.compiled import kernel, small_kernel
 from predictor.config import EngineConfig
 from predictor.step_time import Costs
 
-NOBODY = -1  # no request, no block, no time
+NONE = -1  # no request, no block, no time
+NOBODY = NONE  # for callers that have not been renamed yet
 
-# A request's status. UNBORN: its arrival lies ahead of the engine's clock.
-UNBORN, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
+# A request's status. PENDING: the engine's clock has not reached its arrival.
+PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
+UNBORN = PENDING  # for callers that have not been renamed yet
 
-# What a KV block holds. Contents that requests share are numbered from 0 up; those known to one request only
-# are numbered from -2 down; a block that is not full holds nothing that anyone could hit.
-NOTHING = -1
+# What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
+# down. A block that is not full has no content, because no request can hit it.
+NO_CONTENT = -1
+NOTHING = NO_CONTENT  # for callers that have not been renamed yet
 
 ENGINE = np.dtype(
     [
@@ -27,18 +30,18 @@ ENGINE = np.dtype(
         ("max_num_seqs", "i8"),
         ("max_num_batched_tokens", "i8"),
         ("block_size", "i8"),
-        ("num_blocks", "i8"),  # that requests can hold
+        ("num_blocks", "i8"),  # available to requests
         ("max_model_len", "i8"),
         ("by_priority", "i8"),
-        ("queue_by_priority", "i8"),  # the waiting queue is kept in the order of priorities
+        ("queue_by_priority", "i8"),  # the waiting queue is sorted by priority
         ("prefix_caching", "i8"),
         ("chunked_prefill", "i8"),
         ("pipeline_depth", "i8"),
         ("long_prefill_token_threshold", "i8"),
         ("watermark_blocks", "i8"),
-        ("decode_reserve", "i8"),  # blocks that must be free before a decode, whether it needs one or not
+        ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
-        # the engine thread's clock: the end of the last step whose outputs it took
+        # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),
         ("pace", "f8"),  # real over predicted step time
         # queues
@@ -47,10 +50,10 @@ ENGINE = np.dtype(
         ("waiting_head", "i8"),
         ("num_pending", "i8"),
         ("pending_head", "i8"),
-        # steps under way, oldest first
+        # steps in flight, oldest first
         ("num_in_flight", "i8"),
         ("oldest", "i8"),
-        # KV blocks; the free ones are chained in the order of reuse
+        # KV blocks; the free ones are a linked list in the order of reuse
         ("num_free_blocks", "i8"),
         ("free_head", "i8"),
         ("free_tail", "i8"),
@@ -58,40 +61,40 @@ ENGINE = np.dtype(
         ("num_steps", "i8"),
         ("num_preemptions", "i8"),
         ("decodes_since_look", "i8"),
-        ("steady", "i8"),  # the last step will repeat until something finishes, arrives or runs short
-        ("fruitless_preemptions", "i8"),  # since a request last produced a token
-        ("stuck", "i8"),  # only an arrival can bring this engine on: what waits cannot enter, or all go in circles
+        ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
+        ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
+        ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
     ],
     align=True,
 )
 
 REQUEST = np.dtype(
     [
-        # what every step looks at, within one cache line
+        # read by every step, within one cache line
         ("status", "i4"),
         ("prompt_tokens", "i4"),
         ("output_tokens", "i4"),
         ("computed_tokens", "i4"),
-        ("placeholders", "i4"),  # async: tokens scheduled whose values are still under way
+        ("placeholders", "i4"),  # async: tokens scheduled whose values are not known yet
         ("in_flight_tokens", "i4"),
         ("stale_tokens", "i4"),  # in flight when it was preempted
-        ("final_tokens", "i4"),  # the response length at which it really ends
-        ("max_tokens", "i4"),  # the response length at which the engine knows that it ends
+        ("final_tokens", "i4"),  # the real length of the response
+        ("max_tokens", "i4"),  # the length at which the engine cuts the response
         ("num_blocks", "i4"),
-        ("full_blocks", "i4"),  # of those, how many have their content registered
+        ("full_blocks", "i4"),  # of them, blocks whose content is registered for prefix hits
         ("num_hashes", "i4"),
         ("scheduled_s", "f8"),
         ("first_token_s", "f8"),
-        # the rest
+        # read less often
         ("finished_s", "f8"),
         ("arrival_s", "f8"),
         ("serial", "i8"),
         ("tie_break", "i8"),
         ("priority", "i8"),
-        ("expected_tokens", "i4"),  # the response length that a local scheduler may reckon with
+        ("expected_tokens", "i4"),  # the predicted length, which a local scheduler may use
         ("num_preemptions", "i4"),
         ("hit_tokens", "i4"),
-        ("prefill_tokens", "i4"),  # that it was admitted to compute before it decodes
+        ("prefill_tokens", "i4"),  # tokens that it must compute, as of its admission, before it decodes
     ],
     align=True,
 )
@@ -107,7 +110,7 @@ def new_request(
     arrival_s: float,
     num_hashes: int,
     serial: int,
-    status: int = UNBORN,
+    status: int = PENDING,
     output_tokens: int = 0,
     computed_tokens: int = 0,
     placeholders: int = 0,
@@ -117,18 +120,18 @@ def new_request(
     full_blocks: int = 0,
     num_preemptions: int = 0,
     prefill_tokens: int = 0,
-    scheduled_s: float = NOBODY,
-    first_token_s: float = NOBODY,
+    scheduled_s: float = NONE,
+    first_token_s: float = NONE,
 ) -> tuple[float, ...]:
-    """Make a row of `requests`, to be assigned at once, as each field by itself would be slow."""
+    """Make a row of `requests` as a tuple: assigning it at once is much faster than assigning each field."""
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
         final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, scheduled_s, first_token_s,
-        NOBODY, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, prefill_tokens,
+        NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, prefill_tokens,
     )  # fmt: skip
 
 
-# What a local scheduler may read of a request beside its priority and arrival; the loop never writes it.
+# The facts of a request that a local scheduler may read, beside its priority and arrival. The loop never writes them.
 FACTS = np.dtype(
     [
         ("ttft_slo_s", "f8"),  # NaN: no target
@@ -165,24 +168,24 @@ BLOCK = np.dtype(
         ("num_refs", "i4"),
         ("next_free", "i4"),
         ("previous_free", "i4"),
-        ("next_same", "i4"),  # the next block that holds the same shared content, in order of registration
+        ("next_same", "i4"),  # the next block with the same shared content, in the order of registration
     ],
     align=True,
 )
 
 
 class State(NamedTuple):
-    """Everything the loop reads and writes; requests are known by their slot, a row of `requests`."""
+    """All that the loop reads and writes; a request is identified by its slot, its row in `requests`."""
 
     engine: np.recarray[Any, Any]  # one ENGINE
     requests: np.recarray[Any, Any]  # REQUEST per slot
     running: np.ndarray  # slots, in vLLM's order
     waiting: np.ndarray  # ring of slots
-    pending: np.ndarray  # ring of slots that have not arrived, by arrival
-    preempted: np.ndarray  # slots preempted by the step being made
-    steps: np.recarray[Any, Any]  # STEP per step under way
-    batch: np.recarray[Any, Any]  # SCHEDULED per step under way and position
-    turn_starts: np.ndarray  # scratch of `loop.repeat`: the order in which requests take blocks
+    pending: np.ndarray  # ring of slots of requests that have not arrived, by arrival
+    preempted: np.ndarray  # slots preempted by the step that is being planned
+    steps: np.recarray[Any, Any]  # STEP per step in flight
+    batch: np.recarray[Any, Any]  # SCHEDULED per step in flight and position
+    turn_starts: np.ndarray  # scratch space of `loop.repeat`: the order in which requests take blocks
     turns: np.ndarray
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
@@ -194,11 +197,11 @@ class State(NamedTuple):
 
 REQUEST_WORDS = REQUEST.itemsize // 8
 BLOCK_WORDS = BLOCK.itemsize // 8
-COPIED = State._fields.index("facts")  # the loop writes what comes before, and only reads the rest
+NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before this one, and only reads the others
 
 
 def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bool, num_slots: int = 64) -> State:
-    """Make the state of an idle engine with so many blocks for requests, their contents `tracked` or not."""
+    """Make the state of an idle engine; `num_blocks` are available to requests, and their contents `tracked` or not."""
     tracked_blocks = num_blocks if tracked else 0
     state = State(
         engine=np.zeros(1, ENGINE).view(np.recarray),
@@ -215,7 +218,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
         hashes=np.zeros((num_slots, 1), np.int64),
         turn_starts=np.zeros(config.block_size + 2, np.int32),
         turns=np.zeros(num_slots, np.int32),
-        cached=np.full(1, NOBODY, np.int32),
+        cached=np.full(1, NONE, np.int32),
         costs=costs,
     )
     engine = state.engine[0]
@@ -232,21 +235,21 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.pace = 1.0
-    engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NOBODY, NOBODY)
-    state.blocks.content = NOTHING
-    state.blocks.next_same = NOBODY
-    state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NOBODY)[:tracked_blocks]
+    engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
+    state.blocks.content = NO_CONTENT
+    state.blocks.next_same = NONE
+    state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
 
 
 def no_facts(*shape: int) -> np.recarray[Any, Any]:
-    """Make an array of facts for requests whose clients give none."""
+    """Make an array of default facts, for requests whose clients send none."""
     return np.full(shape, np.array((math.nan, math.nan, 1.0, 0, 0), FACTS)).view(np.recarray)
 
 
 def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents: int) -> State:
-    """Return the state with room for at least so much; unchanged where it already has it."""
+    """Return the state with room for at least these numbers; the same state where it has it already."""
     old_slots, old_width = state.tables.shape
     if num_slots <= old_slots and blocks_per_request <= old_width and num_contents <= len(state.cached):
         return state
@@ -263,24 +266,24 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
         tables=_padded(state.tables, (slots, width)),
         facts=np.append(state.facts, no_facts(slots - old_slots)).view(np.recarray),
         hashes=_padded(state.hashes, (slots, width)),
-        cached=_padded(state.cached, (_grown(len(state.cached), num_contents),), NOBODY),
+        cached=_padded(state.cached, (_grown(len(state.cached), num_contents),), NONE),
     )
     wide.engine[0].waiting_head = wide.engine[0].pending_head = 0
     return wide
 
 
 def stack_like(state: State, depth: int) -> State:
-    """Make room for so many copies of a state; `layer` is one of them."""
+    """Allocate `depth` copies of a state; `layer` returns one of them."""
     own: list[Any] = []
-    for array in state[:COPIED]:
+    for array in state[:NUM_WRITTEN]:
         assert isinstance(array, np.ndarray)
         own.append(np.zeros((depth, *array.shape), array.dtype).view(type(array)))
-    return State(*own, *state[COPIED:])
+    return State(*own, *state[NUM_WRITTEN:])
 
 
 @kernel
 def layer(stack: State, source: State, index: int) -> State:
-    """One copy in a stack; what the loop only reads it shares with the source."""
+    """Return one copy of a stack; it shares with the source the arrays that the loop only reads."""
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
@@ -290,12 +293,12 @@ def layer(stack: State, source: State, index: int) -> State:
 
 @kernel
 def copy_into(target: State, source: State) -> None:
-    """Make one state like another of the same shape, as far as requests that have not ended are concerned."""
+    """Copy a state into another of the same shape; requests that have ended are left out."""
     target.engine[0] = source.engine[0]
     engine = source.engine[0]
-    for place in range(engine.num_running):
-        target.running[place] = source.running[place]
-        _copy_request(target, source, source.running[place])
+    for position in range(engine.num_running):
+        target.running[position] = source.running[position]
+        _copy_request(target, source, source.running[position])
     _copy_ring(target, source, target.waiting, source.waiting, engine.waiting_head, engine.num_waiting)
     _copy_ring(target, source, target.pending, source.pending, engine.pending_head, engine.num_pending)
     for ahead in range(engine.num_in_flight):
@@ -312,20 +315,20 @@ def copy_into(target: State, source: State) -> None:
 
 @small_kernel
 def _copy_words(to: np.ndarray, words: np.ndarray, first: int, count: int) -> None:
-    """Copy records word by word: as values, compiled code copies them byte by byte."""
+    """Copy records word by word: compiled code would copy whole records byte by byte."""
     for word in range(first, first + count):
         to[word] = words[word]
 
 
 @kernel
 def _copy_ring(target: State, source: State, to: np.ndarray, ring: np.ndarray, head: int, length: int) -> None:
-    place = head
+    index = head
     for _ in range(length):
-        to[place] = ring[place]
-        _copy_request(target, source, ring[place])
-        place += 1
-        if place == len(ring):
-            place = 0
+        to[index] = ring[index]
+        _copy_request(target, source, ring[index])
+        index += 1
+        if index == len(ring):
+            index = 0
 
 
 @small_kernel

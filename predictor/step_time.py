@@ -1,4 +1,4 @@
-"""How long one engine step takes: a function of what is in its batch, affine in the contexts that are decoded."""
+"""The duration of one engine step: a function of its batch, affine in the contexts that are decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from predictor.compiled import small_kernel
 
 Array = NDArray[np.float64]
 
-# Where `Costs.coefficients` keeps each number.
+# The indexes of `Costs.coefficients`.
 EMPTY = 0
 CONSTANT = 1
 PREFILL = 2
@@ -27,12 +27,12 @@ NUM_COEFFICIENTS = 8
 SAMPLED, DECODE_BASE, DECODE_SLOPE, DECODE_LONGEST, MIXED_BASE, MIXED_SLOPE, MIXED_LONGEST = range(7)
 NUM_COLUMNS = 8  # one cache line a row
 
-# No count and no time is larger; it keeps sums finite.
+# The upper limit of all counts and times; it keeps sums finite.
 LARGEST = 1e10
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Refuse what is not a finite number at or above zero, naming the field."""
+    """Refuse values other than a finite number of at least zero; the error names the field."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: must be a number, not {value!r}")
     if not 0 <= value <= LARGEST:
@@ -41,17 +41,17 @@ def require_seconds(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Seconds as a piecewise linear function of a count: flat before the first knot, straight on after the last."""
+    """A piecewise linear function from counts to seconds: constant before the first knot, extrapolated at the end."""
 
     x: tuple[float, ...] = (0.0,)
     y: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
-        """Refuse knots that make no function."""
+        """Refuse knots that do not define a function."""
         if not self.x:
-            raise ValueError("x: must hold at least one knot")
+            raise ValueError("x: must have at least one knot")
         if len(self.y) != len(self.x):
-            raise ValueError(f"y: must hold as many numbers as x, {len(self.x)}, not {len(self.y)}")
+            raise ValueError(f"y: must have {len(self.x)} numbers, one for each of x, not {len(self.y)}")
         for name, values in (("x", self.x), ("y", self.y)):
             for value in values:
                 require_seconds(name, value)
@@ -59,7 +59,7 @@ class Curve:
             raise ValueError("x: knots are counts and must increase by at least 1")
 
     def table(self, largest: int) -> Array:
-        """Evaluate at 0, 1, …, largest; a slope that ends downwards is not carried on."""
+        """Evaluate at 0, 1, …, largest; a decreasing last slope is not extrapolated."""
         counts = np.arange(largest + 1, dtype=np.float64)
         values = np.interp(counts, self.x, self.y)
         if len(self.x) > 1:
@@ -68,20 +68,20 @@ class Curve:
         return np.ascontiguousarray(values)
 
 
-NOTHING = Curve()
+ZERO = Curve()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The coefficients of one engine's step time, in seconds per what the name says.
+    """The coefficients of one engine's step time, in seconds per unit of the name.
 
-    A step costs `constant_s`, plus what its token count alone decides (`by_tokens`, `token_s`), plus what the number
-    of sequences that sample decides (`by_sequences`), plus attention. Attention of prefill chunks of l_q new tokens
+    A step costs `constant_s`, plus a part by its number of tokens (`by_tokens`, `token_s`), plus a part by the number
+    of sequences that sample (`by_sequences`), plus attention. Attention of prefill chunks of l_q new tokens
     behind l_kv old ones is `prefill_s` once, and `prefill_token_s`·l_q + `prefill_qq_s`·l_q² + `prefill_qkv_s`·l_q·l_kv
     + `prefill_kv_s`·l_kv for each. Attention of n decodes is `decode_base[n]` + `decode_slope[n]`·Σ context +
-    `decode_longest[n]`·longest context, for a kernel waits for its longest sequence. Beside prefill chunks engines run
-    another kernel, whose numbers are `mixed_base`, `mixed_slope`, `mixed_longest` and `mixed_grid_s`, the cost of a
-    decode in a launch grid as wide as the longest chunk, per token of that width.
+    `decode_longest[n]`·longest context, because a kernel waits for its longest sequence. Beside prefill chunks
+    engines run another kernel, whose coefficients are `mixed_base`, `mixed_slope`, `mixed_longest` and `mixed_grid_s`,
+    the cost of a decode in a launch grid as wide as the longest chunk, per token of that width.
     """
 
     constant_s: float = 0.0
@@ -93,17 +93,17 @@ class StepTime:
     prefill_qkv_s: float = 0.0
     prefill_kv_s: float = 0.0
     mixed_grid_s: float = 0.0
-    by_tokens: Curve = NOTHING
-    by_sequences: Curve = NOTHING
-    decode_base: Curve = NOTHING
-    decode_slope: Curve = NOTHING
-    decode_longest: Curve = NOTHING
-    mixed_base: Curve = NOTHING
-    mixed_slope: Curve = NOTHING
-    mixed_longest: Curve = NOTHING
+    by_tokens: Curve = ZERO
+    by_sequences: Curve = ZERO
+    decode_base: Curve = ZERO
+    decode_slope: Curve = ZERO
+    decode_longest: Curve = ZERO
+    mixed_base: Curve = ZERO
+    mixed_slope: Curve = ZERO
+    mixed_longest: Curve = ZERO
 
     def __post_init__(self) -> None:
-        """Refuse coefficients that could make a step take no or negative time."""
+        """Refuse coefficients with which a step could take a negative time."""
         for name in NUMBERS:
             require_seconds(name, getattr(self, name))
 
@@ -132,7 +132,7 @@ CURVES = (
 
 
 class Costs(NamedTuple):
-    """A step time tabulated for one engine's limits: what the compiled loop reads."""
+    """A step time tabulated for one engine's limits, for the compiled loop."""
 
     coefficients: Array
     by_tokens: Array
@@ -140,7 +140,7 @@ class Costs(NamedTuple):
 
 
 def tabulate(step_time: StepTime, max_num_batched_tokens: int, max_num_seqs: int) -> Costs:
-    """Evaluate every curve at every count that an engine with these limits can reach."""
+    """Evaluate all curves at all counts that an engine with these limits can reach."""
     coefficients = np.zeros(NUM_COEFFICIENTS)
     coefficients[EMPTY] = step_time.empty_s
     coefficients[CONSTANT] = step_time.constant_s
@@ -178,7 +178,7 @@ def step_seconds(
     prefill_qkv: float,
     decode_longest: float = 0.0,
 ) -> float:
-    """Give the seconds of one step.
+    """Return the seconds of one step.
 
     `num_tokens` counts all tokens of the batch, `num_sampled` the sequences that produce one; `decode_context` sums
     the context lengths of the decodes, the new token included, and `decode_longest` is the largest of them, or 0
@@ -195,7 +195,7 @@ def step_seconds(
         seconds += costs.by_count[num_decodes, DECODE_BASE] + costs.by_count[num_decodes, DECODE_SLOPE] * decode_context
         return seconds + costs.by_count[num_decodes, DECODE_LONGEST] * decode_longest
     prefill_tokens = num_tokens - num_decodes
-    # Sums are all that is known: the chunk length below is the mean over tokens, exact for chunks of one length.
+    # Only sums are known: this chunk length is the mean over tokens, which is exact for chunks of equal length.
     chunk = prefill_qq / prefill_tokens
     seconds += coefficients[PREFILL] + coefficients[PREFILL_TOKEN] * prefill_tokens
     seconds += coefficients[PREFILL_QQ] * prefill_qq + coefficients[PREFILL_QKV] * prefill_qkv
@@ -209,5 +209,5 @@ def step_seconds(
 
 @small_kernel
 def decode_slope(costs: Costs, num_decodes: int) -> float:
-    """Give the seconds per token of context by which a step that only decodes grows when all contexts grow alike."""
+    """Return the seconds that each token of context adds to a step of decodes whose contexts all grow by one."""
     return costs.by_count[num_decodes, DECODE_SLOPE] + costs.by_count[num_decodes, DECODE_LONGEST] / num_decodes

@@ -1,4 +1,4 @@
-"""One engine step: who is in it, how long it takes, and what its end changes."""
+"""One engine step: the requests in it, its duration, and the effects of its end."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 from predictor import blocks, queues
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, RUNNING, UNBORN, WAITING, State
+from predictor.state import FINISHED, PENDING, RUNNING, WAITING, State
 from predictor.step_time import step_seconds
 
 
 @small_kernel
 def current(state: State) -> int:
-    """Index of the step being made: the place after those under way."""
+    """Return the index of the step that is being planned: the one after those in flight."""
     return queues.at(state.engine[0].oldest, state.engine[0].num_in_flight, 2)
 
 
 @small_kernel
 def begin(state: State) -> None:
-    """Start an empty step, to be filled by a local scheduler."""
+    """Start to plan a step: empty, for a local scheduler to fill."""
     step = state.steps[current(state)]
     step.num_scheduled = 0
     step.num_preempted = 0
@@ -26,7 +26,7 @@ def begin(state: State) -> None:
 
 @small_kernel
 def assign(state: State, slot: int, num_tokens: int) -> None:
-    """Put so many tokens of a request into the step being made."""
+    """Add tokens of a request to the step that is being planned."""
     index = current(state)
     step = state.steps[index]
     entry = state.batch[index, step.num_scheduled]
@@ -37,15 +37,15 @@ def assign(state: State, slot: int, num_tokens: int) -> None:
 
 @kernel
 def unassign(state: State, slot: int) -> int:
-    """Take a request out of the step being made; return the tokens that this frees (0 when it was not in it)."""
+    """Remove a request from the step that is being planned; return its tokens there, 0 where it was not in it."""
     index = current(state)
     step = state.steps[index]
     for position in range(step.num_scheduled):
         if state.batch[index, position].slot == slot:
             freed = state.batch[index, position].tokens
-            for place in range(position, step.num_scheduled - 1):
-                state.batch[index, place].slot = state.batch[index, place + 1].slot
-                state.batch[index, place].tokens = state.batch[index, place + 1].tokens
+            for moved in range(position, step.num_scheduled - 1):
+                state.batch[index, moved].slot = state.batch[index, moved + 1].slot
+                state.batch[index, moved].tokens = state.batch[index, moved + 1].tokens
             step.num_scheduled -= 1
             return freed
     return 0
@@ -53,14 +53,14 @@ def unassign(state: State, slot: int) -> int:
 
 @small_kernel
 def tokens_of(state: State, slot: int) -> int:
-    """Tokens that the request has: prompt, output, and output still under way."""
+    """Return the number of a request's tokens: prompt, output, and output that is not known yet."""
     request = state.requests[slot]
     return request.prompt_tokens + request.output_tokens + request.placeholders
 
 
 @kernel
 def launch(state: State) -> None:
-    """Send the step on its way: count its tokens as computed, and know when it will end."""
+    """Launch the planned step: count its tokens as computed, and set its end."""
     engine = state.engine[0]
     index = current(state)
     step = state.steps[index]
@@ -77,13 +77,13 @@ def launch(state: State) -> None:
         add_to_sums(step, entry, before)
         if entry.sampled and engine.pipeline_depth > 1:
             request.placeholders += 1
-    put_under_way(state, engine.now_s)
+    put_in_flight(state, engine.now_s)
     engine.num_steps += 1
 
 
 @small_kernel
-def put_under_way(state: State, start_s: float) -> None:
-    """Let the step being made start: then, or when the one before it ends."""
+def put_in_flight(state: State, start_s: float) -> None:
+    """Start the planned step at `start_s`, or when the step before it ends."""
     engine = state.engine[0]
     step = state.steps[current(state)]
     step.start_s = start_s
@@ -98,7 +98,7 @@ def put_under_way(state: State, start_s: float) -> None:
 
 @kernel
 def sum_up(state: State, before: np.ndarray) -> None:
-    """Reckon anew what the duration of the step being made depends on, given each request's tokens before it."""
+    """Sum up what the duration of the planned step depends on; `before` has each request's computed tokens."""
     index = current(state)
     step = state.steps[index]
     clear_sums(step)
@@ -108,7 +108,7 @@ def sum_up(state: State, before: np.ndarray) -> None:
 
 @small_kernel
 def clear_sums(step: np.record) -> None:
-    """Forget what the step's duration is reckoned from."""
+    """Reset the sums that the step's duration depends on."""
     step.num_tokens = step.num_sampled = step.num_prefills = 0
     step.num_decodes = step.decode_context = step.decode_longest = 0
     step.prefill_qq = step.prefill_qkv = 0.0
@@ -116,7 +116,7 @@ def clear_sums(step: np.record) -> None:
 
 @small_kernel
 def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
-    """Count one request's part in the step, behind `before` computed tokens."""
+    """Add one request's part to the sums; `before` of its tokens are computed already."""
     step.num_tokens += entry.tokens
     step.num_sampled += entry.sampled
     if entry.tokens == 1:
@@ -131,7 +131,7 @@ def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
 
 @kernel
 def retire(state: State) -> None:
-    """Take the outputs of the oldest step at its end."""
+    """End the oldest step in flight and process its outputs."""
     engine = state.engine[0]
     index = engine.oldest
     step = state.steps[index]
@@ -167,11 +167,11 @@ def retire(state: State) -> None:
 
 @kernel
 def abort(state: State, slot: int) -> None:
-    """Remove a request that its client gave up on; tokens of it that are under way will be discarded."""
+    """Abort a request; its tokens in flight will be discarded."""
     status = state.requests[slot].status
     if status == FINISHED:
         return
-    if status == UNBORN:
+    if status == PENDING:
         queues.take_pending(state, slot)
     queues.finish(state, slot)
     queues.drop_finished(state, status == WAITING)

@@ -1,4 +1,4 @@
-"""What somebody may have meant who wrote a name that there is not."""
+"""Suggestions for misspelt names in errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """End a complaint about an unknown name: with the nearest known one, if there is any."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else otherwise
+    """Return the end of an error about an unknown name: the closest known one, or `otherwise`."""
+    closest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {closest[0]}?" if closest else otherwise
 
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse the first given name that is not known."""
+    """Refuse the first given name that is unknown."""
     choices = list(known)
     for name in given:
         if name not in choices:

@@ -1,4 +1,4 @@
-"""From a simulated engine to a snapshot of it, and back."""
+"""Converts a simulated engine to a snapshot, and a snapshot to an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
-from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING, WAITING, State
+from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, WAITING, State
 from predictor.step_time import StepTime
 
 enqueue = direct(queues.enqueue)
@@ -23,13 +23,13 @@ COUNTERS = ("computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens
 
 
 def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
-    """Write down an engine's state."""
+    """Return an engine's state as a snapshot."""
     head = engine.state.engine[0]
     running = [int(slot) for slot in engine.state.running[: head.num_running]]
-    waiting = [int(queues.waiting_at(engine.state, place)) for place in range(head.num_waiting)]
+    waiting = [int(queues.waiting_at(engine.state, position)) for position in range(head.num_waiting)]
     pending = [
-        int(engine.state.pending[(head.pending_head + place) % len(engine.state.pending)])
-        for place in range(head.num_pending)
+        int(engine.state.pending[(head.pending_head + position) % len(engine.state.pending)])
+        for position in range(head.num_pending)
     ]
     return Snapshot(
         version=VERSION,
@@ -39,7 +39,7 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         running=tuple(_live(engine, slot) for slot in running),
         waiting=tuple(_live(engine, slot) for slot in waiting),
         reserved=tuple(engine.request_in(slot) for slot in pending),
-        steps=tuple(_under_way(engine, place) for place in range(head.num_in_flight)),
+        steps=tuple(_in_flight(engine, ahead) for ahead in range(head.num_in_flight)),
         kv_cache=_kv_cache(engine) if head.prefix_caching else None,
         decodes_since_look=int(head.decodes_since_look),
     )
@@ -61,11 +61,11 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
     )
 
 
-def _under_way(engine: Engine, place: int) -> StepUnderWay:
-    index = (engine.state.engine[0].oldest + place) % 2
+def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
+    index = (engine.state.engine[0].oldest + ahead) % 2
     step = engine.state.steps[index]
     entries = engine.state.batch[index, : step.num_scheduled]
-    # a request that ended while the step was under way has no part in it any more
+    # requests that have ended since the step was planned are left out
     live = [entry for entry in entries if engine.state.requests[entry.slot].status in (RUNNING, WAITING)]
     return StepUnderWay(
         start_s=float(step.start_s),
@@ -79,49 +79,49 @@ def _kv_cache(engine: Engine) -> KvCache:
     rows = engine.state.requests
     by_serial = {int(rows[slot].serial): name for name, slot in engine.slots.items() if rows[slot].status != FINISHED}
     contents, own_contents = {}, {}
-    for content, value in enumerate(engine.contents):  # of blocks that hold the same, the first is the one that is hit
+    for content, value in enumerate(engine.contents):  # in this order: the first of blocks with the same content is hit
         block = int(engine.state.cached[content])
-        while block != NOBODY:
+        while block != NONE:
             contents[block] = value
             block = int(blocks[block].next_same)
-    for index in np.flatnonzero(blocks.content < NOTHING):
+    for index in np.flatnonzero(blocks.content < NO_CONTENT):
         serial, position = divmod(-2 - int(blocks.content[index]), OWN_CONTENTS)
         if serial in by_serial:
             own_contents[int(index)] = (by_serial[serial], position)
     free, block = [], int(engine.state.engine[0].free_head)
-    while block != NOBODY:
+    while block != NONE:
         free.append(block)
         block = int(blocks[block].next_free)
     return KvCache(free_block_ids=tuple(free), contents=contents, own_contents=own_contents)
 
 
 def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT_RESIDUAL) -> Engine:
-    """Make the engine that a snapshot shows; what is inconsistent in it is refused by name."""
+    """Return an engine in the state of a snapshot; an inconsistent field is refused by name."""
     engine = Engine(snapshot.config, step_time, residual, track_blocks=snapshot.kv_cache is not None)
     if snapshot.num_free_blocks > engine.num_blocks:
         raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks} are more than the engine's {engine.num_blocks}")
-    for place, item in enumerate(snapshot.running):
-        with _at(f"running[{place}]"):
+    for position, item in enumerate(snapshot.running):
+        with _at(f"running[{position}]"):
             _put_back(engine, item, RUNNING)
-    for place, item in enumerate(snapshot.waiting):
-        with _at(f"waiting[{place}]"):
+    for position, item in enumerate(snapshot.waiting):
+        with _at(f"waiting[{position}]"):
             _put_back(engine, item, WAITING)
     _put_back_blocks(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_look = snapshot.decodes_since_look
-    for place, step in enumerate(snapshot.steps):
-        with _at(f"steps[{place}]"):
+    for position, step in enumerate(snapshot.steps):
+        with _at(f"steps[{position}]"):
             _put_back_step(engine, step, snapshot.taken_s)
-    for place, request in enumerate(snapshot.reserved):
-        with _at(f"reserved[{place}]"):
+    for position, request in enumerate(snapshot.reserved):
+        with _at(f"reserved[{position}]"):
             engine.add(request)
     return engine
 
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """Say where a complaint belongs."""
+    """Prefix an error with the field that it belongs to."""
     try:
         yield
     except ValueError as error:
@@ -132,24 +132,24 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     request, block_size = item.request, engine.config.block_size
     max_tokens = engine.lengths(request)[1]
     if item.produced_tokens >= max_tokens:
-        raise ValueError(f"produced_tokens: {item.produced_tokens} are as many as the request may have")
+        raise ValueError(f"produced_tokens: {item.produced_tokens} are not below the request's limit of {max_tokens}")
     if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
     if item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
-        raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can ever need")
+        raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can need")
     prefill_tokens = item.prefill_tokens
     if prefill_tokens is None:
         known = request.prompt_tokens + item.produced_tokens
         prefill_tokens = 0 if item.computed_tokens + 1 == known + item.placeholders else known
-    begun = item.computed_tokens > 0 or item.num_preemptions > 0
-    slot = engine.place(
+    was_scheduled = item.computed_tokens > 0 or item.num_preemptions > 0
+    slot = engine.insert(
         request,
         status=status,
         output_tokens=item.produced_tokens,
         num_blocks=item.num_blocks if status == RUNNING else 0,
         prefill_tokens=prefill_tokens,
-        scheduled_s=request.arrival_s if begun else NOBODY,
-        first_token_s=request.arrival_s if item.produced_tokens > 0 else NOBODY,
+        scheduled_s=request.arrival_s if was_scheduled else NONE,
+        first_token_s=request.arrival_s if item.produced_tokens > 0 else NONE,
         **{name: getattr(item, name) for name in COUNTERS},
     )
     if status == WAITING:
@@ -169,7 +169,7 @@ def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:
         _put_back_contents(engine, snapshot.kv_cache)
         return
     held = sum(item.num_blocks for item in snapshot.running)
-    # where prefixes are shared a block counts once for each request that holds it
+    # with prefix caching, `held` counts a block once for each request that holds it
     if not engine.config.enable_prefix_caching and held + snapshot.num_free_blocks > engine.num_blocks:
         raise ValueError(
             f"num_free_blocks: {snapshot.num_free_blocks} free and {held} held are more than the engine's "
@@ -193,7 +193,7 @@ def _put_back_tables(engine: Engine, snapshot: Snapshot) -> None:
 
 
 def _put_back_holders(engine: Engine, snapshot: Snapshot) -> None:
-    """Count who holds each block, and chain those that nobody does."""
+    """Count the requests that hold each block, and link the blocks that none holds."""
     assert snapshot.kv_cache is not None
     blocks, head = engine.state.blocks, engine.state.engine[0]
     num_refs = np.zeros(len(blocks), np.int64)
@@ -203,14 +203,14 @@ def _put_back_holders(engine: Engine, snapshot: Snapshot) -> None:
         np.add.at(num_refs, list(item.block_ids), 1)
     free = snapshot.kv_cache.free_block_ids
     if sorted(free) != np.flatnonzero(num_refs == 0).tolist():
-        raise ValueError("kv_cache.free_block_ids: are not the blocks that nobody holds")
+        raise ValueError("kv_cache.free_block_ids: are not the blocks that no request holds")
     if len(free) != snapshot.num_free_blocks:
         raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks}, but {len(free)} are listed as free")
     blocks.num_refs = num_refs
-    order = np.array([NOBODY, *free, NOBODY])
+    order = np.array([NONE, *free, NONE])
     blocks.next_free[order[1:-1]] = order[2:]
     blocks.previous_free[order[1:-1]] = order[:-2]
-    head.free_head, head.free_tail = (free[0], free[-1]) if free else (NOBODY, NOBODY)
+    head.free_head, head.free_tail = (free[0], free[-1]) if free else (NONE, NONE)
 
 
 def _put_back_contents(engine: Engine, kv_cache: KvCache) -> None:
@@ -228,7 +228,7 @@ def _put_back_contents(engine: Engine, kv_cache: KvCache) -> None:
 
 
 def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
-    """Put a planned step under way; the time it has run already is taken off."""
+    """Put a planned step in flight; it has been running since its start."""
     for name in (*step.scheduled, *step.sampled):
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
@@ -242,18 +242,18 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     batch.slot[:count] = slots
     batch.tokens[:count] = list(step.scheduled.values())
     batch.sampled[:count] = [name in sampled for name in step.scheduled]
-    # what is in flight and in no older step came after this one
+    # tokens in flight that are in no older step were scheduled by this one
     older = state.steps[state.engine[0].oldest].num_scheduled if state.engine[0].num_in_flight else 0
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
     rows: Any = state.requests[slots]
     before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
-    steps.put_under_way(state, step.start_s)
+    steps.put_in_flight(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)
 
 
 def require_possible_step(state: State, num_requests: int, num_tokens: int) -> None:
-    """Refuse a step that is larger than the tables that its seconds are looked up in."""
+    """Refuse a step that is larger than the tables of step times."""
     if num_requests > state.engine[0].max_num_seqs:
         raise ValueError(f"scheduled: {num_requests} requests are more than max_num_seqs allows")
     if num_tokens >= len(state.costs.by_tokens):

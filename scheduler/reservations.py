@@ -72,5 +72,3 @@ class Reservations:
     def held(self) -> Mapping[str, Reservation]:
         """Return the reservations by request id, oldest first."""
         return MappingProxyType(self._held)
-
-

@@ -1,4 +1,4 @@
-"""From files and wire formats to the values of the pure packages, and back; what is wrong is named in one line."""
+"""Reads requests, snapshots and settings from files and JSON, and writes them; errors are one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_text(path: str) -> str:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number that JSON knows")
+    raise ValueError(f"{name} is no JSON number")
 
 
 def snapshot_from(data: Any) -> Snapshot:
@@ -57,54 +57,54 @@ def snapshot_from(data: Any) -> Snapshot:
     if isinstance(version, int) and not isinstance(version, bool):
         if version > VERSION:
             raise ValueError(f"version: {version} is newer than {VERSION}, the newest that can be read here")
-        if OLDEST_VERSION <= version < VERSION:  # what it does not have yet takes its default
+        if OLDEST_VERSION <= version < VERSION:  # fields that it lacks have their defaults
             data = {**data, "version": VERSION}
     return _checked(Snapshot, data)
 
 
 def snapshot_json(snapshot: Snapshot) -> str:
-    """Write a snapshot down."""
+    """Write a snapshot as JSON."""
     return _adapter_of(Snapshot).dump_json(snapshot).decode()
 
 
 def request_from(data: Any, *, block_size: int, default_id: str) -> RequestFacts:
-    """Check and build a request; given token ids, it counts and hashes them."""
+    """Check and build a request; token ids are counted and hashed."""
     if not isinstance(data, Mapping):
         raise ValueError(f"must be an object with prompt_tokens and so on, not {_kind(data)}")
     require_known(data, REQUEST_FIELDS, "field")
-    spelled = {"request_id": default_id, **data}
-    token_ids = spelled.pop("prompt_token_ids", None)
-    if isinstance(spelled.get("prompt_tokens"), list):
-        token_ids = spelled.pop("prompt_tokens")
+    given = {"request_id": default_id, **data}
+    token_ids = given.pop("prompt_token_ids", None)
+    if isinstance(given.get("prompt_tokens"), list):
+        token_ids = given.pop("prompt_tokens")
     if token_ids is not None:
-        spelled = {**_from_token_ids(token_ids, block_size), **spelled}
-    if isinstance(spelled.get("prefix_hashes"), list):
-        spelled["prefix_hashes"] = tuple(spelled["prefix_hashes"])
-    return _checked(RequestFacts, spelled)
+        given = {**_from_token_ids(token_ids, block_size), **given}
+    if isinstance(given.get("prefix_hashes"), list):
+        given["prefix_hashes"] = tuple(given["prefix_hashes"])
+    return _checked(RequestFacts, given)
 
 
 def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
-    sound = isinstance(token_ids, list) and all(type(token) is int and abs(token) < 2**63 for token in token_ids)
-    if not sound:
+    is_valid = isinstance(token_ids, list) and all(type(token) is int and abs(token) < 2**63 for token in token_ids)
+    if not is_valid:
         raise ValueError("prompt_token_ids: must be a list of whole numbers")
     return {"prompt_tokens": len(token_ids), "prefix_hashes": block_hashes(token_ids, block_size)}
 
 
 def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
-    """Read requests from JSON lines, a JSON array or CSV with a header; a bad one is refused by its place."""
+    """Read requests from JSON lines, a JSON array or CSV with a header; the error for an invalid one has its index."""
     requests = []
     seen: set[str] = set()
-    for place, data in enumerate(_rows(path)):
+    for index, data in enumerate(_rows(path)):
         try:
-            request = request_from(data, block_size=block_size, default_id=str(place))
+            request = request_from(data, block_size=block_size, default_id=str(index))
             if request.request_id in seen:
                 raise ValueError(f"request_id: {request.request_id!r} is there twice")
         except ValueError as error:
-            raise ValueError(f"{path}: requests[{place}].{error}") from None
+            raise ValueError(f"{path}: requests[{index}].{error}") from None
         seen.add(request.request_id)
         requests.append(request)
     if not requests:
-        raise ValueError(f"{path}: holds no requests")
+        raise ValueError(f"{path}: has no requests")
     return requests
 
 
@@ -125,7 +125,7 @@ def _parsed(path: str, text: str, line: int) -> Any:
 
 
 def _typed(row: Mapping[str, str | None]) -> dict[str, Any]:
-    """Give the cells of a CSV row their types; empty ones are left out."""
+    """Convert the cells of a CSV row to their types; empty ones are left out."""
     values: dict[str, Any] = {}
     for name, cell in row.items():
         if not cell or name is None:
@@ -168,28 +168,28 @@ def _checked(kind: type[T], data: Any) -> T:
         checked: T = _adapter_of(kind).validate_json(json.dumps(data))  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
         first = error.errors()[0]
-        place = _place(first["loc"])
+        path = _path_of(first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "missing":
             message = "is missing"
         elif first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
             message = "is unknown"
-        if not place:
+        if not path:
             raise ValueError(message) from None
-        separator = "." if first["type"] == "value_error" else ": "  # ours name their field themselves
-        raise ValueError(f"{place}{separator}{message}") from None
+        separator = "." if first["type"] == "value_error" else ": "  # the errors of our own values start with the field
+        raise ValueError(f"{path}{separator}{message}") from None
     return checked
 
 
-def _place(location: Iterable[int | str]) -> str:
-    """Spell a path into a document: running[3].request.prompt_tokens."""
-    place = ""
+def _path_of(location: Iterable[int | str]) -> str:
+    """Write the path of a field in a document: running[3].request.prompt_tokens."""
+    path = ""
     for step in location:
         if isinstance(step, int):
-            place += f"[{step}]"
-        elif step not in ("Tag", "float", "int", "str", "constrained-float"):  # branches of a union are no fields
-            place += f".{step}" if place else str(step)
-    return place
+            path += f"[{step}]"
+        elif step not in ("Tag", "float", "int", "str", "constrained-float"):  # the branches of a union are no fields
+            path += f".{step}" if path else str(step)
+    return path
 
 
 def _kind(value: Any) -> str:
@@ -197,7 +197,7 @@ def _kind(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Turn values into what JSON can say; an infinite time becomes null."""
+    """Convert values for JSON; an infinite time becomes null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {spec.name: plain(getattr(value, spec.name)) for spec in fields(value)}
     if isinstance(value, Mapping):

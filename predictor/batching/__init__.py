@@ -1,4 +1,4 @@
-"""Local schedulers: the rules by which engines fill their steps, one per file, in one table."""
+"""Local schedulers: the rules with which engines fill their steps, one per file, in one table."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from predictor.suggestions import did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batcher:
-    """A local scheduler: `schedule` fills one step and looks ahead.
+    """A local scheduler: `schedule` fills one step.
 
-    It returns whether the next step will be a decode of all that run, were nothing to end, arrive or run short: the
-    loop then repeats that without asking. False is always right, and slower.
+    It returns whether the next step will decode all running requests, provided that no request ends or arrives and
+    blocks suffice: the loop then repeats that step without calling `schedule`. False is always correct, and slower.
 
-
-    Where it is a kernel it runs within the compiled loop; written in Python only it works all the same, slower.
-    `defaults` are for rules that a configuration leaves open, `fixed` are those that it cannot change.
+    A kernel runs within the compiled loop; a Python function works as well, slower. `defaults` apply to rules that a
+    configuration leaves at None, `fixed` are the rules that a configuration cannot change.
     """
 
     schedule: Callable[[State], bool]
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
-    sorts_arrivals: bool = True  # under priorities the waiting queue is always in their order
-    decode_reserve: int = 0  # blocks that must be free before a decode, whether it needs one or not
+    sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
+    decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float] = field(default_factory=dict)
     fixed: Mapping[str, bool | float] = field(default_factory=dict)
-    check: Callable[[EngineConfig], None] | None = None  # refuses what the engine would refuse at start
+    check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 
 PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
@@ -74,11 +73,11 @@ BATCHERS = {
 
 
 def settled(config: EngineConfig) -> EngineConfig:
-    """Fill in what the configuration leaves to its local scheduler; refuse what that one cannot do."""
+    """Return the configuration with its local scheduler's rules filled in; refuse rules that it does not support."""
     batcher = batcher_named(config.batcher)
     for name, value in batcher.fixed.items():
         if getattr(config, name) not in (None, value):
-            raise ValueError(f"{name}: {config.batcher} cannot have it at {getattr(config, name)}, only at {value}")
+            raise ValueError(f"{name}: {config.batcher} supports only {value}, not {getattr(config, name)}")
     rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed}
     complete = replace(config, **{name: value for name, value in rules.items() if getattr(config, name) is None})
     if batcher.check is not None:
@@ -87,19 +86,19 @@ def settled(config: EngineConfig) -> EngineConfig:
 
 
 def batcher_named(name: str) -> Batcher:
-    """Look a local scheduler up; an unknown name is refused with the nearest known one."""
+    """Return a local scheduler by name; the error for an unknown one suggests the closest."""
     if name in BATCHERS:
         return BATCHERS[name]
     raise ValueError(f"batcher: {name!r} is none of {', '.join(BATCHERS)}{did_you_mean(name, BATCHERS)}")
 
 
 def number_of(name: str) -> int:
-    """Give the number by which the compiled loop knows a local scheduler."""
+    """Return the number of a local scheduler in the compiled loop."""
     return list(BATCHERS).index(name)
 
 
 def is_compiled(batcher: Batcher) -> bool:
-    """Tell whether a local scheduler can run within the compiled loop."""
+    """Return whether a local scheduler can run within the compiled loop."""
     return bool(is_jitted(batcher.schedule))
 
 

@@ -1,4 +1,4 @@
-"""Decoding as engines do it that plan prefills apart: one token for each running request, the youngest giving way."""
+"""Decoding in engines that schedule prefills separately: a token per running request, the last one is preempted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from predictor.state import State
 
 @kernel
 def has_prefill_left(state: State, slot: int) -> bool:
-    """Tell whether a request still computes what it was admitted with."""
+    """Return whether a request has not finished its prefill."""
     return state.requests[slot].computed_tokens < state.requests[slot].prefill_tokens
 
 
 @kernel
 def decode_all(state: State) -> int:
-    """Give every running request past its prefill one token; preempt from the end of the list until blocks suffice.
+    """Schedule a token of each running request that has finished its prefill; preempt the last ones to free blocks.
 
-    Returns how many decode.
+    Returns the number of requests that decode.
     """
     num_decodes = 0
     position = 0
@@ -35,7 +35,7 @@ def decode_all(state: State) -> int:
 
 @kernel
 def make_room(state: State, slot: int) -> bool:
-    """Preempt from the end of the list until a decode of this request has blocks; False when it had to go itself."""
+    """Preempt the last running requests until this one can decode; return False where it was preempted itself."""
     engine, request = state.engine[0], state.requests[slot]
     needed = blocks.blocks_for(request.computed_tokens + 1, engine.block_size) - request.num_blocks
     while engine.num_free_blocks < max(needed, engine.decode_reserve):
@@ -46,7 +46,7 @@ def make_room(state: State, slot: int) -> bool:
 
 @kernel
 def all_sampled_before(state: State) -> bool:
-    """Tell whether every running request has its first token: a step of decodes alone then repeats itself."""
+    """Return whether every running request has its first token: a step of decodes alone then repeats itself."""
     for position in range(state.engine[0].num_running):
         if state.requests[state.running[position]].output_tokens == 0:
             return False

@@ -1,4 +1,4 @@
-"""FasterTransformer: static batches; nobody joins before the last of a batch has finished."""
+"""FasterTransformer: static batches; no request joins before the last one of a batch has finished."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Decode the batch that there is, or else form the next one."""
+    """Decode the current batch, or else form the next one."""
     if state.engine[0].num_running == 0:
         reserving.admit_reserved(state, state.engine[0].max_num_batched_tokens)
         return False

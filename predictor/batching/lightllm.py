@@ -1,7 +1,7 @@
-"""LightLLM with the past-future scheduler: prefills apart from decodes, admitted when the memory peak to come fits.
+"""LightLLM with the past-future scheduler: prefills run apart from decodes, and enter if the future memory peak fits.
 
-The peak is found from expected response lengths (arXiv 2507.10150, §3): at the moment the i-th longest-lived request
-ends, those that outlive it have grown by as many tokens as it had left.
+The peak follows from predicted response lengths (arXiv 2507.10150, §3): when a request ends, each request that runs
+longer has grown by the number of tokens that the ending one still had to produce.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from predictor.batching import decoding
 from predictor.compiled import kernel
 from predictor.state import State
 
-DECODES_BETWEEN_LOOKS = 10  # at the queue, while LightLLM's router decodes
-OVERDUE_TOKENS = 10  # what is left of a request that has outlived its expected length
+DECODES_BETWEEN_LOOKS = 10  # after which LightLLM's router checks the queue
+OVERDUE_TOKENS = 10  # the predicted rest of a response that is longer than predicted
 
 
 @kernel
 def schedule(state: State) -> bool:
-    """Look at the queue when it is time, and prefill what may enter; else decode."""
+    """Check the queue when it is due, and prefill the requests that can be admitted; else decode."""
     engine = state.engine[0]
-    if engine.decodes_since_look > DECODES_BETWEEN_LOOKS:  # repeated decodes were counted on through the looks
+    if engine.decodes_since_look > DECODES_BETWEEN_LOOKS:  # repeated decodes are counted without checks
         engine.decodes_since_look = (engine.decodes_since_look - 1) % DECODES_BETWEEN_LOOKS + 1
     if engine.num_running == 0 or engine.decodes_since_look == DECODES_BETWEEN_LOOKS:
         engine.decodes_since_look = 0
@@ -27,13 +27,13 @@ def schedule(state: State) -> bool:
             return False
     decoding.decode_all(state)
     engine.decodes_since_look += 1
-    queue_is_settled = engine.num_waiting == 0 or engine.num_running >= engine.max_num_seqs
-    return queue_is_settled and decoding.all_sampled_before(state)
+    is_queue_settled = engine.num_waiting == 0 or engine.num_running >= engine.max_num_seqs
+    return is_queue_settled and decoding.all_sampled_before(state)
 
 
 @kernel
 def admit_by_peak(state: State) -> int:
-    """Admit whole prompts from the head of the queue while the coming memory peak stays within the pool."""
+    """Admit whole prompts from the head of the queue while the future memory peak fits into the pool."""
     engine = state.engine[0]
     budget = engine.max_num_batched_tokens
     num_admitted = 0
@@ -56,28 +56,28 @@ def admit_by_peak(state: State) -> int:
 
 @kernel
 def peak_blocks(state: State, candidate: int) -> int:
-    """The most blocks that the running requests and a candidate will hold at once, were lengths as expected."""
+    """Return the largest number of blocks that the running requests and a candidate will hold, by predicted lengths."""
     engine = state.engine[0]
-    order = state.turns  # longest left first
+    order = state.turns  # by remaining tokens, descending
     for count in range(engine.num_running + 1):
         slot = candidate if count == engine.num_running else state.running[count]
-        place = count
-        while place > 0 and tokens_left(state, order[place - 1]) < tokens_left(state, slot):
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = slot
+        rank = count
+        while rank > 0 and tokens_left(state, order[rank - 1]) < tokens_left(state, slot):
+            order[rank] = order[rank - 1]
+            rank -= 1
+        order[rank] = slot
     peak = 0
     for last in range(engine.num_running + 1):
         ahead = tokens_left(state, order[last])
         held = 0
-        for place in range(last + 1):
-            held += blocks.blocks_for(steps.tokens_of(state, order[place]) + ahead, engine.block_size)
+        for rank in range(last + 1):
+            held += blocks.blocks_for(steps.tokens_of(state, order[rank]) + ahead, engine.block_size)
         peak = max(peak, held)
     return peak
 
 
 @kernel
 def tokens_left(state: State, slot: int) -> int:
-    """Tokens that a request is still expected to produce."""
+    """Return the number of tokens that a request is still predicted to produce."""
     left = state.requests[slot].expected_tokens - state.requests[slot].output_tokens
     return left if left > 0 else OVERDUE_TOKENS

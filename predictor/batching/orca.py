@@ -1,4 +1,4 @@
-"""Orca (OSDI 22): iteration-level batching, first come first served, memory reserved for the longest answer.
+"""Orca (OSDI 22): iteration-level batching, first come first served, memory reserved for the longest response.
 
 Each iteration mixes one token of every running request with the whole prompts of new ones (Algorithm 1).
 """
@@ -12,7 +12,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Decode all that run, and let in whom memory can be promised to."""
+    """Decode all running requests, and admit those whose memory can be reserved."""
     num_decodes = decoding.decode_all(state)
     steady = num_decodes > 0 and decoding.all_sampled_before(state)
     num_admitted = reserving.admit_reserved(state, state.engine[0].max_num_batched_tokens - num_decodes)

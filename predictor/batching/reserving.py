@@ -1,4 +1,4 @@
-"""Admission by reservation: a request enters when blocks for its longest possible answer can be set aside."""
+"""Admission by reservation: a request is admitted when there are blocks for its longest possible response."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from predictor.state import State
 
 @kernel
 def admit_reserved(state: State, budget: int) -> int:
-    """Admit whole prompts from the head of the queue while seats, blocks and the token budget last; return how many.
+    """Admit whole prompts from the head of the queue while seats, blocks and the token budget last; return the number.
 
-    A prompt longer than the budget enters alone.
+    A prompt longer than the budget is admitted alone.
     """
     engine = state.engine[0]
     num_admitted = 0

@@ -1,6 +1,6 @@
 """Sarathi-Serve (OSDI 24, Algorithm 3): stall-free batching; decodes never wait, prefill chunks fill the budget.
 
-Prompts take their blocks as a whole on admission, as in the vLLM of its day, on which it was built.
+All blocks of a prompt are allocated on admission, as in the vLLM version on which Sarathi-Serve is built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Fill the step with decodes, then prompts under way, then new prompts, within the token budget."""
+    """Fill the step with decodes, then started prompts, then new prompts, within the token budget."""
     engine = state.engine[0]
     num_decodes = decoding.decode_all(state)
     steady = num_decodes == engine.num_running and decoding.all_sampled_before(state)
@@ -24,7 +24,7 @@ def schedule(state: State) -> bool:
 
 @kernel
 def continue_prompts(state: State, budget: int) -> int:
-    """Give the prompts that are partly computed what is left of the budget, in order; return what is left then."""
+    """Spend the budget on prompts that are partly computed, in order; return the rest of it."""
     for position in range(state.engine[0].num_running):
         slot = state.running[position]
         if budget > 0 and decoding.has_prefill_left(state, slot):
@@ -36,7 +36,7 @@ def continue_prompts(state: State, budget: int) -> int:
 
 @kernel
 def admit_prompts(state: State, budget: int) -> int:
-    """Admit from the head of the queue while seats, budget and blocks for whole prompts last; return how many."""
+    """Admit from the head of the queue while seats, budget and blocks for whole prompts last; return the number."""
     engine = state.engine[0]
     num_admitted = 0
     while budget > 0 and engine.num_waiting > 0 and engine.num_running < engine.max_num_seqs:

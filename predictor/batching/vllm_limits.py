@@ -1,4 +1,4 @@
-"""Limits that vLLM, of either generation, refuses to start with (0.32 `SchedulerConfig.verify_max_model_len`)."""
+"""Limits with which vLLM, v0 and v1, refuses to start (0.32 `SchedulerConfig.verify_max_model_len`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from predictor.config import EngineConfig
 
 
 def check(config: EngineConfig) -> None:
-    """Refuse what vLLM refuses at start."""
+    """Refuse a configuration that vLLM refuses at start."""
     budget = config.max_num_batched_tokens
     if not config.enable_chunked_prefill and budget < config.max_model_len:
         raise ValueError(

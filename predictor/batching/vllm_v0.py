@@ -1,4 +1,4 @@
-"""vLLM v0 (0.7.2): prefills go first and alone, 1 % of the blocks is kept back, the youngest is preempted.
+"""vLLM v0 (0.7.2): prefills go first and alone, 1 % of the blocks stays free, the last admitted request is preempted.
 
 Mirrors `Scheduler._schedule_default` and, with chunked prefill, `_schedule_chunked_prefill`, for one sequence per
 request and preemption by recompute.
@@ -23,16 +23,16 @@ def schedule(state: State) -> bool:
     if engine.by_priority:
         resolve_inversion(state)
     decoding.decode_all(state)
-    # with priorities, it is the priority policy that may have something to say next
+    # with priorities, the next step may preempt for a waiting request
     settled = not engine.by_priority or engine.num_waiting == 0
     return settled and decoding.all_sampled_before(state) and state.steps[steps.current(state)].num_preempted == 0
 
 
 @kernel
 def schedule_chunked(state: State) -> bool:
-    """What runs goes on, then new prompts, within one budget; priorities are not looked at in this mode."""
+    """Schedule running requests, then new prompts, within one budget; this mode ignores priorities."""
     engine = state.engine[0]
-    budget = go_on(state, engine.max_num_batched_tokens)
+    budget = schedule_running(state, engine.max_num_batched_tokens)
     num_decodes = engine.max_num_batched_tokens - budget
     steady = num_decodes == engine.num_running and decoding.all_sampled_before(state)
     num_admitted = admit_prompts(state, budget)
@@ -40,8 +40,8 @@ def schedule_chunked(state: State) -> bool:
 
 
 @kernel
-def go_on(state: State, budget: int) -> int:
-    """Decode, and go on with prompts, in order; where blocks are short, the last in the list gives way."""
+def schedule_running(state: State, budget: int) -> int:
+    """Decode and continue prompts, in order; where blocks are short, the last running request is preempted."""
     position = 0
     while position < state.engine[0].num_running and budget > 0:
         slot = state.running[position]
@@ -59,10 +59,10 @@ def go_on(state: State, budget: int) -> int:
 
 @kernel
 def touched_blocks(state: State, slot: int) -> int:
-    """Blocks that must be free for a request to go on (`BlockTable.get_num_blocks_touched_by_append_slots`).
+    """Return the blocks that must be free to continue (`BlockTable.get_num_blocks_touched_by_append_slots`).
 
-    One for the newest token, as if its block were full; and one for a prompt under way, although its blocks are all
-    there, unless it fills them.
+    One for a decode, even where its block is not full; and one for a started prompt, although it has all its blocks,
+    unless it fills the last one.
     """
     if not decoding.has_prefill_left(state, slot):
         return 1
@@ -71,9 +71,9 @@ def touched_blocks(state: State, slot: int) -> int:
 
 @kernel
 def admit_prompts(state: State, budget: int) -> int:
-    """Admit in order while seats, budget and blocks for whole prompts last; return how many.
+    """Admit in order while seats, budget and blocks for whole prompts last; return the number.
 
-    Requests that this step preempted stand in front of the queue and are passed over: they come back later.
+    Requests that this step has preempted are at the front of the queue, and are skipped.
     """
     engine = state.engine[0]
     num_admitted = 0
@@ -95,9 +95,9 @@ def admit_prompts(state: State, budget: int) -> int:
 
 @kernel
 def resolve_inversion(state: State) -> None:
-    """Preempt running requests that rank below the head of the queue until it could enter; then sort the queue.
+    """Preempt running requests that rank below the head of the queue until it fits; then sort the queue.
 
-    Only here does this scheduler look at priorities: the queue it takes the head of is as arrivals left it.
+    Only this function uses priorities; before it, the queue is in the order of arrivals.
     """
     engine = state.engine[0]
     sort_running(state)
@@ -105,9 +105,9 @@ def resolve_inversion(state: State) -> None:
         head = queues.waiting_at(state, 0)
         needed = blocks.blocks_for(steps.tokens_of(state, head), engine.block_size)
         while engine.num_running > 0:
-            seated = engine.num_running < engine.max_num_seqs
+            has_seat = engine.num_running < engine.max_num_seqs
             fits = needed <= engine.num_free_blocks - engine.watermark_blocks
-            if (seated and fits) or not ranks_before(state, head, state.running[engine.num_running - 1]):
+            if (has_seat and fits) or not ranks_before(state, head, state.running[engine.num_running - 1]):
                 break
             queues.preempt(state, engine.num_running - 1)
     sort_waiting(state)
@@ -115,7 +115,7 @@ def resolve_inversion(state: State) -> None:
 
 @kernel
 def ranks_before(state: State, slot: int, other: int) -> bool:
-    """Order by priority, then arrival; lower goes first, and equals stay as they are."""
+    """Return whether a request goes before another by priority, then arrival; the lower one goes first."""
     a, b = state.requests[slot], state.requests[other]
     return a.priority < b.priority or (a.priority == b.priority and a.arrival_s < b.arrival_s)
 
@@ -125,11 +125,11 @@ def sort_running(state: State) -> None:
     """Sort the running list by rank."""
     for end in range(1, state.engine[0].num_running):
         slot = state.running[end]
-        place = end
-        while place > 0 and ranks_before(state, slot, state.running[place - 1]):
-            state.running[place] = state.running[place - 1]
-            place -= 1
-        state.running[place] = slot
+        rank = end
+        while rank > 0 and ranks_before(state, slot, state.running[rank - 1]):
+            state.running[rank] = state.running[rank - 1]
+            rank -= 1
+        state.running[rank] = slot
 
 
 @kernel
@@ -138,8 +138,8 @@ def sort_waiting(state: State) -> None:
     engine, size = state.engine[0], len(state.waiting)
     for end in range(1, engine.num_waiting):
         slot = queues.waiting_at(state, end)
-        place = end
-        while place > 0 and ranks_before(state, slot, queues.waiting_at(state, place - 1)):
-            state.waiting[queues.at(engine.waiting_head, place, size)] = queues.waiting_at(state, place - 1)
-            place -= 1
-        state.waiting[queues.at(engine.waiting_head, place, size)] = slot
+        rank = end
+        while rank > 0 and ranks_before(state, slot, queues.waiting_at(state, rank - 1)):
+            state.waiting[queues.at(engine.waiting_head, rank, size)] = queues.waiting_at(state, rank - 1)
+            rank -= 1
+        state.waiting[queues.at(engine.waiting_head, rank, size)] = slot

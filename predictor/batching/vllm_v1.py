@@ -12,7 +12,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Fill the step; return whether the next one will be a decode of all that run, if nothing ends or arrives."""
+    """Fill the step; return whether the next one will decode all running requests, if none ends or arrives."""
     engine = state.engine[0]
     threshold = engine.long_prefill_token_threshold if engine.num_running + engine.num_waiting > 1 else 0
     budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
@@ -23,21 +23,21 @@ def schedule(state: State) -> bool:
 
 @kernel
 def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bool]:
-    """Let running requests go on; return the budget left, and whether all of them decode from the next step on."""
+    """Schedule the running requests; return the remaining budget, and whether all decode from the next step on."""
     engine = state.engine[0]
     steady = True
     position = 0
     while position < engine.num_running and budget > 0:
         slot = state.running[position]
         request = state.requests[slot]
-        # async: the step under way is known to bring its last token
+        # async: the step in flight will produce its last token
         ending = request.placeholders > 0 and (
             request.computed_tokens + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens
         )
         if ending:
             position += 1
             continue
-        num_tokens = wanted(state, slot, threshold, budget)
+        num_tokens = uncomputed_tokens(state, slot, threshold, budget)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
         if num_tokens <= 0:
             steady = False
@@ -57,10 +57,10 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
 
 @small_kernel
 def goes_on_decoding(state: State, slot: int, computed_tokens: int) -> bool:
-    """Tell whether a request will decode from the next step on, once so much of it is computed.
+    """Return whether a request will decode from the next step on, once `computed_tokens` of it are computed.
 
-    Where steps are planned ahead it must have begun: its first token is then under way with the step before. One
-    that may yet fill blocks which others wait to hit changes more than itself.
+    Where steps are planned ahead, it must be decoding already. A request that will register blocks which others can
+    hit does not count, because that changes how the others are scheduled.
     """
     request = state.requests[slot]
     if computed_tokens < steps.tokens_of(state, slot) or request.num_hashes > request.full_blocks:
@@ -71,8 +71,8 @@ def goes_on_decoding(state: State, slot: int, computed_tokens: int) -> bool:
 
 
 @small_kernel
-def wanted(state: State, slot: int, threshold: int, budget: int) -> int:
-    """Tokens that the request has but has not computed, within the threshold for long prefills and the budget."""
+def uncomputed_tokens(state: State, slot: int, threshold: int, budget: int) -> int:
+    """Return the tokens that the request still has to compute, limited by the long-prefill threshold and the budget."""
     num_tokens = steps.tokens_of(state, slot) - state.requests[slot].computed_tokens
     if 0 < threshold < num_tokens:
         num_tokens = threshold
@@ -81,10 +81,10 @@ def wanted(state: State, slot: int, threshold: int, budget: int) -> int:
 
 @small_kernel
 def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
-    """Preempt until the request's tokens have blocks.
+    """Preempt requests until there are blocks for `num_tokens` tokens of this one.
 
-    Returns its position, or -1 when it had to go itself, and the budget given back by victims that were already
-    in this step (which only happens under priorities).
+    Returns its position, or -1 where it was preempted itself, and the budget of preempted requests that were already
+    in this step (with priorities only).
     """
     if blocks.has_room(state, slot, num_tokens):
         return position, 0
@@ -93,23 +93,23 @@ def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[
 
 @kernel
 def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
-    """Preempt the last in the list, or the lowest ranked, until the request's tokens have blocks; see `make_room`."""
+    """Preempt the last running request, or the one with the lowest rank, until blocks suffice; see `make_room`."""
     engine = state.engine[0]
     freed = 0
     while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:
-        place = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
-        victim = queues.preempt(state, place)
+        chosen = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
+        victim = queues.preempt(state, chosen)
         if victim == slot:
             return -1, freed
         freed += steps.unassign(state, victim)
-        if place < position:
+        if chosen < position:
             position -= 1
     return position, freed
 
 
 @small_kernel
 def give_blocks(state: State, slot: int, num_tokens: int) -> None:
-    """Allocate for so many tokens, and register the blocks that known tokens fill, at once."""
+    """Allocate blocks for `num_tokens` tokens, and register those that known tokens fill."""
     request = state.requests[slot]
     blocks.allocate(state, slot, num_tokens)
     blocks.register_full(state, slot, min(num_tokens, request.prompt_tokens + request.output_tokens))
@@ -117,13 +117,13 @@ def give_blocks(state: State, slot: int, num_tokens: int) -> None:
 
 @kernel
 def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
-    """Admit from the head of the queue until something is short.
+    """Admit from the head of the queue until seats, budget or blocks run out.
 
-    Returns whether the next step will admit nobody, and those admitted now will all decode in it.
+    Returns whether the next step will admit no request, and those admitted now will all decode in it.
     """
     engine = state.engine[0]
     steady = True
-    position = 0  # requests whose output is still under way are passed over
+    position = 0  # requests with stale output in flight are skipped
     while budget > 0 and position < engine.num_waiting and engine.num_running < engine.max_num_seqs:
         slot = queues.waiting_at(state, position)
         request = state.requests[slot]
@@ -140,7 +140,7 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
             return False
         num_tokens = min(remaining, budget)
         if not fits(state, slot, num_hits, computed + num_tokens):
-            # a first chunk behind fewer hits needs fewer blocks: it may fit once decodes have evicted some
+            # with fewer hits the first chunk needs fewer blocks: it may fit after decodes have evicted some hits
             return steady and (num_hits == 0 or engine.reserve_full_isl == 1)
         queues.admit(state, position, computed)
         blocks.adopt_hits(state, slot, num_hits)
@@ -148,14 +148,14 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
         steady = steady and goes_on_decoding(state, slot, computed + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens
-    # with the budget spent on prompts, there may be some for the queue in the next step
+    # the budget was used up by prompts, so the next step may have some for the queue
     used_up = budget == 0 and engine.num_running < engine.max_num_batched_tokens
     return steady and not (used_up and engine.num_waiting > 0 and engine.num_running < engine.max_num_seqs)
 
 
 @kernel
 def fits(state: State, slot: int, num_hits: int, num_tokens: int) -> bool:
-    """Tell whether blocks suffice to admit the request: for this step, or for all its tokens where so configured."""
+    """Return whether blocks suffice to admit the request: for this step, or for all its tokens where so configured."""
     engine, request = state.engine[0], state.requests[slot]
     spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
     if engine.num_running > 0:

@@ -1,1 +1,1 @@
-"""From measurements to latency profiles: what is measured, the regression, and a roofline where nothing is."""
+"""Fits latency profiles to measurements, or estimates them by a roofline model where there are none."""

@@ -1,4 +1,4 @@
-"""How long a batch will take, roughly, by what was seen so far: enough to keep to a budget."""
+"""Rough predictions of how long measurement batches take, so that a measurement keeps to its time budget."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import numpy as np
 
 from predictor.fitting.measurement_batches import Batch, BatchLimits
 
-FEWEST_STEPS = 8
-AROUND_S = 0.05  # a request takes so much beside its steps, at most
+MIN_STEPS = 8
+OVERHEAD_S = 0.05  # upper bound of a request's time outside of steps
 
 
-class Rough:
-    """A law of three numbers: seconds a step, a token, and a token of context."""
+class BatchTimeEstimate:
+    """A linear model of three coefficients: seconds per step, per token, and per token of context."""
 
     def __init__(self) -> None:
-        """Know nothing."""
-        self._law: np.ndarray | None = None
+        """Initialise it without coefficients."""
+        self._coefficients: np.ndarray | None = None
 
-    def learn(self, steps: np.ndarray) -> None:
-        """Fit the law to steps (`layout.STEP`)."""
-        if len(steps) >= FEWEST_STEPS:
+    def fit(self, steps: np.ndarray) -> None:
+        """Fit the coefficients to steps (`layout.STEP`)."""
+        if len(steps) >= MIN_STEPS:
             from scipy.optimize import nnls  # takes a while to import
 
             context = steps["decode_context"] + steps["prefill_qkv"] / np.maximum(1, steps["num_tokens"])
             matrix = np.column_stack((np.ones(len(steps)), steps["num_tokens"], context))
-            self._law, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))
+            self._coefficients, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))
+
+    learn = fit  # for callers that have not been renamed yet
 
     def seconds(self, batch: Batch, room: BatchLimits) -> float:
-        """Foretell a batch; nothing where nothing is known yet."""
-        if self._law is None:
+        """Predict the seconds of a batch; 0 before the first fit."""
+        if self._coefficients is None:
             return 0.0
         prompts = sum(piece.prompt_tokens for piece in batch.pieces)
         answers = sum(piece.output_tokens for piece in batch.pieces)
@@ -36,4 +38,7 @@ class Rough:
         longest = max(sum(piece.output_tokens for piece in stream) for stream in batch.streams)
         steps = longest + max(in_turn, prompts / room.step_tokens)
         context = sum((piece.prompt_tokens + piece.output_tokens / 2) * piece.output_tokens for piece in batch.pieces)
-        return float(self._law @ (steps, prompts + answers, context)) + in_turn * AROUND_S
+        return float(self._coefficients @ (steps, prompts + answers, context)) + in_turn * OVERHEAD_S
+
+
+Rough = BatchTimeEstimate  # for callers that have not been renamed yet

@@ -1,4 +1,4 @@
-"""Constants that no kernel table holds, found by replaying a few measured requests."""
+"""Calibrates the constants that kernel tables lack by replaying a few measured requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from predictor.step_time import StepTime
 
 Array = NDArray[np.float64]
 
-# What may be calibrated, and where the search starts: CPU time of every step, more of it where prefill chunks keep the
-# step from being one CUDA graph, and communication per token.
+# The constants that can be calibrated, with the starts of the search: CPU time of every step, additional CPU time where
+# prefill chunks prevent a single CUDA graph, and communication per token.
 STARTS = {"constant_s": 1e-3, "prefill_s": 3e-3, "token_s": 1e-5}
-# Queueing makes the first token swing widest, so it has least to say.
+# The time to the first token varies most, because of queueing, so it has the lowest weight.
 WEIGHTS = {"tpot": 1.0, "e2e": 1.0, "ttft": 0.25}
 TOLERANCE = 1e-3
-MOST_REPLAYS = 200
+MAX_REPLAYS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLatencies:
-    """When each request got its first and its last token, in seconds after it arrived, and how many it got."""
+    """The seconds from each request's arrival to its first and last token, and the number of its tokens."""
 
     first_token_s: Array
     last_token_s: Array
@@ -40,7 +40,7 @@ class MeasuredLatencies:
         )
 
     def metrics(self) -> dict[str, Array]:
-        """Give TTFT, e2e and TPOT of every request."""
+        """Return TTFT, e2e and TPOT of every request."""
         gaps = np.maximum(1.0, self.output_tokens - 1)
         tpot = (self.last_token_s - self.first_token_s) / gaps
         return {"ttft": self.first_token_s, "e2e": self.last_token_s, "tpot": tpot}
@@ -57,7 +57,7 @@ def calibrate(
     num_requests: int,
     constants: Sequence[str] = ("constant_s",),
 ) -> StepTime:
-    """Add to the constants what makes the first requests, replayed among all the others, come out as measured."""
+    """Fit the constants so that the first requests, replayed among all others, have their measured latencies."""
     for name in constants:
         if name not in STARTS:
             raise ValueError(f"constants: {name!r} is none of {', '.join(STARTS)}")
@@ -72,7 +72,7 @@ def calibrate(
 
     def distance(factors: Array) -> float:
         replayed = replay(with_constants(factors)).head(num_requests).metrics()
-        # Absolute logarithms: a factor counts the same both ways, and a few odd requests do not decide.
+        # Absolute logarithms: a ratio and its inverse count the same, and outliers have little weight.
         return sum(
             weight * float(np.mean(np.abs(np.log(np.maximum(replayed[name], 1e-9) / truth[name]))))
             for name, weight in WEIGHTS.items()
@@ -87,7 +87,7 @@ def calibrate(
         options={
             "xatol": TOLERANCE,
             "fatol": TOLERANCE / 10,
-            "maxfev": MOST_REPLAYS,
+            "maxfev": MAX_REPLAYS,
             "initial_simplex": _simplex(len(constants)),
         },
     )
@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _simplex(size: int) -> Array:
-    """Start wide: each constant once at a tenth and once at ten times where the search starts."""
+    """Return a wide initial simplex: each constant at a tenth and at ten times its start."""
     corners = np.full((size + 1, size), 0.1)
     corners[1:] += 9.9 * np.eye(size)
     return corners

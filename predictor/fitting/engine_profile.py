@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.fitting.measured_steps import FEWEST_STEPS, shape_for
+from predictor.fitting.measured_steps import MIN_STEPS, shape_for
 from predictor.fitting.regression import COLUMNS, Steps, error_of, fit, held_out, predict, rounded
 from predictor.profile import FITTED, Profile, SuggestedEngine, Transit, ValidRange
 
@@ -38,8 +38,8 @@ def profile_of(
 ) -> Profile:
     """Fit a profile to four fifths of the steps, with its error on the rest; ValueError if there are too few steps."""
     steps = steps_of(measured.steps)
-    if len(steps) < FEWEST_STEPS:
-        raise ValueError(f"budget: {len(steps)} steps are too few; {FEWEST_STEPS} are needed; increase the budget")
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"budget: {len(steps)} steps are too few; {MIN_STEPS} are needed; increase the budget")
     is_test = held_out(len(steps))
     train, test = steps.where(~is_test), steps.where(is_test)
     shape = replace(shape_for(train), by_sequences=_knots_of_sampled(train))

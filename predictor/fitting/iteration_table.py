@@ -1,4 +1,4 @@
-"""From a table of whole steps, by GPU, decode batch, context and prefill chunk, to a step time."""
+"""Fits a step time to a table of whole steps, by GPU, decode batch, context and prefill chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime
 
 MS = 1e-3
-# Beyond this the table's contexts fill more memory than any GPU has.
+# Above this the table's contexts need more memory than any GPU has.
 MAX_BATCH_CONTEXT = 1_100_000
 
 PREFILL = StepShape(numbers=("prefill_s", "prefill_token_s", "prefill_qq_s"))
@@ -37,11 +37,11 @@ REST = StepShape(
 
 
 def read_iteration_table(path: Path, gpu: str) -> Steps:
-    """Read the rows of one GPU; a row is a batch of equal decodes, one prefill chunk from nothing, or both."""
+    """Read the rows of one GPU; a row is a batch of equal decodes, the first prefill chunk of a prompt, or both."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["gpu"] == gpu]
     if not rows:
-        raise ValueError(f"gpu: no row is of {gpu!r}")
+        raise ValueError(f"gpu: no row is for {gpu!r}")
     decodes, context, chunk, ms = (
         np.array([float(row[name]) for row in rows])
         for name in ("decode_batch", "ctx_per_req", "prefill_chunk", "iter_ms")
@@ -52,10 +52,10 @@ def read_iteration_table(path: Path, gpu: str) -> Steps:
 
 
 def fit_prefill_attention(chunk_tokens: Array, seconds: Array) -> StepTime:
-    """Fit the attention of chunks that nothing precedes, given its seconds in all layers.
+    """Fit the attention of the first chunks of prompts, given its seconds in all layers.
 
-    There a token attends to half of its own chunk on average, but to all of what came before: l_q·l_kv costs twice
-    what l_q² does.
+    A token attends to half of its own chunk on average, but to all tokens before the chunk: l_q·l_kv costs twice as
+    much as l_q².
     """
     ones, zeros = np.ones(len(seconds)), np.zeros(len(seconds))
     steps = Steps(
@@ -74,21 +74,20 @@ def fit_prefill_attention(chunk_tokens: Array, seconds: Array) -> StepTime:
 
 
 def is_possible(chunk_tokens: Array, seconds: Array, *, model: ModelShape, gpu: Gpu) -> bool:
-    """Tell whether causal attention this fast needs no more than the GPU's peak; a windowed kernel would."""
+    """Return whether causal attention can be this fast on the GPU; times of a windowed kernel cannot be."""
     operations = 2 * model.num_heads * model.head_dim * model.num_layers * chunk_tokens**2
     return bool(np.all(operations / seconds <= gpu.flops))
 
 
 def with_attention(steps: Steps, *, counted: StepTime, actual: StepTime) -> Steps:
-    """Replace the prefill attention that was counted into a table's rows."""
+    """Replace the prefill attention that is part of a table's rows."""
     return replace(steps, seconds=steps.seconds - predict(counted, steps) + predict(actual, steps))
 
 
 def fit_iteration_table(steps: Steps, prefill_attention: StepTime) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit a step time on four fifths of the rows and tell its error on the rest.
+    """Fit a step time to four fifths of the rows; return it with its error on the others.
 
-    The attention of prefill chunks is given: in this table, chunk by chunk, it cannot be told from what else grows
-    with tokens.
+    The attention of prefill chunks is given: this table does not separate it from other costs that grow with tokens.
     """
     unseen = held_out(len(steps))
     rest = replace(steps, seconds=steps.seconds - predict(prefill_attention, steps))

@@ -1,7 +1,7 @@
-"""Which kernels to time at which sizes. Pure but for the generator handed in.
+"""Plans which kernels are timed at which sizes; randomness comes from a generator that is passed in.
 
-Each list begins with what is cheap: what is dear is left out where the budget ends, and what was seen by then tells how
-dear it would be.
+Each list starts with the cheapest sizes: the expensive ones are left out where the time budget ends, and their cost is
+predicted from the sizes before them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from predictor.config import require_count
 from predictor.fitting.measurement_batches import doubled
 
-SHORTEST = 16  # tokens, of contexts and prefill chunks: a block
-GROWTH = 4  # of contexts, from one to the next
+SHORTEST = 16  # tokens of a context or prefill chunk: one block
+GROWTH = 4  # the factor from one context length to the next
 NUM_MIXES = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How far batches go that the profile is to foretell."""
+    """The largest batches that the profile has to predict."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -30,16 +30,16 @@ class Reach:
     kv_tokens: int  # of all sequences
 
     def __post_init__(self) -> None:
-        """Refuse what no engine could run with."""
+        """Refuse limits that no engine can run with."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_tokens"):
             require_count(name, getattr(self, name))
         if self.max_model_len < 2:
-            raise ValueError(f"max_model_len: must be at least 2, a prompt and a token, not {self.max_model_len}")
+            raise ValueError(f"max_model_len: must be at least 2, for a prompt and a token, not {self.max_model_len}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """A prefill chunk behind what was computed before it, and decodes with contexts of one length; either may lack."""
+    """A prefill chunk with the context before it, and decodes with contexts of equal length; either can be missing."""
 
     chunk: int = 0
     before: int = 0
@@ -48,40 +48,40 @@ class AttentionBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens that the step computes."""
         return self.chunk + self.num_decodes
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """New tokens, and all tokens, of each of its sequences: the decodes, then the chunk."""
+        """The new tokens and all tokens of each sequence: the decodes, then the chunk."""
         decodes = [(1, self.context)] * self.num_decodes
         return [*decodes, (self.chunk, self.before + self.chunk)] if self.chunk else decodes
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values are read."""
+        """The number of tokens whose keys and values are read."""
         return sum(length for _, length in self.lengths)
 
     @property
     def work(self) -> float:
-        """Pairs of a query and a key, and a little for each sequence: what its time grows with, at most."""
+        """An upper bound of what its time grows with: pairs of a query and a key, and a constant per sequence."""
         return SHORTEST + self.num_decodes * self.context + self.chunk * (self.before + self.chunk / 2)
 
 
 def token_counts(reach: Reach) -> list[int]:
-    """Counts of tokens to time the dense kernels at: doubling, then those in between."""
+    """Return the counts of tokens at which dense kernels are timed: powers of two, then those between."""
     coarse = doubled(1, max(reach.max_num_batched_tokens, reach.max_num_seqs))
     between = [(low + high) // 2 for low, high in pairwise(coarse)]
     return [*coarse, *(count for count in between if count not in coarse)]
 
 
 def sequence_counts(reach: Reach) -> list[int]:
-    """Counts of sequences to time the head at."""
+    """Return the counts of sequences at which the head is timed."""
     return doubled(1, reach.max_num_seqs)
 
 
 def decodes(reach: Reach) -> list[AttentionBatch]:
-    """Sequences that decode together: numbers that double, contexts that quadruple, up to what memory holds."""
+    """Return batches of decodes: their number doubles and their context quadruples, within the memory."""
     batches = [
         AttentionBatch(num_decodes=num, context=context)
         for num in doubled(1, reach.max_num_seqs)
@@ -91,7 +91,7 @@ def decodes(reach: Reach) -> list[AttentionBatch]:
 
 
 def chunks(reach: Reach) -> list[AttentionBatch]:
-    """Prefill chunks alone: from the first of a prompt to the last of the longest."""
+    """Return single prefill chunks: from the first one of a prompt to the last one of the longest prompt."""
     longest = min(reach.max_model_len, reach.kv_tokens)
     batches = [
         AttentionBatch(chunk=chunk, before=before)
@@ -104,7 +104,7 @@ def chunks(reach: Reach) -> list[AttentionBatch]:
 def mixes(
     alone: Iterable[AttentionBatch], together: Iterable[AttentionBatch], reach: Reach, generator: np.random.Generator
 ) -> list[AttentionBatch]:
-    """Draw steps in which chunks come beside decodes, of those that were timed without each other."""
+    """Draw steps of a chunk beside decodes, from the chunks and decodes that are timed separately."""
     pairs = [
         replace(chunk, num_decodes=batch.num_decodes, context=batch.context)
         for chunk in alone
@@ -118,15 +118,15 @@ def mixes(
 
 
 def parts_of(mixed: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
-    """Give the chunk alone, and the decodes alone."""
+    """Return the chunk alone, and the decodes alone."""
     return replace(mixed, num_decodes=0, context=0), replace(mixed, chunk=0, before=0)
 
 
-def _lengths(most: int, *, growth: int = GROWTH) -> Sequence[int]:
-    """Lengths from the shortest to the longest, if there is any."""
-    if most < 1:
+def _lengths(longest: int, *, growth: int = GROWTH) -> Sequence[int]:
+    """Return lengths from the shortest to the longest."""
+    if longest < 1:
         return ()
-    lengths = [min(SHORTEST, most)]
-    while lengths[-1] * growth < most:
+    lengths = [min(SHORTEST, longest)]
+    while lengths[-1] * growth < longest:
         lengths.append(lengths[-1] * growth)
-    return lengths if lengths[-1] == most else [*lengths, most]
+    return lengths if lengths[-1] == longest else [*lengths, longest]

@@ -1,8 +1,8 @@
-"""From the times of kernels to those of whole steps, and to a latency profile.
+"""Composes the times of kernels to those of whole steps, and fits a latency profile to them.
 
-Batches lie on a grid that was chosen here, so the fit of attention has a knot at every number of decodes, and the other
-kernels enter as the curves that they are. On published tables of a GPU's kernels that leaves a third of the error that
-the fit to a running engine's steps (`fitted.py`) leaves, which has to take steps as they come.
+Batches are on the grid of `kernel_plan`, so the fit of attention has a knot at every number of decodes, and the other
+kernels are used as measured curves. On published tables of a GPU's kernels this has a third of the error of a fit to
+the steps of a running engine (`measured_steps.py`), whose batches cannot be chosen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime, require_seconds
 
 TOLERANCE = 0.004  # of curves
-FEWEST_BATCHES = 10  # of attention
+MIN_BATCHES = 10  # of attention
 ALL_REDUCES_A_LAYER = 2
 
 
@@ -44,15 +44,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What no kernel tells: a step's time on the processor, one all-reduce's latency, and the link's bytes a second."""
+class UntimedCosts:
+    """Costs that no kernel's time contains: CPU time per step, latency of an all-reduce, and the link's bandwidth."""
 
     cpu_s: float = 0.0
     all_reduce_s: float = 0.0
     link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no time and no speed."""
+        """Refuse values that are no spans of time or no bandwidth."""
         require_seconds("cpu_overhead_ms", self.cpu_s)
         require_seconds("all_reduce_us", self.all_reduce_s)
         if self.link_bytes_per_s is not None and not self.link_bytes_per_s > 0:
@@ -60,7 +60,7 @@ class Told:
 
 
 def times_a_step(share: Share) -> dict[str, int]:
-    """Tell how often each dense kernel runs in a step; the last norm is before the head."""
+    """Return how often each dense kernel runs in a step; the last norm is before the head."""
     layers = share.model.num_layers
     once_a_layer = ["qkv", "rotary", "kv_write", "o", "gate_up", "activation", "down"]
     if share.has_qk_norm:
@@ -69,7 +69,7 @@ def times_a_step(share: Share) -> dict[str, int]:
 
 
 def dense_seconds(timings: Timings, share: Share) -> tuple[Array, Array]:
-    """Sum up the dense kernels of a step, by the counts of tokens that all of them were timed at."""
+    """Sum up the dense kernels of a step, at the counts of tokens at which all of them were timed."""
     times = times_a_step(share)
     counts = sorted(set.intersection(*(set(timings.dense[name]) for name in times)))
     seconds = [sum(often * timings.dense[name][count] for name, often in times.items()) for count in counts]
@@ -77,7 +77,7 @@ def dense_seconds(timings: Timings, share: Share) -> tuple[Array, Array]:
 
 
 def composed(timings: Timings, share: Share) -> Steps:
-    """Make a whole step of each batch whose attention was timed, where the other kernels were timed that far too."""
+    """Return a whole step for each batch whose attention was timed, within the range of the other kernels."""
     tokens, dense = dense_seconds(timings, share)
     sequences, head = _curve_of(timings.head)
     batches = [
@@ -89,13 +89,13 @@ def composed(timings: Timings, share: Share) -> Steps:
     return replace(steps, seconds=seconds)
 
 
-def fit_kernels(timings: Timings, share: Share, told: Told) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit a step time to all that was timed; its error is that of the same fit to four fifths, on the other fifth."""
+def fit_kernels(timings: Timings, share: Share, untimed: UntimedCosts) -> tuple[StepTime, HeldOutError, ValidRange]:
+    """Fit a step time to all timings; its error is that of the same fit to four fifths, on the other fifth."""
     whole = composed(timings, share)
     tokens, _ = dense_seconds(timings, share)
-    if len(whole) < FEWEST_BATCHES or len(tokens) < 2:
+    if len(whole) < MIN_BATCHES or len(tokens) < 2:
         raise ValueError(
-            f"budget: {len(whole)} batches and {len(tokens)} counts of tokens are too few to fit, {FEWEST_BATCHES} and"
+            f"budget: {len(whole)} batches and {len(tokens)} counts of tokens are too few to fit, {MIN_BATCHES} and"
             " 2 are needed; give it more time"
         )
     unseen, unseen_tokens = held_out(len(whole)), held_out(len(tokens))
@@ -109,19 +109,19 @@ def fit_kernels(timings: Timings, share: Share, told: Told) -> tuple[StepTime, H
         max_sequences=max(1, int(whole.num_decodes.max())),
         max_context_tokens=max(1, int(whole.decode_context.max())),
     )
-    return with_told(every, share, told), error, valid
+    return with_untimed(every, share, untimed), error, valid
 
 
-def with_told(step_time: StepTime, share: Share, told: Told) -> StepTime:
-    """Add what was told: the processor's time to each step, and all-reduces to each layer's two halves."""
+def with_untimed(step_time: StepTime, share: Share, untimed: UntimedCosts) -> StepTime:
+    """Add the untimed costs: CPU time to each step, and two all-reduces to each layer."""
     devices, layers = share.tensor_parallel, share.model.num_layers
     if devices == 1:
-        return replace(step_time, constant_s=rounded(step_time.constant_s + told.cpu_s))
-    constant_s = told.cpu_s + ALL_REDUCES_A_LAYER * layers * told.all_reduce_s
+        return replace(step_time, constant_s=rounded(step_time.constant_s + untimed.cpu_s))
+    constant_s = untimed.cpu_s + ALL_REDUCES_A_LAYER * layers * untimed.all_reduce_s
     token_s = 0.0
-    if told.link_bytes_per_s is not None:  # a ring passes each hidden state on so often
+    if untimed.link_bytes_per_s is not None:  # a ring transfers each hidden state this often
         passed = 2 * (devices - 1) / devices * share.model.hidden_size * BYTES_OF[share.dtype]
-        token_s = ALL_REDUCES_A_LAYER * layers * passed / told.link_bytes_per_s
+        token_s = ALL_REDUCES_A_LAYER * layers * passed / untimed.link_bytes_per_s
     return replace(
         step_time,
         constant_s=rounded(step_time.constant_s + constant_s),
@@ -130,7 +130,7 @@ def with_told(step_time: StepTime, share: Share, told: Told) -> StepTime:
 
 
 def _fit(timings: Timings, share: Share, whole: Steps, chosen: np.ndarray) -> StepTime:
-    """Fit attention as what is left of whole steps beside the curves of the rest."""
+    """Fit attention to the difference between whole steps and the curves of the other kernels."""
     tokens, dense = (column[chosen] for column in dense_seconds(timings, share))
     sequences, head = _curve_of(timings.head)
     rest = np.interp(whole.num_tokens, *dense_seconds(timings, share)) + np.interp(whole.num_sampled, sequences, head)
@@ -143,7 +143,7 @@ def _fit(timings: Timings, share: Share, whole: Steps, chosen: np.ndarray) -> St
 
 
 def _shape_for(steps: Steps) -> StepShape:
-    """Give each number of decodes that is there its knot, and every other one where chunks come beside them."""
+    """Return a shape with a knot at each number of decodes, and at every second one for decodes beside chunks."""
     mixed = (steps.num_prefills > 0) & (steps.num_decodes > 0)
     alone = _knots(steps.num_decodes[steps.num_prefills == 0])
     beside = _knots(steps.num_decodes[mixed])
@@ -162,7 +162,7 @@ def _knots(counts: Array) -> tuple[float, ...]:
 
 
 def _steps_of(batches: Sequence[AttentionBatch]) -> Steps:
-    """Arrange batches as steps that took no time; the chunk is its prompt's last, so it gets a token too."""
+    """Return batches as steps of zero seconds; the chunk is its prompt's last one, so it samples a token."""
     chunk, before, decodes, context = (
         np.array([getattr(batch, name) for batch in batches], dtype=float)
         for name in ("chunk", "before", "num_decodes", "context")
@@ -173,3 +173,6 @@ def _steps_of(batches: Sequence[AttentionBatch]) -> Steps:
 def _curve_of(timed: Mapping[int, float]) -> tuple[Array, Array]:
     counts = sorted(timed)
     return np.array(counts, dtype=float), np.array([timed[count] for count in counts])
+
+
+Told = UntimedCosts  # for callers that have not been renamed yet

@@ -1,4 +1,4 @@
-"""From LLMServingSim's kernel tables to a step time: layers times kernels, plus what is done once a step."""
+"""Fits a step time to LLMServingSim's kernel tables: kernels per layer times layers, plus kernels per step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from predictor.step_time import StepTime
 
 US = 1e-6
 
-# How often each dense kernel runs: in every layer (the two norms are one kernel, measured once), or once a step.
+# How often each dense kernel runs: in every layer (the two norms are one kernel, measured once), or once per step.
 PER_LAYER = {
     "qkv_proj": 1,
     "qk_norm": 1,
@@ -44,7 +44,7 @@ OPTIONAL = {"qk_norm"}
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 
-# Where serving goes: the table also holds 128 decodes of 16k tokens, which no GPU's memory would.
+# The range of serving: the table also has 128 decodes of 16k tokens, which fit into no GPU's memory.
 MAX_BATCH_CONTEXT = 200_000
 MAX_DECODE_CONTEXT = 6_000
 MAX_PREFILL_CONTEXT = 6_000
@@ -83,7 +83,7 @@ def read_kernel_tables(folder: Path) -> KernelTables:
 def fit_kernel_tables(
     tables: KernelTables, *, num_layers: int, kv_heads_per_gpu: int, num_sms: int
 ) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit a step time; its error is that of whole steps made from attention rows that the fit did not see."""
+    """Fit a step time; its error is that of whole steps composed from attention rows held out of the fit."""
     one_wave, two_waves = _straggling(kv_heads_per_gpu, num_sms)
     attention = _visited(tables, one_wave, two_waves)
     unseen = held_out(len(attention))
@@ -112,7 +112,7 @@ def fit_kernel_tables(
 def kernel_table_profile(
     folder: Path, *, name: str, model: str, shape: ModelShape, gpu: str, tensor_parallel: int, dtype: str
 ) -> Profile:
-    """Make a profile from a folder of kernel tables that were measured with one GPU's share of the model."""
+    """Fit a profile to a folder of kernel tables that were measured with one GPU's share of the model."""
     if shape.num_kv_heads % tensor_parallel:
         raise ValueError(f"tensor_parallel: {tensor_parallel} GPUs cannot share {shape.num_kv_heads} KV heads evenly")
     step_time, error, valid = fit_kernel_tables(
@@ -142,16 +142,16 @@ def kernel_table_profile(
 
 
 def _straggling(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:
-    """Give the decodes from which contexts are not split, and those whose blocks fill the GPU twice."""
+    """Return the number of decodes from which contexts are not split, and that whose blocks fill the GPU twice."""
     at_once = BLOCKS_PER_SM * num_sms
     return math.ceil(SPLIT_BELOW * at_once / kv_heads_per_gpu), 2 * at_once // kv_heads_per_gpu
 
 
 def _attention_shape(one_wave: int, two_waves: int) -> StepShape:
-    """Say what attention may cost.
+    """Return the shape of the cost of attention.
 
-    Decodes alone wait for their longest sequence where none is split and all run at once, and the less the more
-    others run meanwhile; beside prefill chunks no sequence is ever split, and they always wait.
+    Decodes alone wait for their longest sequence where no sequence is split and all run at once; the more of them run,
+    the smaller is this effect. Beside prefill chunks no sequence is split, and decodes always wait.
     """
     return StepShape(
         numbers=("prefill_s", "prefill_token_s", "prefill_qq_s", "prefill_qkv_s", "prefill_kv_s", "mixed_grid_s"),
@@ -166,10 +166,10 @@ def _attention_shape(one_wave: int, two_waves: int) -> StepShape:
 
 
 def _visited(tables: KernelTables, one_wave: int, two_waves: int) -> Steps:
-    """Choose the batches that serving goes through.
+    """Choose the batches that occur in serving.
 
-    Unequal decodes alone are taken only where the shape has a place for what they wait. Beyond, the table shows 2 to
-    10 % for one long sequence in sixteen, which the measured runs, with one in a hundred, do not.
+    Batches of unequal decodes alone are used only where the shape has a coefficient for their waiting. Elsewhere the
+    table has an effect of 2 to 10 % with one long sequence in sixteen; measured runs, with one in a hundred, have none.
     """
     skewed = tables.skewed
     explained = (skewed.num_decodes >= one_wave) & (skewed.num_decodes < two_waves)
@@ -189,7 +189,7 @@ def _dense_seconds(tables: KernelTables, num_layers: int) -> tuple[Array, Array]
         raise ValueError(f"dense.layer: {missing[0]} is missing")
     unknown = sorted(set(tables.dense) - set(times))
     if unknown:
-        raise ValueError(f"dense.layer: {unknown[0]} is not known, so its share of a step is not either")
+        raise ValueError(f"dense.layer: {unknown[0]} is unknown, and so is how often it runs in a step")
     return _sum_of(tables.dense, {name: count for name, count in times.items() if name in tables.dense})
 
 
@@ -220,7 +220,7 @@ def _read_by_layer(path: Path, count_name: str) -> dict[str, tuple[Array, Array]
 
 
 def _read_attention(path: Path) -> Steps:
-    """Read attention times; each row is a batch of one prefill chunk, or none, and equal decodes, or none."""
+    """Read attention times; each row is a batch of at most one prefill chunk, and of equal decodes if any."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = {
             (int(r["prefill_chunk"]), int(r["kv_prefill"]), int(r["n_decode"]), int(r["kv_decode"])): float(
@@ -234,7 +234,7 @@ def _read_attention(path: Path) -> Steps:
 
 
 def _read_skewed_attention(path: Path) -> Steps:
-    """Read attention times of batches whose decodes are unequal, as in serving they are: `nb` long ones among short."""
+    """Read attention times of batches with unequal decodes, as in serving: `nb` long ones among short ones."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     column = {name: np.array([float(row[name]) for row in rows]) for name in SKEW_COLUMNS}

@@ -1,6 +1,6 @@
-"""From a CSV of measured engine steps to a step time.
+"""Fits a step time to a CSV file of measured engine steps.
 
-One line a step, under these column names:
+A line per step, with these columns:
 
     num_decodes      sequences that decode one token in the step
     decode_context   sum of their context lengths, the new token included
@@ -8,9 +8,9 @@ One line a step, under these column names:
     prefill_tokens   sum of their new tokens l_q
     prefill_qq       sum of l_q²
     prefill_qkv      sum of l_q · l_kv, l_kv being the context before the chunk
-    seconds          how long the step took
-    num_sampled      sequences that got a token; left out, all of them
-    decode_longest   the longest of the decodes' contexts; left out or 0, not known
+    seconds          duration of the step
+    num_sampled      sequences that sampled a token; if left out, all of them
+    decode_longest   the longest of the decodes' contexts; left out or 0: unknown
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from predictor.step_time import StepTime
 REQUIRED = ("num_decodes", "decode_context", "num_prefills", "prefill_tokens", "prefill_qq", "prefill_qkv", "seconds")
 OPTIONAL = ("num_sampled", "decode_longest")
 COUNTS = ("num_decodes", "num_prefills", "prefill_tokens", "num_sampled")
-FEWEST_STEPS = 30
-# A knot is only as good as the steps around it.
-FEWEST_STEPS_A_KNOT = 8
+MIN_STEPS = 30
+MIN_STEPS_PER_KNOT = 8
 
 
 def read_measured_steps(path: Path) -> Steps:
@@ -42,11 +41,11 @@ def read_measured_steps(path: Path) -> Steps:
 
 
 def steps_from_rows(rows: Iterable[Mapping[str, str]], *, columns: Iterable[str]) -> Steps:
-    """Check and arrange measured steps; a bad cell is named by its line and column."""
+    """Check measured steps and return them as columns; errors name the line and the column."""
     columns = list(columns)
     for name in REQUIRED:
         if name not in columns:
-            raise ValueError(f"{name}: no such column")
+            raise ValueError(f"{name}: the column is missing")
     unknown = [name for name in columns if name not in (*REQUIRED, *OPTIONAL)]
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown column")
@@ -54,8 +53,8 @@ def steps_from_rows(rows: Iterable[Mapping[str, str]], *, columns: Iterable[str]
         {name: _number(f"line {line}: {name}", name, row[name]) for name in columns}
         for line, row in enumerate(rows, start=2)
     ]
-    if len(numbers) < FEWEST_STEPS:
-        raise ValueError(f"seconds: {len(numbers)} steps are too few to fit, {FEWEST_STEPS} are needed")
+    if len(numbers) < MIN_STEPS:
+        raise ValueError(f"seconds: {len(numbers)} steps are too few to fit, {MIN_STEPS} are needed")
     column = {name: np.array([row[name] for row in numbers]) for name in columns}
     decodes, prefills = column["num_decodes"], column["num_prefills"]
     _require_consistent(column)
@@ -73,7 +72,7 @@ def steps_from_rows(rows: Iterable[Mapping[str, str]], *, columns: Iterable[str]
 
 
 def fit_measured_steps(steps: Steps) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit a step time on four fifths of the steps and tell its error on the rest."""
+    """Fit a step time to four fifths of the steps; return it with its error on the others."""
     unseen = held_out(len(steps))
     step_time = fit(steps.where(~unseen), shape_for(steps.where(~unseen)))
     test = steps.where(unseen)
@@ -86,7 +85,7 @@ def fit_measured_steps(steps: Steps) -> tuple[StepTime, HeldOutError, ValidRange
 
 
 def measured_profile(path: Path, *, name: str, model: str, gpu: str, tensor_parallel: int, dtype: str) -> Profile:
-    """Make a profile from a file of measured steps."""
+    """Fit a profile to a file of measured steps."""
     steps = read_measured_steps(path)
     step_time, error, valid = fit_measured_steps(steps)
     return Profile(
@@ -104,7 +103,7 @@ def measured_profile(path: Path, *, name: str, model: str, gpu: str, tensor_para
 
 
 def shape_for(steps: Steps) -> StepShape:
-    """Allow as many knots as there are steps to place them, and no number that nothing in the data speaks of."""
+    """Return a shape with knots where there are enough steps, and with the coefficients that occur in the data."""
     numbers = [name for name in ("prefill_qq_s", "prefill_qkv_s") if np.any(getattr(steps, name[:-2]) > 0)]
     decoding = steps.num_decodes > 0
     slopes = _knots(steps.num_decodes[decoding], growth=4.0) if np.any(decoding) else ()
@@ -114,40 +113,40 @@ def shape_for(steps: Steps) -> StepShape:
 
 
 def _knots(counts: Array, *, growth: float) -> tuple[float, ...]:
-    """Place knots from the smallest to the largest count, each `growth` times the last, with steps enough between."""
+    """Return knots from the smallest to the largest count, each `growth` times the last, with enough steps between."""
     smallest, largest = float(counts.min()), float(counts.max())
     knots = [smallest]
     candidate = smallest
     while candidate < largest:
         candidate = min(largest, max(candidate * growth, candidate + 1))
-        if np.sum((counts > knots[-1]) & (counts <= candidate)) >= FEWEST_STEPS_A_KNOT:
+        if np.sum((counts > knots[-1]) & (counts <= candidate)) >= MIN_STEPS_PER_KNOT:
             knots.append(float(math.floor(candidate)))
     return tuple(knots)
 
 
-def _number(place: str, name: str, text: str | None) -> float:
+def _number(cell: str, name: str, text: str | None) -> float:
     try:
         value = float(text or "")
     except ValueError:
-        raise ValueError(f"{place}: must be a number, not {text!r}") from None
+        raise ValueError(f"{cell}: must be a number, not {text!r}") from None
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{place}: must be finite and at least 0, not {value}")
+        raise ValueError(f"{cell}: must be finite and at least 0, not {value}")
     if name in COUNTS and value != int(value):
-        raise ValueError(f"{place}: must be a whole number, not {value}")
+        raise ValueError(f"{cell}: must be a whole number, not {value}")
     if name == "seconds" and value == 0:
-        raise ValueError(f"{place}: must be above 0")
+        raise ValueError(f"{cell}: must be above 0")
     return value
 
 
 def _require_consistent(column: Mapping[str, Array]) -> None:
-    """Refuse steps that no engine makes."""
+    """Refuse impossible steps."""
     checks = {
-        "prefill_tokens: fewer than prefill chunks": column["prefill_tokens"] < column["num_prefills"],
-        "num_prefills: none, but tokens of prefill": (column["num_prefills"] == 0) & (column["prefill_tokens"] > 0),
-        "num_decodes: neither these nor prefill chunks": column["num_decodes"] + column["num_prefills"] == 0,
-        "decode_context: less than a token for each decode": column["decode_context"] < column["num_decodes"],
+        "prefill_tokens: is less than num_prefills": column["prefill_tokens"] < column["num_prefills"],
+        "num_prefills: is 0, but prefill_tokens is not": (column["num_prefills"] == 0) & (column["prefill_tokens"] > 0),
+        "num_decodes: is 0, and so is num_prefills": column["num_decodes"] + column["num_prefills"] == 0,
+        "decode_context: is less than num_decodes": column["decode_context"] < column["num_decodes"],
     }
-    for complaint, broken in checks.items():
+    for message, broken in checks.items():
         if np.any(broken):
-            name, _, rest = complaint.partition(": ")
+            name, _, rest = message.partition(": ")
             raise ValueError(f"line {int(np.argmax(broken)) + 2}: {name}: {rest}")

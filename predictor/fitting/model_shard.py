@@ -1,4 +1,4 @@
-"""What one device holds of a model, read off its `config.json`: the shapes of its kernels."""
+"""The part of a model that one device holds, read from `config.json`: the shapes of its kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from predictor.config import require_count
 from predictor.fitting.roofline import RESERVED_BYTES, ModelShape, model_shape
 
-# Decoders of one kind: norm, attention with rotary positions, norm, gated MLP. What more they have is read below.
+# Decoders of one kind: norm, attention with rotary positions, norm, gated MLP. Other features are read below.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
-LONGEST = 32768  # tokens, unless a model is made for fewer: beyond, the law is the same
+LONGEST = 32768  # tokens, unless the model supports fewer; longer sequences are extrapolated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One device's part of each layer and of the head, and the whole that it is part of."""
+    """One device's part of each layer and of the head, and the model that it is part of."""
 
     model: ModelShape
     tensor_parallel: int
@@ -28,29 +28,29 @@ class Share:
     vocab_size: int
     has_qkv_bias: bool
     has_qk_norm: bool
-    has_one_embedding: bool  # at either end the same
+    has_one_embedding: bool  # input and output embedding are the same
     longest: int  # tokens of a sequence
 
     @property
     def qkv_size(self) -> int:
-        """Width of queries, keys and values side by side."""
+        """The width of queries, keys and values together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.model.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that one token's keys and values take here, in one layer."""
+        """Bytes of one token's keys and values on this device, in one layer."""
         return 2 * self.num_kv_heads * self.model.head_dim * BYTES_OF[self.dtype]
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the parameters that are here."""
+        """Bytes of the parameters on this device."""
         whole = self.model.weight_bytes / self.model.bytes_per_weight
         if self.has_one_embedding:
             whole -= self.model.head_weights
         return whole * BYTES_OF[self.dtype] / self.tensor_parallel
 
     def kv_tokens(self, memory_bytes: float, utilization: float) -> int:
-        """Tell how many tokens' keys and values the memory holds beside the weights; ValueError where none."""
+        """Return the number of tokens whose keys and values fit into memory beside the weights; ValueError for none."""
         room = memory_bytes * utilization - RESERVED_BYTES - self.weight_bytes
         tokens = int(room // (self.kv_bytes * self.model.num_layers))
         if tokens < 1:
@@ -62,14 +62,14 @@ class Share:
 
 
 def share_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str = "auto") -> Share:
-    """Divide a model among devices as vLLM does; ValueError for a model whose kernels are not these, or not divisible.
+    """Divide a model among devices as vLLM does; ValueError for a model with other kernels, or that is not divisible.
 
-    Where there are fewer KV heads than devices, several devices hold the same one.
+    Where there are fewer KV heads than devices, several devices hold the same head.
     """
     require_count("tensor_parallel", tensor_parallel)
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"model_type: {family!r} cannot be timed; what can: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type: {family!r} cannot be timed, only {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
         raise ValueError("quantization_config: kernels of quantized weights cannot be timed")
     model = model_shape(config)
@@ -103,12 +103,12 @@ def share_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
 def _dtype_of(config: Mapping[str, Any]) -> str:
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if dtype not in BYTES_OF:
-        raise ValueError(f"torch_dtype: {dtype!r} cannot be timed; what can: {', '.join(BYTES_OF)}")
+        raise ValueError(f"torch_dtype: {dtype!r} cannot be timed, only {', '.join(BYTES_OF)}")
     return dtype
 
 
 def _longest(config: Mapping[str, Any]) -> int:
-    """Tell how far sequences go, and not beyond a window: attention is timed in full."""
+    """Return the longest sequence, limited to a sliding window: only full attention is timed."""
     longest = LONGEST
     windowed = config.get("use_sliding_window", config.get("model_type") == "mistral")
     for name in ("max_position_embeddings", *(("sliding_window",) if windowed else ())):

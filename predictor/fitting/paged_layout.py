@@ -1,4 +1,4 @@
-"""Where the pages of a batch's sequences lie in a pool of pages: as in an engine that has run for a while, anywhere."""
+"""Places the pages of a batch's sequences at random in a pool, as in an engine that has run for a while."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Counts = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
-    """What kernels over pages are told of a batch."""
+    """The arguments of paged kernels for a batch."""
 
-    first_queries: Counts  # where each sequence's new tokens begin, and where the last one's end
-    first_keys: Counts  # the same of all its tokens, if they lay one after another
+    first_queries: Counts  # the start of each sequence's new tokens, and the end of the last one's
+    first_keys: Counts  # the same for all tokens, as if they were contiguous
     num_keys: Counts  # tokens of each sequence
     most_queries: int
     most_keys: int
-    tables: list[Counts]  # each a row of pages for each sequence; no two tables share a page
+    tables: list[Counts]  # each has a row of pages per sequence; no two tables share a page
 
 
 def num_pages(batch: AttentionBatch, page_tokens: int) -> int:
-    """Count the pages that a batch's sequences take."""
+    """Return the number of pages of a batch's sequences."""
     return sum(-(-length // page_tokens) for _, length in batch.lengths)
 
 
 def paged_layout(
     batch: AttentionBatch, *, page_tokens: int, pool_pages: int, most_tables: int, generator: np.random.Generator
 ) -> PagedLayout:
-    """Deal pages out, to as many tables as the pool allows: one after another they find nothing in a cache."""
+    """Assign pages to as many tables as the pool allows: used in turn, they find no page in the GPU's cache."""
     queries, keys = np.array(batch.lengths, dtype=np.int32).T
     pages = -(-keys // page_tokens)
     needed = int(pages.sum())
@@ -42,7 +42,7 @@ def paged_layout(
     ends = np.cumsum(pages)
     tables = []
     for mine in shuffled:
-        table = np.zeros((len(keys), int(pages.max())), dtype=np.int32)  # beyond a sequence's own nothing is read
+        table = np.zeros((len(keys), int(pages.max())), dtype=np.int32)  # unused entries are not read
         for row, end, count in zip(table, ends, pages, strict=True):
             row[:count] = mine[end - count : end]
         tables.append(table)

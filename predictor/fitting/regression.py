@@ -1,4 +1,4 @@
-"""The regression: a step time is linear in all its numbers, knots included, so one fit finds them together."""
+"""The regression: a step time is linear in all its coefficients, knots included, so one fit finds all of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from predictor.step_time import CURVES, Costs, Curve, StepTime, step_seconds, ta
 
 Array = NDArray[np.float64]
 
-# One row in five is held out, spread evenly by the golden ratio so that no grid in the data falls into step with it.
+# One row in five is held out, spread by the golden ratio so that it does not coincide with a grid in the data.
 HELD_OUT_SHARE = 0.2
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-# Relative errors beyond this count linearly, not squared: a step that met a hiccup must not bend the fit.
+# Relative errors above this count linearly, not squared, so that outliers have little weight.
 HUBER_ERROR = 0.1
 HUBER_ROUNDS = 8
 DIGITS = 6
@@ -38,7 +38,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Measured steps, a column for each argument of `step_seconds` and one for the seconds that it took."""
+    """Measured steps: a column per argument of `step_seconds`, and one for the measured seconds."""
 
     num_tokens: Array
     num_sampled: Array
@@ -51,21 +51,21 @@ class Steps:
     seconds: Array
 
     def __len__(self) -> int:
-        """Count the steps."""
+        """Return the number of steps."""
         return len(self.seconds)
 
     def where(self, chosen: NDArray[np.bool_]) -> Steps:
-        """Keep the chosen steps."""
+        """Return the chosen steps."""
         return Steps(**{name: getattr(self, name)[chosen] for name in COLUMNS})
 
     @property
     def prefill_tokens(self) -> Array:
-        """Tokens of prefill chunks in each step."""
+        """The tokens of prefill chunks in each step."""
         return self.num_tokens - self.num_decodes
 
 
 def equal_decodes(chunk: Array, before: Array, decodes: Array, context: Array, seconds: Array) -> Steps:
-    """Arrange batches of one prefill chunk, or none, and decodes of one context; a chunk is its prompt's last."""
+    """Return steps of at most one prefill chunk, the last of its prompt, and of decodes with equal contexts."""
     prefills = (chunk > 0).astype(float)
     return Steps(
         num_tokens=chunk + decodes,
@@ -81,16 +81,16 @@ def equal_decodes(chunk: Array, before: Array, decodes: Array, context: Array, s
 
 
 def joined(*parts: Steps) -> Steps:
-    """Put measurements one after another."""
+    """Concatenate measurements."""
     return Steps(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Which numbers a fit may use: single coefficients by name, and the knots of each curve.
+    """The coefficients that a fit may use: single ones by name, and the knots of each curve.
 
-    Without knots for mixed batches, decodes beside prefill chunks are taken to cost what they cost alone. A knot
-    listed in `zeros` is held at zero.
+    Without knots for mixed batches, decodes cost the same beside prefill chunks as alone. A knot listed in `zeros` is
+    fixed at zero.
     """
 
     numbers: Sequence[str] = ("constant_s",)
@@ -106,14 +106,14 @@ class StepShape:
 
 
 def has_mixed_kernel(shape: StepShape) -> bool:
-    """Tell whether decodes beside prefill chunks are fitted apart."""
+    """Return whether decodes beside prefill chunks have coefficients of their own."""
     return bool(shape.mixed_base or shape.mixed_slope)
 
 
 def fit(steps: Steps, shape: StepShape, *, scale: Array | None = None) -> StepTime:
-    """Find the non-negative numbers of least squared relative error, with Huber's tolerance of outliers.
+    """Return the non-negative coefficients with the least squared relative error, with Huber's loss for outliers.
 
-    Errors are relative to `scale`, the steps' own seconds unless their seconds are but a part of a whole.
+    Errors are relative to `scale`: by default the steps' seconds, else the seconds of the whole that they are part of.
     """
     from sklearn.linear_model import LinearRegression  # takes a second to import
 
@@ -132,7 +132,7 @@ def fit(steps: Steps, shape: StepShape, *, scale: Array | None = None) -> StepTi
 
 
 def predict(step_time: StepTime, steps: Steps) -> Array:
-    """Predict the seconds of every step, by the same compiled function that the engine model uses."""
+    """Predict the seconds of every step with the compiled function that the engine model uses."""
     most_sequences = int(max(steps.num_sampled.max(initial=0), steps.num_decodes.max(initial=0)))
     costs = tabulate(step_time, int(steps.num_tokens.max(initial=0)), most_sequences)
     seconds = np.empty(len(steps))
@@ -141,9 +141,9 @@ def predict(step_time: StepTime, steps: Steps) -> Array:
 
 
 def error_of(predicted: Array, actual: Array) -> HeldOutError:
-    """Sum up relative errors."""
+    """Summarise relative errors."""
     if len(actual) == 0:
-        raise ValueError("seconds: no row is held out, so the error cannot be told")
+        raise ValueError("seconds: no row is held out, so the error is unknown")
     error = np.abs(predicted - actual) / actual
     return HeldOutError(
         mape=rounded(error.mean()),
@@ -154,12 +154,12 @@ def error_of(predicted: Array, actual: Array) -> HeldOutError:
 
 
 def held_out(count: int) -> NDArray[np.bool_]:
-    """Choose the rows that no fit may see: the same ones every time."""
+    """Choose the rows that are held out of all fits: always the same ones."""
     return (np.arange(1, count + 1) * GOLDEN_RATIO) % 1.0 < HELD_OUT_SHARE
 
 
 def thin_curve(x: Array, y: Array, *, tolerance: float) -> Curve:
-    """Keep the fewest measured points whose straight connection passes all others within a relative tolerance."""
+    """Return the fewest measured points whose linear interpolation is within a relative tolerance of all others."""
     order = np.argsort(x)
     x, y = x[order], y[order]
     kept = [0, len(x) - 1] if len(x) > 1 else [0]
@@ -172,7 +172,7 @@ def thin_curve(x: Array, y: Array, *, tolerance: float) -> Curve:
 
 
 def extend_curve(curve: Curve, *, factor: float) -> Curve:
-    """Carry a curve on to `factor` times its range, along the trend of its upper half and not of its last two knots."""
+    """Extend a curve to `factor` times its range, by the trend of its upper half instead of its last two knots."""
     x, y = np.array(curve.x), np.array(curve.y)
     upper = x >= x[-1] / 2
     if upper.sum() < 2:
@@ -183,18 +183,18 @@ def extend_curve(curve: Curve, *, factor: float) -> Curve:
 
 
 def rounded(value: float) -> float:
-    """Round to as many digits as measurements can mean."""
+    """Round to the significant digits of measurements."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def hat(x: Array, knots: Sequence[float]) -> Array:
-    """Give each count's weights on the knots: linear between two of them, all on the last beyond it."""
+    """Return each count's weights on the knots: linear between two knots, the last knot alone beyond it."""
     eye = np.eye(len(knots))
     return np.column_stack([np.interp(x, knots, row) for row in eye])
 
 
 def _columns(steps: Steps, shape: StepShape) -> list[tuple[str, int, Array]]:
-    """Lay out one column for every number that the fit may use."""
+    """Return a column for every coefficient that the fit may use."""
     mixed = (steps.num_prefills > 0) & (steps.num_decodes > 0)
     prefill_tokens = np.maximum(1.0, steps.prefill_tokens)
     has_prefill = (steps.num_prefills > 0).astype(float)
@@ -230,7 +230,7 @@ def _columns(steps: Steps, shape: StepShape) -> list[tuple[str, int, Array]]:
 
 
 def _assemble(shape: StepShape, parts: Sequence[tuple[str, int]], values: Array) -> StepTime:
-    """Put the numbers found where they belong."""
+    """Build the step time from the fitted coefficients."""
     numbers: dict[str, Any] = {
         name: rounded(value) for (name, _), value in zip(parts, values, strict=True) if name in shape.numbers
     }

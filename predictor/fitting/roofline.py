@@ -1,4 +1,4 @@
-"""A profile for a model that nobody profiled: bytes over bandwidth or operations over peak, whichever is longer."""
+"""Estimates a profile without measurements: bytes over bandwidth or operations over peak, whichever is longer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 from predictor.suggestions import did_you_mean
 
-# What engines reach of the peaks. Chosen so that Llama-3.1-8B comes out near the fitted H100, H200 and A100 profiles.
+# The shares of the peaks that engines reach, such that Llama-3.1-8B has nearly the fitted H100, H200 and A100 profiles.
 BANDWIDTH_SHARE = 0.75
 FLOPS_SHARE = 0.7
 ATTENTION_FLOPS_SHARE = 0.4
 LINK_SHARE = 0.6
-# Kernels of a layer that are too small to be either: each costs a launch on the GPU.
+# Small kernels of a layer: each costs a launch on the GPU.
 SMALL_KERNELS_PER_LAYER = 6
 KERNEL_S = 2.5e-6
 ALL_REDUCE_S = 12e-6
 CPU_S = 5e-4
-# Activations that a layer writes and reads again, in hidden states.
+# Activations that a layer writes and reads back, in hidden states.
 HIDDEN_PASSES = 10
-# GPU memory that is neither weights nor KV: activations, CUDA graphs, the context.
+# GPU memory besides weights and KV cache: activations, CUDA graphs, the context.
 RESERVED_BYTES = 2.0e9
 MEMORY_UTILIZATION = 0.9
 BLOCK_SIZE = 16
@@ -40,7 +40,7 @@ BYTES_OF_DTYPE = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One kind of GPU: dense 16-bit peak, memory, multiprocessors, and bytes a second to its neighbours."""
+    """One kind of GPU: dense 16-bit peak, memory, multiprocessors, and bytes per second to other GPUs."""
 
     flops: float
     bandwidth: float
@@ -49,7 +49,7 @@ class Gpu:
     link_bandwidth: float
 
 
-# Vendors' data sheets; links are NVLink where there is one, else PCIe, in one direction.
+# From the vendors' data sheets; links are NVLink where available, else PCIe, in one direction.
 GPUS = {
     "A10": Gpu(flops=125e12, bandwidth=600e9, memory_bytes=24e9, num_sms=72, link_bandwidth=32e9),
     "A30": Gpu(flops=165e12, bandwidth=933e9, memory_bytes=24e9, num_sms=56, link_bandwidth=100e9),
@@ -70,7 +70,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a decoder-only transformer decides its step time."""
+    """The sizes of a decoder-only transformer that its step time depends on."""
 
     num_layers: int
     hidden_size: int
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token leaves in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_weight
 
     @property
@@ -107,12 +107,12 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, with an embedding at either end."""
+        """Bytes of all parameters, with an input and an output embedding."""
         layer = self.attention_weights + max(1, self.num_experts) * self.expert_weights
         return self.bytes_per_weight * (self.num_layers * layer + 2 * self.head_weights)
 
     def weights_read(self, num_tokens: int) -> float:
-        """Parameters of a layer that a step reads: of experts, those that at least one of the tokens is sent to."""
+        """Parameters of a layer that a step reads; of experts, those that at least one token is routed to."""
         if self.num_experts == 0:
             return float(self.attention_weights + self.expert_weights)
         untouched = (1 - self.experts_per_token / self.num_experts) ** num_tokens
@@ -120,7 +120,7 @@ class ModelShape:
 
     @property
     def weights_used(self) -> int:
-        """Parameters of a layer that one token is multiplied with."""
+        """Parameters of a layer that are used for one token."""
         return self.attention_weights + max(1, self.experts_per_token) * self.expert_weights
 
 
@@ -153,7 +153,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Find a GPU by a name as people write it."""
+    """Return a GPU by its name, in any usual spelling."""
     by_key = {_key(known): known for known in GPUS}
     key = _key(name)
     if key not in by_key:
@@ -165,7 +165,7 @@ def gpu_named(name: str) -> Gpu:
 def roofline_profile(
     config: Mapping[str, Any], gpu_name: str, *, tensor_parallel: int = 1, name: str | None = None
 ) -> Profile:
-    """Make a usable profile from a model's configuration and a GPU's data sheet; its kind says that it is one."""
+    """Estimate a profile from a model's configuration and a GPU's data sheet; its kind is `roofline`."""
     require_count("tensor_parallel", tensor_parallel)
     gpu, model = gpu_named(gpu_name), model_shape(config)
     model_name = str(config.get("_name_or_path") or config.get("model_type") or "unnamed")
@@ -228,7 +228,7 @@ def num_gpu_blocks(
     block_size: int = BLOCK_SIZE,
     memory_utilization: float = MEMORY_UTILIZATION,
 ) -> int:
-    """Estimate how many KV blocks an engine will find room for."""
+    """Estimate the number of KV blocks of an engine."""
     room = tensor_parallel * (gpu.memory_bytes * memory_utilization - RESERVED_BYTES) - model.weight_bytes
     blocks = int(room // (block_size * model.kv_bytes_per_token))
     if blocks < 1:
@@ -240,11 +240,11 @@ def num_gpu_blocks(
 
 
 def _layers_s(model: ModelShape, num_tokens: int, bandwidth: float, flops: float) -> float:
-    """Estimate the seconds of all layers but attention: reading weights or multiplying, and passing states on."""
+    """Estimate the seconds of all layers without attention: weight reads or products, and communication."""
     read_s = model.weights_read(num_tokens) * model.bytes_per_weight / bandwidth
     multiply_s = 2 * model.weights_used * num_tokens / flops
     pass_s = 2 * HIDDEN_PASSES * num_tokens * model.hidden_size / bandwidth
-    # The two overlap badly where they are equal: a smooth maximum.
+    # Where both are equal they overlap only in part: a smooth maximum.
     return model.num_layers * (float(np.hypot(read_s, multiply_s)) + pass_s)
 
 
@@ -259,13 +259,13 @@ def _all_reduce_s(model: ModelShape, tensor_parallel: int) -> float:
 
 
 def _all_reduce_token_s(model: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
-    """Estimate communication per token: two all-reduces a layer, each passing every hidden state around a ring."""
+    """Estimate communication per token: two ring all-reduces of every hidden state per layer."""
     passed = 2 * (tensor_parallel - 1) / tensor_parallel * 2 * model.num_layers * model.hidden_size
     return passed * model.bytes_per_weight / (gpu.link_bandwidth * LINK_SHARE)
 
 
 def _key(name: str) -> str:
-    """Reduce a GPU's name to what distinguishes it."""
+    """Return the distinguishing part of a GPU's name."""
     plain = name.lower()
     for noise in ("nvidia", "geforce", "blackwell", "server edition", "sxm5", "sxm4", "sxm", "80gb", "-", "_", " "):
         plain = plain.replace(noise, "")

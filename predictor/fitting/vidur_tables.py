@@ -1,4 +1,4 @@
-"""From Vidur's kernel tables, and Block's in their format, to a step time; rows that no GPU could reach are dropped."""
+"""Fits a step time to Vidur's kernel tables, and to Block's in their format, without rows that no GPU can reach."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PER_LAYER = {
 PER_STEP = "emb"
 TOLERANCE = 0.03
 TAIL = 4.0
-# What a matrix product of one token reaches of the memory's bandwidth in these tables: the price of the output
-# embedding, which they do not hold.
+# The share of the memory's bandwidth that a matrix product of one token reaches in these tables: it gives the cost of
+# the output embedding, which they do not contain.
 HEAD_BANDWIDTH_SHARE = 0.8
 
 ATTENTION = StepShape(
@@ -55,7 +55,7 @@ ATTENTION = StepShape(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
-    """Seconds of one layer's kernels by tokens, with the rows that were dropped and why."""
+    """The seconds of one layer's kernels by tokens, and the dropped rows with the reasons."""
 
     tokens: Array
     seconds: dict[str, Array]
@@ -63,14 +63,14 @@ class LayerTable:
     num_blank: dict[str, int]
 
     def filtered(self) -> str:
-        """Say which rows were dropped."""
+        """A text about the dropped rows."""
         parts = [f"{name} {count} too fast" for name, count in self.num_impossible.items() if count]
         parts += [f"{name} {count} blank" for name, count in self.num_blank.items() if count]
         return ", ".join(parts) or "none"
 
 
 def read_layer_table(path: Path, *, model: ModelShape, gpu: Gpu) -> LayerTable:
-    """Read `mlp.csv` for one GPU; what is blank, or faster than the GPU can be, is bridged from its neighbours."""
+    """Read `mlp.csv` for one GPU; blank values, and those faster than the GPU can be, are interpolated."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["num_tensor_parallel_workers"] == "1"]
     rows.sort(key=lambda row: int(row["num_tokens"]))
@@ -95,12 +95,12 @@ def read_attention_table(path: Path) -> Steps:
 
 
 def fit_vidur_tables(layer: LayerTable, attention: StepTime, *, model: ModelShape, gpu: Gpu) -> StepTime:
-    """Put a step time together from a layer's kernels and the attention of all layers."""
+    """Compose a step time from a layer's kernels and the attention of all layers."""
     return replace(attention, by_tokens=_layers_curve(layer, model), by_sequences=Curve(y=(head_s(model, gpu),)))
 
 
 def error_of_layers(layer: LayerTable, *, model: ModelShape) -> HeldOutError:
-    """Give the error of all that is not attention, on token counts held out."""
+    """Return the error of all kernels except attention, on held-out token counts."""
     unseen = held_out(len(layer.tokens))
     curve = _layers_curve(layer, model)
     predicted = curve.table(int(layer.tokens[-1]))[layer.tokens[unseen].astype(int)]
@@ -110,7 +110,7 @@ def error_of_layers(layer: LayerTable, *, model: ModelShape) -> HeldOutError:
 def fit_attention(
     steps: Steps, layer: LayerTable, *, model: ModelShape, gpu: Gpu
 ) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit attention in the company of the other kernels, and the error of whole steps on rows held out."""
+    """Fit attention together with the other kernels; return it with the error of whole steps on held-out rows."""
     rest = np.interp(steps.num_tokens, layer.tokens, _layers_s(layer, model)) + head_s(model, gpu)
     layered = replace(steps, seconds=steps.seconds * model.num_layers)
     whole = replace(layered, seconds=layered.seconds + rest)
@@ -127,11 +127,11 @@ def fit_attention(
 
 
 def scaled_attention(attention: StepTime, *, measured: ModelShape, wanted: ModelShape) -> StepTime:
-    """Carry attention over to another model on the same GPU.
+    """Scale attention to another model on the same GPU.
 
-    Decoding reads bytes: n sequences of the wanted model make as many blocks of work as n times more of the measured
-    one where it has more KV heads, so its batch is looked up there, and its tokens are as many times larger. Prefill
-    computes: it goes by query width.
+    Decoding is bound by memory reads: n sequences of a model with k times as many KV heads are as much work as k·n
+    sequences of the measured one, so the curves are read there, and a token has as many more bytes. Prefill is bound by
+    computation, and scales with the query width.
     """
     layers = wanted.num_layers / measured.num_layers
     heads = wanted.num_kv_heads * wanted.head_dim / (measured.num_kv_heads * measured.head_dim)
@@ -153,7 +153,7 @@ def scaled_attention(attention: StepTime, *, measured: ModelShape, wanted: Model
 
 
 def head_s(model: ModelShape, gpu: Gpu) -> float:
-    """Estimate the output embedding: its weights are read once a step."""
+    """Estimate the seconds of the output embedding: its weights are read once per step."""
     return rounded(model.head_weights * model.bytes_per_weight / (gpu.bandwidth * HEAD_BANDWIDTH_SHARE))
 
 
@@ -171,11 +171,11 @@ def _layers_curve(layer: LayerTable, model: ModelShape) -> Curve:
 
 
 def _looked_up(curve: Curve, *, by: float, times: float) -> Curve:
-    """Read a curve of sequences at `by` times as many, no further than it was measured."""
+    """Return a curve read at `by` times the number of sequences, within its measured range."""
     counts = [x for x in curve.x if x * by <= curve.x[-1]] or [curve.x[0]]
     counts.append(max(counts[-1] + 1, curve.x[-1] / by))
     values = np.interp(np.array(counts) * by, curve.x, curve.y)
-    # A knot more, at the same height, keeps the trend of the last two from being carried on.
+    # Another knot of the same value prevents an extrapolation of the last two.
     return Curve(
         x=(*(float(x) for x in counts), float(counts[-1] + 1)),
         y=(*(rounded(value * times) for value in values), rounded(values[-1] * times)),
@@ -183,7 +183,7 @@ def _looked_up(curve: Curve, *, by: float, times: float) -> Curve:
 
 
 def _floor_s(name: str, tokens: Array, model: ModelShape, gpu: Gpu) -> Array:
-    """Give the least time that a kernel can take: its weights read at full bandwidth, its products at peak."""
+    """Return the shortest possible time of a kernel: weights read at full bandwidth, products at peak."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     weights = {
         "attn_pre_proj": model.hidden_size * (queries + 2 * keys),

@@ -1,5 +1,5 @@
-"""An engine's state in shared memory: its process writes the file at each step, its sidecar reads it.
+"""An engine's state in shared memory: the engine's process writes it at each step, its sidecar reads it.
 
-`FORMAT.md` describes the file. `layout`, `process` and `writer` need numpy only, and no module outside of this folder,
-so that the vLLM plug-in can be built from the same source.
+`FORMAT.md` describes the file. `layout`, `process`, `writer` and `xargs` import only numpy and each other, because the
+vLLM plug-in is built with them.
 """

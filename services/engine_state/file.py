@@ -1,4 +1,4 @@
-"""One state file, open for reading; every value in it is checked."""
+"""One state file, open for reading; all of its contents are checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from services.engine_state import layout, process
-from services.engine_state.layout import HEADER_SIZE, SEQUENCE, SEQUENCE_AT, Place
+from services.engine_state.layout import HEADER_SIZE, SEQUENCE, SEQUENCE_AT, Section
 from services.engine_state.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, Contents, UnreadableError, View
 
 PAUSE_S = 0.0001
-SILENT_S = 1.0  # without a publication, after which the writer's process is checked although the file is locked
+SILENT_S = 1.0  # without a publication for this long, check the writer's process although the file is locked
 
 
 class Core(NamedTuple):
-    """The sections that every publication writes."""
+    """The sections that every publication writes, as they were read."""
 
     data: bytes
     state: np.ndarray
@@ -31,20 +31,20 @@ class Core(NamedTuple):
 
     @property
     def slots(self) -> np.ndarray:
-        """Return the slots of all running and waiting requests."""
+        """The slots of all requests that run or wait."""
         return np.concatenate((self.running, self.waiting))
 
 
 class StateFile:
-    """A file at the path of an engine's state, which may also be foreign or damaged."""
+    """A file that an engine writes or has written, or another file at its path."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file and check its header."""
+        """Open and check the file at a path."""
         self._path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise UnreadableError(MISSING, f"{path}: is not there; no engine writes it") from None
+            raise UnreadableError(MISSING, f"{path}: does not exist; no engine writes it") from None
         except OSError as error:
             raise UnreadableError(MISSING, f"{path}: cannot be opened: {error.strerror}") from None
         try:
@@ -53,119 +53,119 @@ class StateFile:
             os.close(self._descriptor)
             raise
         self._known_rows: dict[str, dict[int, tuple[tuple[int, ...], np.ndarray]]] = {}
-        self._requests = np.zeros(self._places["requests"].rows, layout.REQUEST)
+        self._requests = np.zeros(self._sections["requests"].rows, layout.REQUEST)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        """Return whether this is the file at a path."""
+        """Return whether this file is at a path."""
         return os.path.samestat(path.stat(), os.fstat(self._descriptor))
 
-    def is_over(self) -> bool:
-        """Return whether the file will not be written any more."""
-        return self.is_given_up() or not process.is_held(self._descriptor)
+    def is_ended(self) -> bool:
+        """Return whether nothing will be written to the file any more."""
+        return self.is_closed() or not process.is_held(self._descriptor)
 
-    def is_given_up(self) -> bool:
-        """Return whether the writer has marked the file as its last: it replaced the file by a larger one, or ended."""
+    def is_closed(self) -> bool:
+        """Return whether the writer has closed the file: it ended, or continues in a larger file."""
         return self._status() != layout.LIVE_FILE
 
     def sequence(self) -> int:
-        """Read the number of the last publication; it is odd while one is being written."""
+        """Return the number of the last publication; it is odd while one is being written."""
         (sequence,) = SEQUENCE.unpack(self._pread(SEQUENCE_AT, SEQUENCE.size))
         return int(sequence)
 
     def read(self, patience_s: float, *, contents: bool) -> View:
-        """Return the newest publication; wait for one that is being written."""
+        """Return the newest publication, after waiting for one that is being written."""
         deadline_s = time.monotonic() + patience_s
         while True:
             sequence = self._settled_sequence(deadline_s)
             core = self._read_core()
             if core is not None and int(core.state["sequence"][0]) == sequence:
-                self._follow_requests(core)
-                block_contents = self._read_contents(core) if contents else None
+                self._update_requests(core)
+                blocks = self._read_contents(core) if contents else None
                 if self.sequence() == sequence:
                     break
             self._pause(deadline_s)
-        self._refuse_if_ended(core)
-        return self._view(core, block_contents)
+        self._require_live(core)
+        return self._view(core, blocks)
 
     def ring(
         self, name: str, counter: str, dtype: np.dtype[Any], num_seen: int, patience_s: float
     ) -> tuple[np.ndarray, int]:
-        """Return the rows of a ring after the first `num_seen`, and how many there have been."""
-        place, deadline_s = self._places[name], time.monotonic() + patience_s
+        """Return the rows that were added to a ring after the first `num_seen`, and the number of all its rows."""
+        section, deadline_s = self._sections[name], time.monotonic() + patience_s
         while True:
             sequence = self._settled_sequence(deadline_s)
             state = np.frombuffer(self._pread(HEADER_SIZE, layout.STATE.itemsize), layout.STATE)
             count = int(state[counter][0])
-            first = max(num_seen if num_seen <= count else 0, count - place.rows)
-            rows = np.frombuffer(self._pread(place.offset, place.size), dtype)
+            first = max(num_seen if num_seen <= count else 0, count - section.rows)
+            rows = np.frombuffer(self._pread(section.offset, section.size), dtype)
             if self.sequence() == sequence:
-                return rows[np.arange(first, count) % place.rows], count
+                return rows[np.arange(first, count) % section.rows], count
             self._pause(deadline_s)
 
     def _read_header(self) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise self._wrong(FOREIGN, "is not a regular file")
+            raise self._error(FOREIGN, "is no regular file")
         header = self._pread(0, HEADER_SIZE)
         (
             magic, version, header_size, self.generation, self.life, self._pid, self._start_ticks, self._namespace,
             boot, _, size,
         ) = layout.IDENTITY.unpack_from(header)  # fmt: skip
         if magic != layout.MAGIC:
-            raise self._wrong(FOREIGN, "is not an engine's state file")
+            raise self._error(FOREIGN, "is no engine's state file")
         if version != layout.VERSION:
-            raise self._wrong(FOREIGN, _other_version(version))
-        if header_size != HEADER_SIZE or size != status.st_size or size > layout.LARGEST_FILE:
-            raise self._wrong(CORRUPT, f"is {status.st_size} bytes long, but its header has {size}")
+            raise self._error(FOREIGN, _other_version(version))
+        if header_size != HEADER_SIZE or size != status.st_size or size > layout.MAX_FILE_BYTES:
+            raise self._error(CORRUPT, f"is {status.st_size} bytes long, its header has {size}")
         if boot != process.boot_id():
-            raise self._wrong(ENDED, "was written before this machine started")
-        self._places = self._table(header, size)
-        settings = self._places["settings"]
+            raise self._error(ENDED, "was written before this machine started")
+        self._sections = self._table(header, size)
+        settings = self._sections["settings"]
         text = self._pread(settings.offset, settings.size)
         (checksum,) = layout.CHECKSUM.unpack_from(header, layout.CHECKSUM_AT)
         if checksum != layout.checksum(header, text):
-            raise self._wrong(CORRUPT, "has a damaged header")
+            raise self._error(CORRUPT, "has a damaged header")
         try:
             self._settings = json.loads(text)
         except (ValueError, RecursionError):
-            raise self._wrong(CORRUPT, "has settings that are not JSON") from None
+            raise self._error(CORRUPT, "has settings that are not JSON") from None
         if not isinstance(self._settings, dict):
-            raise self._wrong(CORRUPT, "has settings that are not an object")
-        live = self._places["live"]
+            raise self._error(CORRUPT, "has settings that are no object")
+        live = self._sections["live"]
         self._core_size = live.offset + live.size - HEADER_SIZE
 
-    def _table(self, header: bytes, size: int) -> dict[str, Place]:
-        """Read the table of sections, and refuse one that does not follow the layout."""
-        places = {
-            name: Place(*layout.SECTION.unpack_from(header, layout.TABLE_AT + number * layout.SECTION.size))
+    def _table(self, header: bytes, size: int) -> dict[str, Section]:
+        """Read the offsets of the sections, and refuse those that this layout does not have."""
+        sections = {
+            name: Section(*layout.SECTION.unpack_from(header, layout.TABLE_AT + number * layout.SECTION.size))
             for number, name in enumerate(layout.SECTIONS)
         }
-        expected = layout.places(
-            num_slots=places["live"].rows,
-            num_blocks=places["blocks"].rows,
-            blocks_per_request=places["tables"].row_size // layout.TABLE_ENTRY.itemsize,
-            settings_bytes=places["settings"].rows,
+        expected = layout.sections_for(
+            num_slots=sections["live"].rows,
+            num_blocks=sections["blocks"].rows,
+            blocks_per_request=sections["tables"].row_size // layout.TABLE_ENTRY.itemsize,
+            settings_bytes=sections["settings"].rows,
         )
         too_many = (
-            places["live"].rows > layout.MOST_SLOTS
-            or places["blocks"].rows > layout.MOST_BLOCKS
-            or places["tables"].row_size > layout.LARGEST_TABLE
+            sections["live"].rows > layout.MAX_SLOTS
+            or sections["blocks"].rows > layout.MAX_BLOCKS
+            or sections["tables"].row_size > layout.MAX_TABLE_BYTES
         )
         if (
             too_many
-            or places != expected
-            or layout.end_of(places) > size
-            or places["settings"].size > layout.LARGEST_SETTINGS
+            or sections != expected
+            or layout.end_of(sections) > size
+            or sections["settings"].size > layout.MAX_SETTINGS_BYTES
         ):
-            raise self._wrong(CORRUPT, "has a damaged table of sections")
-        return places
+            raise self._error(CORRUPT, "has a damaged table of sections")
+        return sections
 
     def _read_core(self) -> Core | None:
-        """Read the sections of a publication; None where they are half written or corrupt."""
+        """Read the sections of every publication; None where they are half written or corrupt."""
         data = self._pread(HEADER_SIZE, self._core_size)
         state = np.frombuffer(data, layout.STATE, 1)
         core = Core(
@@ -177,47 +177,47 @@ class StateFile:
         )
         return core if core.slots.max(initial=0) < len(core.live) else None
 
-    def _follow_requests(self, core: Core) -> None:
-        """Read the constant part of requests, if there are new ones."""
+    def _update_requests(self, core: Core) -> None:
+        """Read the facts of requests again, where there are new requests."""
         slots = core.slots
         if not np.array_equal(self._requests["serial"][slots], core.live["serial"][slots]):
-            place = self._places["requests"]
-            self._requests = np.frombuffer(self._pread(place.offset, place.size), layout.REQUEST)
+            section = self._sections["requests"]
+            self._requests = np.frombuffer(self._pread(section.offset, section.size), layout.REQUEST)
 
     def _read_contents(self, core: Core) -> Contents | None:
-        place = self._places["blocks"]
-        if place.rows == 0:
+        section = self._sections["blocks"]
+        if section.rows == 0:
             return None
         live, slots = core.live, core.slots
-        # a preempted request has left its blocks, which may still hold its tokens
+        # of a preempted request: its former blocks, which may still hold its tokens
         held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
         serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
         # only running requests keep their blocks
         sequence, num_running, num_waiting = int(core.state["sequence"][0]), len(core.running), len(core.waiting)
         since = [0] * num_running + [sequence] * num_waiting
-        held_ever = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
-        named = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
+        table_keys = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
+        hash_keys = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
         return Contents(
-            blocks=np.frombuffer(self._pread(place.offset, place.size), layout.BLOCK),
-            tables=self._rows("tables", layout.TABLE_ENTRY, slots, held_ever),
-            hashes=self._rows("hashes", layout.HASH, slots, named),
+            blocks=np.frombuffer(self._pread(section.offset, section.size), layout.BLOCK),
+            tables=self._rows("tables", layout.TABLE_ENTRY, slots, table_keys),
+            hashes=self._rows("hashes", layout.HASH, slots, hash_keys),
         )
 
     def _rows(
         self, name: str, dtype: np.dtype[Any], slots: np.ndarray, keys: Sequence[tuple[int, ...]]
     ) -> tuple[np.ndarray, ...]:
-        """Read the rows of some slots; the first element of a key is the number of items, equal keys mean equal rows.
+        """Read the rows of some slots; the first number of each key is the number of entries to read.
 
-        For a row that was read before, the same array is returned again.
+        A row whose key has not changed since the last call is not read again: the same array is returned.
         """
-        offset, row_size, _ = self._places[name]
-        most = row_size // dtype.itemsize
+        offset, row_size, _ = self._sections[name]
+        max_entries = row_size // dtype.itemsize
         known = self._known_rows.get(name, {})
         rows = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
             row = known.get(slot)
             if row is None or row[0] != key:
-                size = min(key[0], most) * dtype.itemsize
+                size = min(key[0], max_entries) * dtype.itemsize
                 row = (key, np.frombuffer(self._pread(offset + slot * row_size, size) if size else b"", dtype))
             rows[slot] = row
         self._known_rows[name] = rows
@@ -251,20 +251,20 @@ class StateFile:
         )
 
     def _steps(self, data: bytes, head: np.void, slots: set[int]) -> tuple[tuple[float, np.ndarray], ...]:
-        """Return the steps under way, without requests that have ended since."""
-        batch = self._over(data, "batch", layout.SCHEDULED).reshape(layout.MOST_STEPS_UNDER_WAY, -1)
+        """Return the steps in flight, without requests that have ended since."""
+        batch = self._over(data, "batch", layout.SCHEDULED).reshape(layout.MAX_STEPS_IN_FLIGHT, -1)
         self._require(head["num_in_flight"] <= len(batch), "num_in_flight")
         steps = []
-        for place in range(head["num_in_flight"]):
-            self._require(head["num_scheduled"][place] <= batch.shape[1], "num_scheduled")
-            entries = batch[place, : head["num_scheduled"][place]]
+        for ahead in range(head["num_in_flight"]):
+            self._require(head["num_scheduled"][ahead] <= batch.shape[1], "num_scheduled")
+            entries = batch[ahead, : head["num_scheduled"][ahead]]
             live = [slot in slots for slot in entries["slot"].tolist()]
-            steps.append((float(head["start_s"][place]), entries[live]))
+            steps.append((float(head["start_s"][ahead]), entries[live]))
         return tuple(steps)
 
     def _over(self, data: bytes, name: str, dtype: np.dtype[Any]) -> np.ndarray:
-        place = self._places[name]
-        return np.frombuffer(data, dtype, place.rows, place.offset - HEADER_SIZE)
+        section = self._sections[name]
+        return np.frombuffer(data, dtype, section.rows, section.offset - HEADER_SIZE)
 
     def _settled_sequence(self, deadline_s: float) -> int:
         """Wait until no publication is being written, and return the number of the last one."""
@@ -281,32 +281,32 @@ class StateFile:
             time.sleep(PAUSE_S)
             return
         if not process.is_held(self._descriptor):
-            raise self._wrong(ENDED, "was left half written by an engine that has ended")
-        raise self._wrong(BUSY, "stays half written: its engine has stopped, or the file is damaged")
+            raise self._error(ENDED, "is half written, by an engine that has ended")
+        raise self._error(BUSY, "stays half written: its engine is stopped, or the file is damaged")
 
-    def _refuse_if_ended(self, core: Core) -> None:
-        if self.is_given_up():
-            raise self._wrong(ENDED, "is closed: its engine has ended")
+    def _require_live(self, core: Core) -> None:
+        if self.is_closed():
+            raise self._error(ENDED, "is closed: its engine has ended")
         if not process.is_held(self._descriptor):
-            raise self._wrong(ENDED, f"is not locked: its engine, process {self._pid}, has ended")
+            raise self._error(ENDED, f"has no writer: its engine, process {self._pid}, has ended")
         silent_s = time.monotonic() - int(core.state["written_ns"][0]) / 1e9
         if silent_s > SILENT_S and process.has_ended(self._pid, self._start_ticks, self._namespace):
-            raise self._wrong(ENDED, f"is stale: its engine, process {self._pid}, has ended")
+            raise self._error(ENDED, f"has no writer: its engine, process {self._pid}, has ended")
 
     def _require(self, condition: bool | np.bool, what: str) -> None:
         if not condition:
-            raise self._wrong(CORRUPT, f"is inconsistent in {what}")
+            raise self._error(CORRUPT, f"is inconsistent in {what}")
 
     def _pread(self, offset: int, size: int) -> bytes:
         try:
             data = os.pread(self._descriptor, size, offset)
         except OSError as error:
-            raise self._wrong(CORRUPT, f"cannot be read: {error.strerror}") from None
+            raise self._error(CORRUPT, f"cannot be read: {error.strerror}") from None
         if len(data) != size:
-            raise self._wrong(CORRUPT, f"ends before byte {offset + size}")
+            raise self._error(CORRUPT, f"ends before byte {offset + size}")
         return data
 
-    def _wrong(self, reason: str, message: str) -> UnreadableError:
+    def _error(self, reason: str, message: str) -> UnreadableError:
         return UnreadableError(reason, f"{self._path}: {message}")
 
 

@@ -16,7 +16,7 @@ ID_BYTES = 120
 NAME_BYTES = 64  # of a tenant or a session
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
-MOST_STEPS_UNDER_WAY = 2
+MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
@@ -133,7 +133,7 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. The first five are written together at every publication.
+# In this order in the file and in the header's table. Every publication writes the first five, as one.
 SECTIONS = (
     "state", "running", "waiting", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
@@ -153,15 +153,15 @@ STATUS = struct.Struct("<I")
 HEADER_SIZE = 1024
 
 ALIGNMENT = 64
-LARGEST_FILE = 1 << 36
-LARGEST_SETTINGS = 1 << 20
-LARGEST_TABLE = 1 << 22
-MOST_SLOTS = 1 << 20
-MOST_BLOCKS = 1 << 26
+MAX_FILE_BYTES = 1 << 36
+MAX_SETTINGS_BYTES = 1 << 20
+MAX_TABLE_BYTES = 1 << 22
+MAX_SLOTS = 1 << 20
+MAX_BLOCKS = 1 << 26
 
 
-class Place(NamedTuple):
-    """The offset and size of a section."""
+class Section(NamedTuple):
+    """The position of a section in the file."""
 
     offset: int
     row_size: int
@@ -169,7 +169,7 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of bytes of all rows."""
+        """Bytes of all its rows."""
         return self.row_size * self.rows
 
 
@@ -191,13 +191,15 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
     }
 
 
-def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int) -> dict[str, Place]:
-    """Return the layout of a file."""
+def sections_for(
+    *, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int
+) -> dict[str, Section]:
+    """Return the sections of a file with these sizes."""
     rows = {
         "state": 1,
         "running": num_slots,
         "waiting": num_slots,
-        "batch": MOST_STEPS_UNDER_WAY * num_slots,
+        "batch": MAX_STEPS_IN_FLIGHT * num_slots,
         "live": num_slots,
         "requests": num_slots,
         "steps": NUM_STEPS,
@@ -210,18 +212,18 @@ def places(*, num_slots: int, num_blocks: int, blocks_per_request: int, settings
     sizes = row_sizes(blocks_per_request)
     laid_out, offset = {}, HEADER_SIZE
     for name in SECTIONS:
-        laid_out[name] = Place(offset, sizes[name], rows[name])
+        laid_out[name] = Section(offset, sizes[name], rows[name])
         offset = _aligned(offset + laid_out[name].size)
     return laid_out
 
 
-def end_of(sections: Mapping[str, Place]) -> int:
-    """Return the size of a file with this layout."""
-    return max(place.offset + place.size for place in sections.values())
+def end_of(sections: Mapping[str, Section]) -> int:
+    """Return the size of a file with these sections."""
+    return max(section.offset + section.size for section in sections.values())
 
 
 def checksum(header: bytes, settings: bytes) -> int:
-    """Return the checksum of the constant part of a file: its writer, its layout, the engine's settings."""
+    """Return the checksum of the constant parts of a file: writer, sections, and the engine's settings."""
     return zlib.crc32(settings, zlib.crc32(header[:CHECKSUM_AT]))
 
 

@@ -1,4 +1,4 @@
-"""Converts the view of a state file for the engine model: to a snapshot, or to arrays for a twin."""
+"""Converts the view of a state file to a snapshot, and to the reported state of an engine replica."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from predictor.config import FIELD_NAMES, EngineConfig
+from predictor.engine_replica import ReportedContents, ReportedState, ReportedStep
 from predictor.lengths import Tag
 from predictor.request import CLASSES, MAX_PRIORITY, REAL_TIME, RequestFacts, Slo
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
 from predictor.suggestions import require_known
-from predictor.twin import Shown, ShownContents, ShownStep
 from services.engine_state import layout
 from services.engine_state.identity import client_id
 from services.engine_state.view import Contents, View
@@ -21,7 +21,7 @@ NO_TAGS: Mapping[str, Tag] = {}
 
 
 def config_of(view: View) -> EngineConfig:
-    """Read the engine's settings."""
+    """Return the engine's configuration."""
     settings = view.settings.get("engine")
     if not isinstance(settings, dict):
         raise ValueError("settings.engine: is missing from the state file")
@@ -33,16 +33,16 @@ def config_of(view: View) -> EngineConfig:
 
 
 def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapshot:
-    """Make a snapshot; `tags`, by the client's request id, replace those that the requests carry."""
+    """Return a snapshot; `tags`, by the client's request id, override those that the requests have themselves."""
     contents = view.contents
-    nothing = (np.empty(0, np.uint64),) * len(view.slots)
+    no_rows = (np.empty(0, np.uint64),) * len(view.slots)
     names = {slot: _name(view, slot) for slot in view.slots.tolist()}
     items = [
         _live(view, slot, tags, table, hashes)
         for slot, table, hashes in zip(
             view.slots.tolist(),
-            contents.tables if contents else nothing,
-            contents.hashes if contents else nothing,
+            contents.tables if contents else no_rows,
+            contents.hashes if contents else no_rows,
             strict=True,
         )
     ]
@@ -109,7 +109,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
 
 
 def _tag(median_tokens: float, spread: float) -> Tag | None:
-    """Return the tag that a request carries; an invalid one is ignored."""
+    """Return a request's tag; an impossible one is ignored, because a client must not make the engine unreadable."""
     try:
         return Tag(median_tokens=median_tokens, spread=spread)
     except ValueError:
@@ -142,17 +142,19 @@ def _kv_cache(contents: Contents) -> KvCache:
     )
 
 
-def shown_from_view(view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray) -> Shown:
-    """Return a view in the form that a twin follows; the lengths of answers are by slot."""
+def reported_state(
+    view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray
+) -> ReportedState:
+    """Convert a view for an engine replica; the lengths of responses are given by slot."""
     contents = view.contents
-    return Shown(
+    return ReportedState(
         now_s=view.now_s,
         num_free_blocks=int(view.state["num_free_blocks"]),
         decodes_since_look=int(view.state["decodes_since_look"]),
         running=view.running.astype(np.int64),
         waiting=view.waiting.astype(np.int64),
         steps=tuple(
-            ShownStep(start_s=start_s, slots=rows["slot"], tokens=rows["tokens"], sampled=rows["sampled"])
+            ReportedStep(start_s=start_s, slots=rows["slot"], tokens=rows["tokens"], sampled=rows["sampled"])
             for start_s, rows in view.steps
         ),
         live=view.live,
@@ -162,10 +164,13 @@ def shown_from_view(view: View, *, known_tokens: np.ndarray, tag_median: np.ndar
         tag_spread=tag_spread,
         contents=None
         if contents is None
-        else ShownContents(
+        else ReportedContents(
             content=contents.blocks["content"],
             reuse=contents.blocks["reuse"],
             tables=contents.tables,
             hashes=contents.hashes,
         ),
     )
+
+
+shown_from_view = reported_state  # for callers that have not been renamed yet

@@ -1,4 +1,4 @@
-"""The content of a state file, and the error of one that cannot be read."""
+"""The contents of a state file, and why one cannot be read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ MISSING, FOREIGN, CORRUPT, ENDED, BUSY = "missing", "foreign", "corrupt", "ended
 
 
 class UnreadableError(ValueError):
-    """A state file cannot be read: it is missing, foreign, corrupt, its engine has ended, or it stays busy."""
+    """A state file cannot be read: it is missing, foreign, corrupt, busy, or its engine has ended."""
 
     def __init__(self, reason: str, message: str) -> None:
-        """Keep the reason beside the message."""
+        """Initialise it with one of the reasons above."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The contents of KV blocks: an array by block, and in the order of `View.slots` requests' blocks and contents."""
+    """The contents of KV blocks by block, and the blocks and contents of requests in the order of `View.slots`."""
 
     blocks: np.ndarray
     tables: tuple[np.ndarray, ...]
@@ -30,12 +30,12 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """An engine's state in one publication, in arrays that do not change.
+    """An engine's state in one publication, in read-only arrays.
 
-    An engine's `life` is a number of its own, and `generation` counts the files of that life, each larger than the one
-    before. `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps`
-    the steps under way, oldest first. `now_s` is the time of reading on the engine's clock, `age_s` the wall-clock age
-    of the publication, and `clock_rate` engine seconds per second.
+    `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before. `live`
+    and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps` the steps in
+    flight, oldest first. `now_s` is the time of reading on the engine's clock, `age_s` the age of the publication on
+    the wall clock, and `clock_rate` engine seconds per second.
     """
 
     life: int
@@ -55,5 +55,5 @@ class View:
 
     @property
     def slots(self) -> np.ndarray:
-        """Return the slots of all running and waiting requests."""
+        """The slots of all requests that run or wait."""
         return np.concatenate((self.running, self.waiting))

@@ -1,7 +1,6 @@
-"""From protobuf's messages to the values of the pure packages, and back; what makes no sense is named by its field.
+"""Converts protobuf messages to the values of the pure packages, and back; errors name the field.
 
-The rules of the wire are written in protos/block/v1/common.proto: absent is not zero, infinite times are infinities,
-NaN is refused everywhere.
+protos/block/v1/common.proto has the rules: absent differs from zero, infinite times are infinities, NaN is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
 from protos.block.v1 import common_pb2
 
 LONGEST_NAME = 256  # characters of ids and names
-MOST_HASH_BYTES = 64
+MAX_HASH_BYTES = 64
 
 CLASSES = {
     common_pb2.REQUEST_CLASS_UNSPECIFIED: REAL_TIME,
@@ -27,7 +26,7 @@ CLASS_VALUES = {
     BEST_EFFORT: common_pb2.REQUEST_CLASS_BEST_EFFORT,
 }
 
-# Of Indicators: what is no indicator itself, and which numbers have bounds of their own.
+# The fields of Indicators that are no indicators, and the indicators with bounds of their own.
 NO_INDICATORS = ("age_s", "source", "more")
 INDICATOR_FIELDS = {
     field.name: field for field in common_pb2.Indicators.DESCRIPTOR.fields if field.name not in NO_INDICATORS
@@ -49,7 +48,7 @@ def request_from(
     block_size: int | None = None,
     known_as: str = "",
 ) -> RequestFacts:
-    """Read a request for an engine whose clock shows `now_s` and counts `clock_rate` seconds per second.
+    """Read a request for an engine whose clock is at `now_s` and counts `clock_rate` seconds per second.
 
     `known_as` replaces its id. Prefix hashes are dropped where they were made for blocks of another `block_size`.
     """
@@ -83,9 +82,9 @@ def request_from(
 
 
 def request_message(request: RequestFacts, *, now_s: float | None = None, block_size: int = 0) -> common_pb2.Request:
-    """Write a request down, as it stands on a clock that shows `now_s`; names of its prefix are of such blocks."""
+    """Write a request as a message at `now_s` on its clock; its prefix hashes are for blocks of `block_size`."""
     if request.prefix_hashes and not block_size:
-        raise ValueError("block_size: is missing, and prefix_hashes mean nothing without it")
+        raise ValueError("block_size: is missing, and prefix_hashes need it")
     slo = request.slo
     return common_pb2.Request(
         request_id=request.request_id,
@@ -121,31 +120,31 @@ def _prefix_from(message: common_pb2.Request, block_size: int | None) -> tuple[s
     if not message.prefix_hashes:
         return ()
     if not message.prefix_block_tokens:
-        raise ValueError("prefix_block_tokens: is missing, and prefix_hashes mean nothing without it")
-    for place, name in enumerate(message.prefix_hashes):
-        if not 0 < len(name) <= MOST_HASH_BYTES:
-            raise ValueError(f"prefix_hashes[{place}]: must have 1 to {MOST_HASH_BYTES} bytes, not {len(name)}")
+        raise ValueError("prefix_block_tokens: is missing, and prefix_hashes need it")
+    for index, name in enumerate(message.prefix_hashes):
+        if not 0 < len(name) <= MAX_HASH_BYTES:
+            raise ValueError(f"prefix_hashes[{index}]: must have 1 to {MAX_HASH_BYTES} bytes, not {len(name)}")
     if block_size is not None and message.prefix_block_tokens != block_size:
         return ()
     return tuple(name.hex() for name in message.prefix_hashes)
 
 
 def prefix_bytes(names: Iterable[int | str]) -> list[bytes]:
-    """Spell the names of blocks as bytes: hexadecimal texts as what they stand for, numbers in eight bytes or more."""
-    spelled = []
-    for place, name in enumerate(names):
+    """Encode block hashes: hexadecimal texts as their bytes, numbers in eight bytes or more."""
+    encoded = []
+    for index, name in enumerate(names):
         if isinstance(name, int):
-            spelled.append(name.to_bytes(max(8, name.bit_length() // 8 + 1), "big", signed=True))
+            encoded.append(name.to_bytes(max(8, name.bit_length() // 8 + 1), "big", signed=True))
             continue
         try:
-            spelled.append(bytes.fromhex(name))
+            encoded.append(bytes.fromhex(name))
         except ValueError:
-            raise ValueError(f"prefix_hashes[{place}]: {name!r} is not hexadecimal") from None
-    return spelled
+            raise ValueError(f"prefix_hashes[{index}]: {name!r} is not hexadecimal") from None
+    return encoded
 
 
 def require_name(field: str, name: str) -> None:
-    """Refuse a name that is missing, longer than any should be, or not to be put into a log line or a header."""
+    """Refuse a name that is missing, too long, or not printable in a log line or a header."""
     if not name:
         raise ValueError(f"{field}: is missing")
     if len(name) > LONGEST_NAME or not name.isprintable():
@@ -166,7 +165,7 @@ def tag_from(message: common_pb2.Tag) -> Tag:
 
 
 def tag_message(tag: Tag, *, estimator: str = "", confidence: float = 0.0, keys: Sequence[int] = ()) -> common_pb2.Tag:
-    """Write a predicted length down."""
+    """Write a predicted length as a message."""
     return common_pb2.Tag(
         median_tokens=tag.median_tokens, spread=tag.spread, estimator=estimator, confidence=confidence, keys=keys
     )
@@ -176,10 +175,10 @@ def tag_message(tag: Tag, *, estimator: str = "", confidence: float = 0.0, keys:
 
 
 def forecast_from(message: common_pb2.Forecast) -> Forecast:
-    """Read a forecast; one that contradicts itself is refused."""
+    """Read a forecast; an inconsistent one is refused."""
     ttft_s, e2e_s, tpot_s, queue_s = message.ttft_s, message.e2e_s, message.tpot_s, message.queue_s
     if not (0 <= queue_s <= ttft_s <= e2e_s and e2e_s > 0 and tpot_s >= 0 and message.output_tokens > 0):  # NaN neither
-        raise ValueError(f"forecast.{_wrong_in(message)}")
+        raise ValueError(f"forecast.{_error_in(message)}")
     others_preempted = message.others_preempted if message.HasField("others_preempted") else None
     return Forecast(
         request_id=message.request_id,
@@ -205,7 +204,7 @@ def _delay(message: common_pb2.Forecast, name: str) -> float | None:
     return value
 
 
-def _wrong_in(message: common_pb2.Forecast) -> str:
+def _error_in(message: common_pb2.Forecast) -> str:
     for name in ("queue_s", "ttft_s", "e2e_s", "tpot_s"):
         value = getattr(message, name)
         if not value >= 0:
@@ -220,7 +219,7 @@ def _wrong_in(message: common_pb2.Forecast) -> str:
 
 
 def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
-    """Write a forecast down."""
+    """Write a forecast as a message."""
     return common_pb2.Forecast(
         request_id=forecast.request_id,
         ttft_s=forecast.ttft_s,
@@ -240,7 +239,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
 
 
 def indicators_from(message: common_pb2.Indicators) -> dict[str, float]:
-    """Read the indicators that are there, by name; of those that a newer sidecar calls `more`, what is known wins."""
+    """Read the indicators that are present, by name; a field takes precedence over an entry of `more`."""
     if not (math.isfinite(message.age_s) and message.age_s >= 0):
         raise ValueError(f"indicators.age_s: must be a time from 0 on, not {message.age_s}")
     values: dict[str, float] = {}
@@ -266,7 +265,7 @@ def indicators_message(
     age_s: float,
     source: common_pb2.StateSource.ValueType = common_pb2.STATE_SOURCE_UNSPECIFIED,
 ) -> common_pb2.Indicators:
-    """Write indicators down; those without a number of their own go under `more`."""
+    """Write indicators as a message; those without a field become entries of `more`."""
     message = common_pb2.Indicators(age_s=age_s, source=source)
     for name, value in values.items():
         if name in INDICATOR_FIELDS:

@@ -1,4 +1,4 @@
-"""Two runs of one workload, compared field by field at every step."""
+"""Compares two runs of one workload field by field at every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def first_difference(
     workload: dict[str, Any], theirs: Iterable[dict[str, Any]], ours: Iterable[dict[str, Any]]
 ) -> str | None:
-    """Say in one message where two runs part, or nothing if they never do; scheduled tokens compare in order."""
+    """Return a message about the first difference of two runs, empty without one; scheduled tokens compare in order."""
     for index, (their, our) in enumerate(zip_longest(theirs, ours)):
         where = f"seed {workload['seed']}, step {index}"
         settings = f"\n  with {workload['engine']}"

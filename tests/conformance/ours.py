@@ -15,7 +15,7 @@ ONE_SECOND = StepTime(constant_s=1.0, empty_s=1.0)
 
 
 def our_config(workload: dict[str, Any]) -> EngineConfig:
-    """Translate a workload's engine, whose settings bear vLLM's names, as ours do."""
+    """Convert a workload's engine settings, which have vLLM's names."""
     return EngineConfig(**workload["engine"])
 
 

@@ -1,4 +1,4 @@
-"""The engine model against recorded decisions of vLLM 0.32's scheduler; `scripts/record_golden.py` records them."""
+"""Compares the engine model with recorded decisions of vLLM 0.32's scheduler (`scripts/record_golden.py`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECORDS = [json.loads(line) for line in gzip.decompress(GOLDEN.read_bytes()).spl
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"seed{record['seed']}")
 def test_the_engine_model_repeats_a_golden_trace(record: dict[str, Any]) -> None:
-    """Our engine decides at every step what vLLM decided when the trace was recorded."""
+    """The engine model makes vLLM's recorded decision at every step."""
     difference = first_difference(record, record["steps"], our_steps(record))
     assert difference is None, difference
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"seed{record['seed']}")
 def test_the_oracle_repeats_a_golden_trace(record: dict[str, Any]) -> None:
-    """So does the plain model that other tests trust."""
+    """So does the plain model that other tests use."""
     steps = vllm_v1.replay_steps(record["engine"], record["requests"])
     difference = first_difference(record, record["steps"], islice(steps, record["max_steps"]))
     assert difference is None, difference

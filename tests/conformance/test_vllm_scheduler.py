@@ -1,4 +1,4 @@
-"""The engine model against vLLM 0.32's real scheduler classes, over random workloads, at every step."""
+"""Compares the engine model with vLLM 0.32's real scheduler classes, over random workloads, at every step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.oracle import vllm_v1
 pytestmark = pytest.mark.vllm
 
 DEFAULT_RUNS = 500
-# What vllm_trace.py counts, and a default run must reach. Not among them: `stale_skips`, a waiting request passed over
-# because output from before its preemption is still to come, which two steps in flight are too few to bring about.
+# The events that vllm_trace.py counts and that a default run must have. `stale_skips`, a waiting request skipped because
+# its output from before a preemption is in flight, cannot occur with two steps in flight.
 RULES = (
     "admission_stops", "budget_cuts", "cached_on_update", "empty_steps", "ended_by_eos", "ended_by_model_len",
     "evictions", "finished_while_preempted", "max_num_seqs_stops", "preempted_after_scheduled", "preempted_itself",
@@ -35,20 +35,20 @@ Traced = list[tuple[dict[str, Any], str]]
 
 @pytest.fixture(scope="module")
 def traced() -> Traced:
-    """Give workloads with what vLLM made of them."""
+    """Return workloads with vLLM's traces."""
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
     workloads = [workload(seed) for seed in range(int(os.environ.get("BLOCK_CONFORMANCE_RUNS", DEFAULT_RUNS)))]
     return list(zip(workloads, traces(workloads), strict=True))
 
 
-def test_the_engine_model_decides_what_vllm_decides(traced: Traced) -> None:
-    """Scheduled tokens in order, queues, preemptions and free blocks agree at every step."""
+def test_the_engine_model_makes_the_decisions_of_vllm(traced: Traced) -> None:
+    """Scheduled tokens in order, queues, preemptions and free blocks are equal at every step."""
     expect_no_difference(traced, our_steps)
 
 
-def test_the_oracle_decides_what_vllm_decides(traced: Traced) -> None:
-    """The plain model that other tests trust earns that trust here."""
+def test_the_oracle_makes_the_decisions_of_vllm(traced: Traced) -> None:
+    """This justifies the use of the plain model in other tests."""
     expect_no_difference(
         traced, lambda load: list(islice(vllm_v1.replay_steps(load["engine"], load["requests"]), load["max_steps"]))
     )
@@ -65,7 +65,7 @@ def test_the_workloads_reach_every_rule(traced: Traced) -> None:
 
 
 def expect_no_difference(traced: Traced, replay: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """Fail with the first difference, and with how many workloads have one."""
+    """Fail with the first difference, and with the number of workloads that have one."""
     differences = []
     for load, trace in traced:
         difference = first_difference(load, json.loads(trace)["steps"], replay(load))

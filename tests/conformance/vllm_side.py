@@ -1,4 +1,4 @@
-"""Running `vllm_trace.py` under the interpreter that has vLLM."""
+"""Runs `vllm_trace.py` with the interpreter that has vLLM."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SCRIPT = Path(__file__).with_name("vllm_trace.py")
 
 
 def interpreter() -> Path:
-    """Name the Python that has vLLM; it may not exist."""
+    """Return the Python interpreter that has vLLM; it may not exist."""
     return Path(os.environ.get("BLOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 
 
 def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
-    """Trace the workloads in one process; the answers stay JSON, for together they are large."""
+    """Trace the workloads in one process; the traces stay JSON, because together they are large."""
     run = subprocess.run(
         [interpreter(), "-I", SCRIPT],  # isolated: nothing of this project can be imported there
         input="".join(json.dumps(workload) + "\n" for workload in workloads),

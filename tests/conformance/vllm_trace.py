@@ -1,4 +1,4 @@
-"""Drive vLLM's real v1 scheduler over workloads, without a model, and write down what it decided at every step.
+"""Runs vLLM's real v1 scheduler over workloads, without a model, and records its decisions at every step.
 
 Runs under the interpreter that has vLLM and imports nothing of this project. Reads one workload a line on standard
 input, `{"engine": {...}, "requests": [...], "max_steps": n}`, and writes one line for each,
@@ -42,7 +42,7 @@ TINY_MODEL = {
 
 
 def base_config() -> VllmConfig:
-    """Configure vLLM for a model nobody will run; costly, so it is done once and copied for every workload."""
+    """Configure vLLM for a model that is never run; this is slow, so it is done once and copied for every workload."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(TINY_MODEL), encoding="utf-8")
         model = ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST_MODEL)
@@ -87,19 +87,19 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any]) -> Scheduler:
 
 
 class TokenSource:
-    """Token ids such that two blocks are equal exactly when the workload says so."""
+    """Token ids such that two blocks are equal exactly where the workload has equal hashes."""
 
     def __init__(self) -> None:
         self.last_unique = 0
 
     def fresh(self, count: int) -> list[int]:
-        """Give ids never given before; negative, so that they meet neither EOS nor a shared block."""
+        """Return unused ids; negative, so that they equal neither EOS nor those of a shared block."""
         ids = list(range(self.last_unique - 1, self.last_unique - 1 - count, -1))
         self.last_unique -= count
         return ids
 
     def prompt(self, spec: dict[str, Any], block_size: int) -> list[int]:
-        """Spell out a prompt: a shared block's ids follow from its hash, the rest belongs to this request alone."""
+        """Return the ids of a prompt: a shared block's ids follow from its hash, the others are unique."""
         shared = [1 + value * block_size + i for value in spec["prefix_hashes"] or () for i in range(block_size)]
         assert len(shared) <= spec["prompt_tokens"]
         return shared + self.fresh(spec["prompt_tokens"] - len(shared))
@@ -107,7 +107,7 @@ class TokenSource:
 
 @dataclass
 class Launched:
-    """One step under way: what was scheduled, who will have sampled a token, and when it ends."""
+    """A step in flight: its scheduler output, the requests that sample a token, and its end."""
 
     output: SchedulerOutput
     sampled: set[str]
@@ -134,7 +134,7 @@ class Trace:
         self.probe()
 
     def probe(self) -> None:
-        """Watch the calls that show which rule decided; none of the wrappers changes an answer."""
+        """Wrap the methods that show which rule decided; the wrappers change no result."""
         scheduler, manager, coverage = self.scheduler, self.scheduler.kv_cache_manager, self.coverage
         preempt, allocate = scheduler._preempt_request, manager.allocate_slots
         pop, evict = scheduler.waiting.pop_request, manager.block_pool._maybe_evict_cached_block
@@ -203,7 +203,7 @@ class Trace:
         manager.cache_blocks = watched_cache
 
     def absorb(self, now_s: float) -> None:
-        """Hand over every request that has arrived, as EngineCore does before each step."""
+        """Add every request that has arrived, as EngineCore does before each step."""
         while self.arrivals and self.arrivals[0]["arrival_s"] <= now_s:
             spec = self.arrivals.popleft()
             params = SamplingParams(max_tokens=spec["max_tokens"])
@@ -220,14 +220,14 @@ class Trace:
             self.scheduler.add_request(request)
 
     def schedule(self, start_s: float) -> Launched:
-        """Let vLLM plan one step and record the state it leaves behind."""
+        """Let vLLM plan one step, and record the state after it."""
         scheduler = self.scheduler
         self.preempted.clear()
         self.allocated.clear()
         self.refused_admission, self.num_popped, self.refunded = False, 0, 0
         held_before = list(scheduler.running)
         output = scheduler.schedule()
-        waiting = list(scheduler.waiting)  # a priority queue iterates in the order it would be popped
+        waiting = list(scheduler.waiting)  # a priority queue iterates in the order in which it is popped
         self.steps.append(
             {
                 "step": len(self.steps),
@@ -246,7 +246,7 @@ class Trace:
         return Launched(output, sampled, start_s + 1)
 
     def count_step(self, output: SchedulerOutput, held_before: list[Request], waiting: list[Request]) -> None:
-        """Note which limits bound this step, as far as they show from outside."""
+        """Count the limits that applied to this step, as far as its output shows them."""
         scheduler, engine, coverage = self.scheduler, self.engine, self.coverage
         scheduled = output.num_scheduled_tokens
         admitted = sum(request not in held_before for request in scheduler.running)
@@ -269,7 +269,7 @@ class Trace:
         ) and any(not request.num_stale_output_tokens for request in waiting)
 
     def update(self, launched: Launched) -> None:
-        """Feed back one fresh token for every request that sampled, or EOS where its answer ends early."""
+        """Return one new token for every request that sampled, or EOS where its response ends early."""
         scheduler = self.scheduler
         names = list(launched.output.num_scheduled_tokens)
         sampled: list[list[int]] = []
@@ -318,7 +318,7 @@ class Trace:
                 idle = not launched.output.num_scheduled_tokens and not self.preempted
                 if not (idle and not any(step.output.num_scheduled_tokens for step in in_flight)):
                     continue
-                # Nothing under way can change this answer, only a new request can.
+                # No step in flight can change this result, only a new request can.
                 self.coverage["stuck"] += 1
                 while in_flight:
                     now_s = max(now_s, in_flight[0].end_s)
@@ -336,7 +336,7 @@ class Trace:
 
 
 def main() -> None:
-    """Answer every workload on standard input; whatever vLLM prints goes to standard error."""
+    """Trace every workload on standard input; vLLM's output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     init_none_hash(sha256)

@@ -1,4 +1,4 @@
-"""Random engine configurations and request streams that push every rule of vLLM's v1 scheduler."""
+"""Random engine configurations and request streams that exercise every rule of vLLM's v1 scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def workload(seed: int) -> dict[str, Any]:
     requests = _requests(rng, engine)
     size = engine["block_size"]
     largest = max(-(-(request["prompt_tokens"] + _answer(request, engine)) // size) for request in requests)
-    # Every request fits alone; mostly barely more than that, so that preemption is frequent.
+    # Every request fits alone; often not much more fits, so that preemption is frequent.
     roomy = rng.randint(largest, 6 * largest)
     tight = rng.choice((0, rng.randint(0, 4), rng.randint(0, largest)))
     slack = roomy if rng.random() < (0.3 if engine["enable_chunked_prefill"] else 0.7) else tight
@@ -59,7 +59,7 @@ def _requests(rng: Random, engine: dict[str, Any]) -> list[dict[str, Any]]:
     longest_prompt = rng.choice((2 * engine["block_size"], engine["max_model_len"] // 2, engine["max_model_len"] - 1))
     longest_prompt = min(longest_prompt, engine["max_model_len"] - 1)
     early_ends = rng.choice((0.0, 0.3, 0.9))
-    overlong = rng.random() < 0.2  # max_tokens may point past max_model_len, which then ends the answer
+    overlong = rng.random() < 0.2  # max_tokens may exceed max_model_len, which then ends the response
     tree = _PrefixTree(rng)
     requests = []
     for name, arrival_s in zip(ids, arrivals, strict=True):
@@ -82,7 +82,7 @@ def _requests(rng: Random, engine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer(request: dict[str, Any], engine: dict[str, Any]) -> int:
-    """Count the tokens of an answer, which max_model_len may cut."""
+    """Return the length of a response, which max_model_len may limit."""
     room: int = engine["max_model_len"] - request["prompt_tokens"]
     return min(request["output_tokens"], room)
 
@@ -106,7 +106,7 @@ def _arrivals(rng: Random, count: int) -> list[float]:
 
 
 class _PrefixTree:
-    """Prompts that share beginnings: a block's hash names its path from the root, so equal hash means equal chain."""
+    """Prompts that share prefixes: a block's hash encodes its path from the root, so equal hashes mean equal chains."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -116,7 +116,7 @@ class _PrefixTree:
         self.whole = rng.random() < 0.5
 
     def path(self, num_blocks: int) -> list[int]:
-        """Walk down shared branches, leave them at some depth, and end in blocks of this prompt's own."""
+        """Follow shared branches to a random depth, and end with blocks of this prompt's own."""
         node, path = 0, []
         for _ in range(num_blocks):
             if self.rng.random() < self.leave:
@@ -125,7 +125,7 @@ class _PrefixTree:
             node = self.nodes.setdefault(step, len(self.nodes) + 1)
             path.append(node)
         if not self.whole:
-            return path  # the blocks left unnamed are nobody else's
+            return path  # blocks without a hash belong to this prompt alone
         while len(path) < num_blocks:
             node = self.nodes.setdefault((node, -1 - len(self.nodes)), len(self.nodes) + 1)
             path.append(node)

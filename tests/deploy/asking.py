@@ -1,4 +1,4 @@
-"""Asking a gateway by the official client, and noting what came of it."""
+"""Sends requests to a gateway with the official client, and records their outcomes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.deploy.engines import MODEL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """What became of a request sent to the gateway: where it went, what was foretold, what came, and what broke."""
+    """The outcome of a request sent to the gateway: its instance, forecast, tokens and error."""
 
     instance: str
     predicted_e2e_ms: float
     text: str
-    num_tokens: int | None  # None where the stream never came to its end
+    num_tokens: int | None  # None where the stream did not end
     failure: str | None = None
 
 
 async def stream(
     client: openai.AsyncOpenAI, prompt: str, max_tokens: int, began: Callable[[str], None] = lambda _: None
 ) -> Placed:
-    """Have the gateway stream an answer of this very length; `began` hears who sends its first piece."""
+    """Stream a response of this length from the gateway; `began` receives the instance of its first piece."""
     raw = await client.completions.with_raw_response.create(
         model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
         stream_options={"include_usage": True}, extra_body={"ignore_eos": True},

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: a tiny random model, served on a free port, its state in a file."""
+"""Real vLLM engines for tests: a tiny random model, served on a free port, with a state file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 from tests.conformance.vllm_side import interpreter
 
-START_S = 420.0  # on a slow machine; forty seconds on one that is not
+START_S = 420.0  # on a slow machine; a fast one takes forty seconds
 STOP_S = 60.0
 MODEL = "tiny"
 BLOCK_SIZE, NUM_BLOCKS, NUM_SEATS, LONGEST = 32, 64, 8, 1024
@@ -35,8 +35,8 @@ ENGINE_FLAGS = (
     str(NUM_SEATS), "--enable-prompt-tokens-details", "--shutdown-timeout", "30",
 )  # fmt: skip
 
-# Some times as slow as the tiny model on a free core: sidecars correct that while it runs, refuse a profile that is ten
-# times off, and shall bear a machine that is busy with other things.
+# Slower than the tiny model on a free core: sidecars correct it online, but refuse a profile that is off by a factor of
+# ten, and the tests must pass on a busy machine.
 PROFILE = Profile(
     name="tiny-cpu",
     model=MODEL,
@@ -55,13 +55,13 @@ PROFILE = Profile(
 
 
 def need_vllm() -> None:
-    """Skip where there is no vLLM."""
+    """Skip the test without vLLM."""
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
 
 
 def tiny_model(folder: Path, **shape: int) -> Path:
-    """A model nobody has trained, of another shape if that is told, with a tokenizer that knows single characters."""
+    """Write a random model, with a tokenizer of single characters; `shape` overrides its sizes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
@@ -77,7 +77,7 @@ def tiny_model(folder: Path, **shape: int) -> Path:
 
 
 def narrow_and_deep(hidden: int, layers: int) -> dict[str, int]:
-    """A shape whose steps cost much in themselves and little by the token, as a large model's do on a GPU."""
+    """Return a shape whose steps have high fixed costs and low costs per token, like a large model on a GPU."""
     heads = max(1, hidden // 64)
     return {
         "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
@@ -86,7 +86,7 @@ def narrow_and_deep(hidden: int, layers: int) -> dict[str, int]:
 
 
 def engine_environment(state: Path | None) -> dict[str, str]:
-    """What an engine of the CPU build needs to know to be small, quiet and on its own."""
+    """Return the environment of a small, quiet and isolated engine of the CPU build."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     return environment | {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
@@ -95,10 +95,10 @@ def engine_environment(state: Path | None) -> dict[str, str]:
 
 
 class Engine:
-    """`vllm serve`, on a port that it keeps when it is started again."""
+    """`vllm serve`, on a port that it keeps after a restart."""
 
     def __init__(self, model: Path, state: Path, log: Path, *options: str) -> None:
-        """Start nothing yet."""
+        """Initialise it without starting it."""
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             self._port = taken.getsockname()[1]
@@ -112,7 +112,7 @@ class Engine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; it serves in half a minute or so."""
+        """Start it; it serves after about half a minute."""
         with self._log.open("a") as lines:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT,
@@ -120,7 +120,7 @@ class Engine:
             )  # fmt: skip
 
     def until(self, holds: Callable[[], bool], patience_s: float) -> None:
-        """Wait for something that this engine does."""
+        """Wait until a condition holds."""
         deadline_s = time.monotonic() + patience_s
         while not holds():
             assert self._process is not None
@@ -136,12 +136,12 @@ class Engine:
             return False
 
     def metric(self, name: str) -> float:
-        """Sum up what it says of itself."""
+        """Return the sum of one of its metrics."""
         lines = httpx.get(f"{self.url}/metrics", timeout=START_S).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
 
     async def complete(self, prompt: str, max_tokens: int, name: str, **fields: Any) -> dict[str, Any]:
-        """Have it write an answer of this very length, which its sidecar is told by the request itself."""
+        """Complete a prompt with a response of this length, which the request reports to the sidecar."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         body |= {"vllm_xargs": {"block_tag_tokens": max_tokens}}
         async with httpx.AsyncClient(timeout=START_S) as client:
@@ -150,13 +150,13 @@ class Engine:
         return answer.json()
 
     def terminate(self) -> None:
-        """Ask it to end, and see that it does."""
+        """Terminate it, and wait for its end."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(STOP_S)
 
     def kill(self) -> None:
-        """End it and all its processes at once, as a machine does that runs out of memory."""
+        """Kill it and all its processes at once, as the kernel does when memory runs out."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)

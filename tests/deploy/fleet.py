@@ -28,7 +28,7 @@ READY = common_pb2.INSTANCE_STATE_READY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What runs, the loop that watches over it, and the official client of its gateway."""
+    """The running processes, their event loop, and the official client of the gateway."""
 
     runner: asyncio.Runner
     model: Path
@@ -46,7 +46,7 @@ class Fleet:
         self.runner.run(limited())
 
     async def predict(self, name: str, *requests: common_pb2.Request) -> predictor_pb2.PredictResponse:
-        """Ask an engine's sidecar."""
+        """Send requests to an engine's sidecar."""
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.children[f'predictor-{name}'].port}") as channel:
             stub = predictor_pb2_grpc.PredictorStub(channel)
             response: predictor_pb2.PredictResponse = await stub.Predict(
@@ -54,39 +54,39 @@ class Fleet:
             )
             return response
 
-    async def until_told(
+    async def until(
         self, name: str, holds: Callable[[predictor_pb2.PredictResponse], bool], within_s: float = PATIENCE_S
     ) -> predictor_pb2.PredictResponse:
-        """Ask an engine's sidecar until it answers as wanted."""
-        told: list[predictor_pb2.PredictResponse] = []
+        """Send requests to an engine's sidecar until a condition holds."""
+        response: list[predictor_pb2.PredictResponse] = []
 
         async def is_so() -> bool:
-            told[:] = [await self.predict(name)]
-            return holds(told[0])
+            response[:] = [await self.predict(name)]
+            return holds(response[0])
 
         await until(is_so, within_s)
-        return told[0]
+        return response[0]
 
     async def forecasts(self, name: str, *requests: common_pb2.Request) -> list[common_pb2.Forecast]:
-        """Ask an engine's sidecar what requests would experience."""
-        await self.until_told(name, lambda told: told.state == READY)
+        """Return an engine's forecasts of requests."""
+        await self.until(name, lambda response: response.state == READY)
         predictions = (await self.predict(name, *requests)).predictions
         assert all(one.HasField("forecast") for one in predictions), predictions
         return [one.forecast for one in predictions]
 
     async def use(self, policy: str) -> None:
-        """Have the scheduler decide by another policy from now on."""
+        """Make the scheduler use another policy from now on."""
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.children['scheduler'].port}") as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             await stub.UsePolicy(scheduler_pb2.UsePolicyRequest(policy=policy), timeout=PATIENCE_S)
 
     async def stream(self, prompt: str, max_tokens: int) -> Placed:
-        """Have the gateway stream an answer of this very length."""
+        """Stream a response of this length from the gateway."""
         return await stream(self.client, prompt, max_tokens)
 
     @contextmanager
-    def shown(self, name: str) -> Iterator[Reader]:
-        """Read what an engine itself shows."""
+    def state_of(self, name: str) -> Iterator[Reader]:
+        """Read an engine's state file."""
         reader = Reader(str(self.engines[name].state))
         try:
             yield reader
@@ -94,14 +94,16 @@ class Fleet:
             reader.close()
 
     async def until_idle(self) -> None:
-        """Wait until no engine has anything to do, by its sidecar."""
+        """Wait until no engine has requests, by its sidecar."""
         for name in self.engines:
-            await self.until_told(name, lambda told: told.indicators.num_running + told.indicators.num_waiting == 0)
+            await self.until(
+                name, lambda response: response.indicators.num_running + response.indicators.num_waiting == 0
+            )
 
 
 @contextmanager
 def fleet(folder: Path) -> Iterator[Fleet]:
-    """Run it while the block runs; whatever became of it, its processes are gone in the end."""
+    """Run the fleet within a context; all its processes end with it."""
     model, profile = tiny_model(folder / "model"), folder / "profile.json"
     profile.write_text(profile_to_json(PROFILE))
     engines = {
@@ -129,7 +131,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
 async def _start_all(
     children: dict[str, Child], engines: dict[str, Engine], profile: Path, model: Path, folder: Path
 ) -> None:
-    """Start everything but the engines, which load meanwhile; and wait for them."""
+    """Start everything except the engines, which are loading, and wait for them."""
 
     async def start(child: Child) -> Child:
         children[child.name] = child

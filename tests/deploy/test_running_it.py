@@ -1,4 +1,4 @@
-"""The files by which others run it: every command line in them is one that its program takes."""
+"""The deployment files: every command line in them is valid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for line in sys.stdin:
 
 
 def command_of(unit: Path) -> list[str]:
-    """The command line of a unit, for instance 1, as systemd and the shell would have it."""
+    """Return the command line of a unit for instance 1, as systemd and the shell expand it."""
     text = unit.read_text().replace("%i", "1")
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
     variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", text, re.MULTILINE))
@@ -49,7 +49,7 @@ def services() -> dict[str, dict[str, object]]:
 
 
 def commands(program: str) -> Iterator[list[str]]:
-    """What a program is told, by units and containers."""
+    """Return a program's command lines in units and containers."""
     for unit in UNITS:
         if (words := command_of(unit))[0].endswith(f"/{program}"):
             yield words[1:]
@@ -61,7 +61,7 @@ def commands(program: str) -> Iterator[list[str]]:
 
 
 def test_our_commands_take_their_flags() -> None:
-    """Each is parsed by the command itself; a flag that it does not have, or a value that makes no sense, fails."""
+    """Each is parsed by the command itself, which refuses unknown flags and invalid values."""
     seen = set()
     for words in commands("block"):
         command: click.Command = block
@@ -72,22 +72,24 @@ def test_our_commands_take_their_flags() -> None:
     assert seen == {"predictor", "tagger", "scheduler", "gateway"}
 
 
-def test_a_wrong_flag_would_be_noticed() -> None:
-    """The parser that the other tests rely on refuses what is not there."""
+def test_a_wrong_flag_is_refused() -> None:
+    """The parser of the other tests refuses unknown flags."""
     with pytest.raises(click.NoSuchOption):
         block.commands["serve"].commands["tagger"].make_context("tagger", ["--prot", "1"])
 
 
 def test_parts_find_each_other() -> None:
-    """What one is told of another is where that one listens."""
+    """The configured addresses are those on which the services listen."""
     listen = {}
     for name, service in services().items():
         words = " ".join(map(str, service["command"])).replace("=", " ").split()
         listen[name] = int(words[words.index("--port") + 1])
     text = COMPOSE.read_text()
-    told = {(host, int(port)) for host, port in re.findall(r"([a-z]+(?:-\d)?):(\d{4,5})\b", text) if host in listen}
-    assert {host for host, _ in told} >= {"engine-0", "engine-1", "sidecar", "tagger", "scheduler"}
-    assert all(listen[host] == port for host, port in told)
+    configured = {
+        (host, int(port)) for host, port in re.findall(r"([a-z]+(?:-\d)?):(\d{4,5})\b", text) if host in listen
+    }
+    assert {host for host, _ in configured} >= {"engine-0", "engine-1", "sidecar", "tagger", "scheduler"}
+    assert all(listen[host] == port for host, port in configured)
     ports = {unit.stem: " ".join(command_of(unit)) for unit in UNITS}
     for unit in UNITS:
         for port in re.findall(r"127\.0\.0\.1:(\d+)", " ".join(command_of(unit))):
@@ -99,7 +101,7 @@ def test_parts_find_each_other() -> None:
 
 
 def test_engines_and_sidecars_agree_on_state_files() -> None:
-    """Where an engine writes its sidecar reads."""
+    """An engine and its sidecar have the same state file."""
     written = {
         service["environment"]["BLOCK_STATE_FILE"] for service in services().values() if "environment" in service
     }
@@ -109,12 +111,12 @@ def test_engines_and_sidecars_agree_on_state_files() -> None:
     (file,) = re.findall(r"BLOCK_STATE_FILE=(\S+)", engine.read_text())
     assert f"--state-file {file}" in sidecar.read_text()
     users = {re.findall(r"^User=(\w+)$", unit.read_text(), re.MULTILINE)[0] for unit in UNITS}
-    assert len(users) == 1  # a state file is its writer's only
+    assert len(users) == 1  # only the writer's user can read a state file
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
-    """It has nothing to say against them, once their programs are there."""
+    """The units verify without errors in systemd, where their programs exist."""
     for unit in UNITS:
         text = unit.read_text().replace("/opt/block/bin/block", "/bin/true")
         name = unit.name.replace("@.", "@1.")
@@ -128,7 +130,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_vllm_takes_its_flags() -> None:
-    """The real parser takes what engines are told."""
+    """The parser of vLLM accepts the engines' command lines."""
     need_vllm()
     lines = [" ".join(words[1:]) for words in commands("vllm")]
     assert len(lines) == 3

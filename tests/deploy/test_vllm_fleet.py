@@ -1,4 +1,4 @@
-"""Two real vLLM engines behind everything else of ours: clients, prefixes, preemption, priorities, deaths."""
+"""Two real vLLM engines behind gateway, scheduler and sidecars: clients, prefixes, preemption, priorities, failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXACT = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Both engines and all that is in front of them, for all tests of this file, which run in their order."""
+    """Both engines and the services in front of them, for all tests of this file, which run in order."""
     need_vllm()
     with fleet(tmp_path_factory.mktemp("fleet")) as running:
         yield running
@@ -41,12 +41,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_sidecar_finds_the_engine_and_its_settings(two: Fleet, name: str) -> None:
-    """Nobody tells it how many blocks and seats there are, and in which order the engine serves."""
+    """It reads blocks, seats and scheduling policy from the engine."""
 
     async def test() -> None:
-        told = await two.until_told(name, lambda told: told.state == READY)
-        assert told.indicators.num_total_blocks == NUM_BLOCKS
-        with two.shown(name) as reader:
+        response = await two.until(name, lambda response: response.state == READY)
+        assert response.indicators.num_total_blocks == NUM_BLOCKS
+        with two.state_of(name) as reader:
             config = config_of(reader.read())
         assert (config.num_gpu_blocks, config.block_size) == (NUM_BLOCKS + 1, BLOCK_SIZE)
         assert (config.max_num_seqs, config.max_model_len) == (NUM_SEATS, LONGEST)
@@ -56,7 +56,7 @@ def test_a_sidecar_finds_the_engine_and_its_settings(two: Fleet, name: str) -> N
 
 
 def test_the_official_client_completes(two: Fleet) -> None:
-    """Completions whole and streamed say the same, count the same tokens, and tell where they come from."""
+    """Whole and streamed completions have the same text and token counts, and name their instance."""
 
     async def test() -> None:
         assert [model.id async for model in two.client.models.list()] == [MODEL]
@@ -78,7 +78,7 @@ def test_the_official_client_completes(two: Fleet) -> None:
 
 
 def test_the_official_client_chats(two: Fleet) -> None:
-    """Conversations too, by the engine's own chat template."""
+    """Chats are rendered by the engine's own chat template."""
 
     async def test() -> None:
         asked: dict[str, Any] = {"model": MODEL, "messages": HI, **EXACT}
@@ -92,7 +92,7 @@ def test_the_official_client_chats(two: Fleet) -> None:
 
 
 def test_what_an_engine_refuses_reaches_the_client(two: Fleet) -> None:
-    """The client raises its own exceptions, for what the gateway refuses and for what only the engine knows."""
+    """The client raises its own exceptions for refusals of the gateway and of the engine."""
 
     async def test() -> None:
         with pytest.raises(openai.NotFoundError):
@@ -105,8 +105,8 @@ def test_what_an_engine_refuses_reaches_the_client(two: Fleet) -> None:
     two.run(test())
 
 
-def test_requests_that_come_at_once_are_spread(two: Fleet) -> None:
-    """Both engines serve, as soon as the scheduler has noticed that both are up, and every stream is whole."""
+def test_simultaneous_requests_are_spread(two: Fleet) -> None:
+    """Both engines serve as soon as the scheduler knows that both are up, and every stream is complete."""
     seen: set[str] = set()
 
     async def both_serve() -> bool:
@@ -126,8 +126,8 @@ def test_requests_that_come_at_once_are_spread(two: Fleet) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_prefix_hits_are_foreseen(two: Fleet, name: str) -> None:
-    """The sidecar foretells as many tokens from the cache as the engine then reports that it took from there."""
+def test_prefix_hits_are_forecast(two: Fleet, name: str) -> None:
+    """The sidecar forecasts the number of cached tokens that the engine then reports."""
     prompt = f"{name}: {STORY * 3}"
     ids = [3 + ord(character) - 32 for character in prompt]
     asking = request(
@@ -140,13 +140,13 @@ def test_prefix_hits_are_foreseen(two: Fleet, name: str) -> None:
         assert unknown.prefix_hit_tokens == 0
         first = await engine.complete(prompt, 4, "first")
         assert first["usage"]["prompt_tokens"] == len(ids)
-        await two.until_told(name, lambda told: told.indicators.num_running == 0)
+        await two.until(name, lambda response: response.indicators.num_running == 0)
         known, nameless = await two.forecasts(name, asking, request("nameless", len(ids), 4))
         assert known.prefix_hit_tokens == whole_blocks
         assert known.ttft_s < nameless.ttft_s
         again = await engine.complete(prompt, 4, "again")
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == whole_blocks
-        with two.shown(name) as reader:
+        with two.state_of(name) as reader:
             hits = {client_name(row): int(row["hit_tokens"]) for row in reader.new_outcomes()}
         assert (hits["first"], hits["again"]) == (0, whole_blocks)
 
@@ -154,7 +154,7 @@ def test_prefix_hits_are_foreseen(two: Fleet, name: str) -> None:
 
 
 def test_a_conversation_returns_to_its_prefix(two: Fleet) -> None:
-    """The gateway names a prompt's blocks, so a policy that looks for them sends requests where their cache is."""
+    """The gateway hashes a prompt's blocks, so a prefix-aware policy sends requests to their cache."""
     prompt = "A long instruction that all turns begin with. " * 12
 
     async def test() -> None:
@@ -169,31 +169,31 @@ def test_a_conversation_returns_to_its_prefix(two: Fleet) -> None:
 
 
 def client_name(row: Any) -> str:
-    """The request's id as its client said it."""
+    """Return the client's id of a request."""
     return bytes(row["request_id"]).decode().removeprefix("cmpl-").rsplit("-", 2)[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_preemption_is_seen(two: Fleet, name: str) -> None:
-    """Short of blocks the engine spares who came first, or is most urgent; the sidecar counts what the engine counts."""
+    """Short of blocks, the engine keeps the first or most urgent requests; sidecar and engine count the same preemptions."""
     answer_tokens, num = 600, 6
 
     async def test() -> None:
         engine = two.engines[name]
         before = (await two.predict(name)).indicators.num_preemptions_total
         theirs_before = engine.metric("vllm:num_preemptions_total")
-        with two.shown(name) as reader:
+        with two.state_of(name) as reader:
             reader.new_outcomes()
             answers = []
             for number in range(num):  # each is more urgent than the one before
                 fields = {"priority": num - number} if name == "priority" else {}
                 answer = engine.complete(chr(97 + number) * 100, answer_tokens, f"p{number}", **fields)
                 answers.append(asyncio.create_task(answer))
-            seen = await two.until_told(name, lambda told: told.indicators.num_preemptions_total > before)
+            seen = await two.until(name, lambda response: response.indicators.num_preemptions_total > before)
             assert seen.indicators.num_free_blocks < NUM_BLOCKS // 4
             done = await asyncio.gather(*answers)
             assert {one["usage"]["completion_tokens"] for one in done} == {answer_tokens}
-            await two.until_told(name, lambda told: told.indicators.num_running == 0)
+            await two.until(name, lambda response: response.indicators.num_running == 0)
             ended = {client_name(row): row for row in reader.new_outcomes()}
         preempted = {name: int(row["num_preemptions"]) for name, row in ended.items()}
         counted = (await two.predict(name)).indicators.num_preemptions_total - before
@@ -208,7 +208,7 @@ def test_preemption_is_seen(two: Fleet, name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_forecasts_follow_priorities(two: Fleet, name: str) -> None:
-    """Behind a full engine an urgent request is foretold to come first, and does; without priorities it waits in line."""
+    """With priorities, an urgent request is forecast to go first, and does; without, it waits in order."""
 
     async def test() -> None:
         engine = two.engines[name]
@@ -224,7 +224,7 @@ def test_forecasts_follow_priorities(two: Fleet, name: str) -> None:
 
         line = [answer(chr(48 + number) * 20, 200, f"line{number}", 5) for number in range(5 * NUM_SEATS)]
         late = answer("y" * 20, 30, "lazy", 9)
-        await two.until_told(name, lambda told: told.indicators.num_waiting >= 3 * NUM_SEATS)
+        await two.until(name, lambda response: response.indicators.num_waiting >= 3 * NUM_SEATS)
         urgent, lazy = await two.forecasts(
             name, request("urgent", 20, 30, priority=0), request("lazy", 20, 30, priority=9)
         )
@@ -270,7 +270,7 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
             answers = await asyncio.gather(*asking)
             assert {answer.status_code for answer in answers} == {200}
             assert len(ratios) > 5
-            learnt = ratios[len(ratios) // 2 :]  # by then, how fast the engine really is
+            learnt = ratios[len(ratios) // 2 :]  # by then it has learned the engine's real speed
             assert 0.4 < median(learnt) < 2.5, ratios
             assert median(differences) <= 1, differences
             await mirrored.until(lambda: num_there(mirror.refresh()) == 0)
@@ -280,31 +280,31 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
 
 
 def num_there(picture: EngineView) -> int:
-    """How many run and wait by a picture."""
+    """Return the number of running and waiting requests of a view."""
     head = picture.engine.state.engine[0]
     return int(head.num_running + head.num_waiting)
 
 
-def test_an_engine_that_is_asked_to_end_takes_its_state_with_it(two: Fleet) -> None:
-    """Its file is gone, and the sidecar takes it for one that is yet to start."""
+def test_a_terminated_engine_removes_its_state_file(two: Fleet) -> None:
+    """Its file is removed, and the sidecar reports it as starting."""
 
     async def test() -> None:
         engine = two.engines["priority"]
         await asyncio.to_thread(engine.terminate)
         await until(lambda: not engine.state.exists())
-        await two.until_told("priority", lambda told: told.state != READY)
+        await two.until("priority", lambda response: response.state != READY)
 
     two.run(test())
 
 
-def test_an_engine_that_is_killed_is_known_to_be_down(two: Fleet) -> None:
-    """What it showed last stays behind, and is not believed."""
+def test_a_killed_engine_is_reported_as_down(two: Fleet) -> None:
+    """Its last state file stays, and is not used."""
 
     async def test() -> None:
-        with two.shown("fcfs") as reader:
+        with two.state_of("fcfs") as reader:
             reader.read()
             two.engines["fcfs"].kill()
-            await two.until_told("fcfs", lambda told: told.state == common_pb2.INSTANCE_STATE_DOWN)
+            await two.until("fcfs", lambda response: response.state == common_pb2.INSTANCE_STATE_DOWN)
             with pytest.raises(UnreadableError) as refusal:
                 reader.read()
             assert refusal.value.reason == ENDED

@@ -39,7 +39,7 @@ XARGS = {
 
 
 class FullAttentionSpec:
-    """Bears the name by which the plug-in knows plain blocks."""
+    """Has the class name by which the plug-in recognises plain blocks."""
 
 
 class Queue:
@@ -58,7 +58,7 @@ class Queue:
         return taken
 
     def remove(self, block: Any) -> None:
-        """Take a block from within."""
+        """Take a block from the middle."""
         self.blocks.remove(block)
 
     def append(self, block: Any) -> None:
@@ -74,23 +74,23 @@ class Queue:
         self.blocks = [*blocks, *self.blocks]
 
     def get_all_free_blocks(self) -> list[Any]:
-        """Give all, in order."""
+        """Return all blocks, in order."""
         return list(self.blocks)
 
 
 class Table:
-    """What is cached where."""
+    """The hash table of cached blocks."""
 
     def insert(self, key: bytes, block: Any) -> None:
         """Cache a block."""
         block.block_hash = key
 
     def pop(self, key: bytes, block_id: int) -> None:
-        """Forget a block."""
+        """Remove a block."""
 
 
 class Scheduler:
-    """As much of a scheduler as the plug-in looks at; its steps are made by the tests."""
+    """The parts of a scheduler that the plug-in reads; the tests make its steps."""
 
     def __init__(self, max_num_seqs: int = 4) -> None:
         self.scheduler_config = SimpleNamespace(
@@ -125,7 +125,7 @@ class Scheduler:
         self.waiting: list[Any] = []
 
     def add(self, name: str, prompt_tokens: int = 6, hashes: tuple[bytes, ...] = ()) -> Any:
-        """Let a request wait."""
+        """Add a waiting request."""
         request = SimpleNamespace(
             request_id=f"cmpl-{name}-0-0123abcd", num_prompt_tokens=prompt_tokens, num_tokens=prompt_tokens,
             num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0, num_in_flight_tokens=0,
@@ -139,7 +139,7 @@ class Scheduler:
         return request
 
     def schedule(self) -> Any:
-        """Admit whoever waits, whole."""
+        """Admit all waiting requests with their whole prompts."""
         scheduled = {}
         for request in self.waiting:
             request.status = SimpleNamespace(name="RUNNING")
@@ -155,7 +155,7 @@ class Scheduler:
         return SimpleNamespace(num_scheduled_tokens=scheduled)
 
     def update_from_output(self, output: Any, _model_output: Any) -> None:
-        """Give everybody one token."""
+        """Give every scheduled request one token."""
         for name in output.num_scheduled_tokens:
             if (request := self.requests.get(name)) is not None:
                 request.num_in_flight_tokens = 0
@@ -163,7 +163,7 @@ class Scheduler:
                 request.num_tokens += 1
 
     def has_unfinished_requests(self) -> bool:
-        """Tell whether there will be another step."""
+        """Return whether there will be another step."""
         return bool(self.running or self.waiting)
 
     def finish_requests(self, name: str, status: str) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
         self.queue.append_n(self.kind.req_to_blocks.pop(name, [])[::-1])
 
     def shutdown(self) -> str:
-        """Say that it was told to end."""
+        """Return a value that shows the call."""
         return "down"
 
 
@@ -215,7 +215,7 @@ def wrapping(plugin: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the state goes; there is a vLLM to import, which has nothing but a version."""
+    """Return the path of the state file; a stand-in `vllm` module has only a version."""
     vllm = ModuleType("vllm")
     vllm.__version__ = "0.32.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -224,8 +224,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def complaints(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the plug-in says."""
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The plug-in's warnings."""
     caplog.set_level(logging.WARNING, "vllm.block_export")
     return caplog
 
@@ -269,9 +269,9 @@ def test_it_depends_on_nothing_of_ours(installed: Path) -> None:
     assert not [name for name in packages if f"from {name}" in sources or f"import {name}" in sources]
 
 
-def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
-    """Settings, requests, queues, the step under way, blocks and outcomes come out as the scheduler has them."""
-    scheduler = wrapping.showing(Scheduler)()
+def test_it_exports_a_scheduler(path: Path, wrapping: ModuleType) -> None:
+    """Settings, requests, queues, the step in flight, blocks and outcomes are those of the scheduler."""
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     assert config_of(reader.read()) == EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, max_model_len=32,
@@ -290,7 +290,7 @@ def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     assert snapshot.kv_cache.free_block_ids == tuple(range(2, NUM_BLOCKS - 1))
     assert snapshot.kv_cache.contents == {0: short_hash(b"abcdefgh")}
     scheduler.update_from_output(output, None)
-    assert not len(reader.new_steps())  # what has come of it is shown with the next step
+    assert not len(reader.new_steps())  # its end is published with the next step
     scheduler.schedule()
     (step,) = reader.new_steps().tolist()
     assert step[3:7] == (6, 1, 0, 1)
@@ -304,9 +304,9 @@ def test_it_shows_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     assert not path.exists()
 
 
-def test_a_sidecar_understands_it(path: Path, wrapping: ModuleType) -> None:
-    """The sidecar stands as the scheduler does, knows what its blocks hold, and looks on when it grows."""
-    scheduler = wrapping.showing(Scheduler)()
+def test_a_sidecar_reads_it(path: Path, wrapping: ModuleType) -> None:
+    """The sidecar's model has the scheduler's state and contents of blocks, also after the file has grown."""
+    scheduler = wrapping.exporting(Scheduler)()
     sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
     scheduler.add("first", 6, (b"abcdefgh-first",))
     scheduler.schedule()
@@ -322,8 +322,8 @@ def test_a_sidecar_understands_it(path: Path, wrapping: ModuleType) -> None:
 
 
 def test_a_step_whose_outputs_never_come_is_dropped(path: Path, wrapping: ModuleType) -> None:
-    """When a later step's outputs come, an earlier one is not shown to be under way any more."""
-    scheduler = wrapping.showing(Scheduler)()
+    """When the outputs of a later step arrive, an earlier one is no longer in flight."""
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     scheduler.add("lost")
     scheduler.schedule()
@@ -337,9 +337,9 @@ def test_a_step_whose_outputs_never_come_is_dropped(path: Path, wrapping: Module
     scheduler.shutdown()
 
 
-def test_the_order_of_reuse_is_followed(path: Path, wrapping: ModuleType) -> None:
-    """Blocks that are put first, last, or taken from within are shown in the queue's own order."""
-    scheduler = wrapping.showing(Scheduler)()
+def test_the_order_of_reuse_is_exported(path: Path, wrapping: ModuleType) -> None:
+    """Blocks that are added at either end, or removed from the middle, are exported in the queue's order."""
+    scheduler = wrapping.exporting(Scheduler)()
     queue, reader = scheduler.queue, Reader(str(path))
     taken = [queue.popleft(), *queue.popleft_n(3)]
     queue.prepend_n(taken[2:])
@@ -352,9 +352,9 @@ def test_the_order_of_reuse_is_followed(path: Path, wrapping: ModuleType) -> Non
     scheduler.shutdown()
 
 
-def test_a_cache_that_is_reset_is_shown_empty(path: Path, wrapping: ModuleType) -> None:
-    """When the pool takes a new hash table, nothing is shown to be held, and the new one is followed."""
-    scheduler = wrapping.showing(Scheduler)()
+def test_a_cache_that_is_reset_is_exported_as_empty(path: Path, wrapping: ModuleType) -> None:
+    """When the pool creates a new hash table, all contents are dropped, and the new table is followed."""
+    scheduler = wrapping.exporting(Scheduler)()
     scheduler.pool.cached_block_hash_to_block.insert(b"12345678....", scheduler.pool.blocks[3])
     scheduler.block_export("publish")
     reader = Reader(str(path))
@@ -370,11 +370,11 @@ def test_a_cache_that_is_reset_is_shown_empty(path: Path, wrapping: ModuleType) 
 
 
 @pytest.mark.parametrize("broken", ["running", "queue"])
-def test_a_failure_is_said_once_and_the_engine_runs_on(
-    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture, broken: str
+def test_a_failure_is_logged_once_and_the_engine_runs_on(
+    path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    """Whatever goes wrong inside, the scheduler's own answers come out, and sidecars see that the file is over."""
-    scheduler = wrapping.showing(Scheduler)()
+    """After any failure the scheduler's results are unchanged, and sidecars see that the file is closed."""
+    scheduler = wrapping.exporting(Scheduler)()
     reader = Reader(str(path))
     reader.read()
     request = scheduler.add("first")
@@ -386,8 +386,8 @@ def test_a_failure_is_said_once_and_the_engine_runs_on(
         output = scheduler.schedule()
         scheduler.update_from_output(output, None)
     assert request.num_output_tokens == 1
-    assert len(complaints.records) == 1
-    assert "runs on" in complaints.records[0].message
+    assert len(warnings.records) == 1
+    assert "runs on" in warnings.records[0].message
     with pytest.raises(UnreadableError) as refusal:
         reader.read()
     assert refusal.value.reason == ENDED
@@ -396,10 +396,10 @@ def test_a_failure_is_said_once_and_the_engine_runs_on(
 @pytest.mark.parametrize(
     ("name", "value"), [("num_spec_tokens", 2), ("num_sampled_tokens_per_step", 0), ("max_concurrent_batches", 3)]
 )
-def test_engines_of_another_kind_are_left_alone(
-    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture, name: str, value: int
+def test_unsupported_engines_are_left_alone(
+    path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture, name: str, value: int
 ) -> None:
-    """Beside speculative decoding, pooling and deep pipelines it says why it does nothing, and does nothing."""
+    """With speculative decoding, pooling or deep pipelines it logs the reason, and exports nothing."""
 
     class Other(Scheduler):
         """A scheduler that is not supported."""
@@ -408,33 +408,33 @@ def test_engines_of_another_kind_are_left_alone(
             super().__init__()
             setattr(self.vllm_config if name.startswith("max") else self, name, value)
 
-    scheduler = wrapping.showing(Other)()
+    scheduler = wrapping.exporting(Other)()
     scheduler.add("first")
     scheduler.schedule()
     assert not path.exists()
-    assert "not supported" in complaints.text
+    assert "not supported" in warnings.text
 
 
-def test_a_file_that_cannot_be_is_no_reason_not_to_start(
-    path: Path, wrapping: ModuleType, complaints: pytest.LogCaptureFixture
+def test_the_engine_starts_without_its_state_file(
+    path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """Where the file cannot be made the engine starts all the same."""
+    """Where the file cannot be created, the engine starts nevertheless."""
     path.write_text("something else")
-    scheduler = wrapping.showing(Scheduler)()
+    scheduler = wrapping.exporting(Scheduler)()
     scheduler.add("first")
     assert scheduler.schedule().num_scheduled_tokens
     assert path.read_text() == "something else"
-    assert "cannot begin" in complaints.text
+    assert "cannot start" in warnings.text
 
 
 def test_any_scheduler_class_stays_in_charge(wrapping: ModuleType) -> None:
-    """What the configuration chooses is derived from, whichever it is, and wrapped but once."""
+    """The configured class is the base class, and is wrapped only once."""
 
     class Config:
-        """Chooses its scheduler."""
+        """A configuration with a scheduler class."""
 
         def get_scheduler_cls(self) -> type:
-            """The user's own."""
+            """Return the user's class."""
             return Scheduler
 
     wrapping.wrap_scheduler_choice(Config)
@@ -461,22 +461,22 @@ def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) ->
     [("0.32.0", True), ("0.32.1+cpu", True), ("0.320.0", False), ("0.31.2", False), ("1.32.0", False), ("dev", False)],
 )
 def test_other_versions_are_refused(
-    plugin: ModuleType, complaints: pytest.LogCaptureFixture, version: str, supported: bool
+    plugin: ModuleType, warnings: pytest.LogCaptureFixture, version: str, supported: bool
 ) -> None:
-    """A vLLM that is not known is left alone, and told so."""
+    """With an unsupported vLLM it logs a warning, and exports nothing."""
     assert plugin.is_supported(version) == supported
     if not supported:
         sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
         plugin.register()
-        assert f"not {version}" in complaints.text
+        assert f"not {version}" in warnings.text
 
 
 @pytest.mark.usefixtures("path")
 def test_it_can_be_switched_off(
-    plugin: ModuleType, complaints: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With BLOCK_EXPORT=0 nothing is even looked at."""
+    """With BLOCK_EXPORT=0 it does nothing, not even a version check."""
     monkeypatch.setenv("BLOCK_EXPORT", "0")
     sys.modules["vllm"].__version__ = "0.1"  # type: ignore[attr-defined]
     plugin.register()
-    assert not complaints.records
+    assert not warnings.records

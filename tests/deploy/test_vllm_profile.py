@@ -1,4 +1,4 @@
-"""A real vLLM engine is measured within seconds, and its profile foretells its steps."""
+"""A real vLLM engine is measured within seconds, and its profile predicts its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_a_running_engine_gets_a_profile(tmp_path: Path) -> None:
-    """Its settings are found, all kinds of steps are fitted, no prompt hits its cache, nobody is preempted."""
+    """Its settings are found, all kinds of steps are fitted, and there are no cache hits and no preemptions."""
     need_vllm()
     state = tmp_path / "state"
     engine = Engine(tiny_model(tmp_path / "model"), state, tmp_path / "log")

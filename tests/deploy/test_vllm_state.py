@@ -1,4 +1,4 @@
-"""The state file that the plug-in writes in vLLM's real schedulers, against what these hold, at every step."""
+"""Compares the plug-in's state file with the state of vLLM's real schedulers at every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_RUNS = 24
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has vLLM, with the plug-in writing into a file of this test's."""
+    """Start a process that has vLLM, with the plug-in writing into a file of this test."""
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
     with (tmp_path / "log").open("w") as log:
@@ -49,15 +49,15 @@ def scheduler(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_the_file_shows_what_the_scheduler_holds(
+def test_the_file_has_the_state_of_the_scheduler(
     scheduler: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests, queues, steps under way, and which blocks hold what, sync and async, fcfs and priority."""
-    monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model take no profile's time
+    """Requests, queues, steps in flight and contents of blocks are equal: sync and async, fcfs and priority."""
+    monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model do not have the times of a profile
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
         load = workload(seed)
-        say(scheduler, json.dumps(load))
+        send(scheduler, json.dumps(load))
         reader = Reader(str(tmp_path / "state"))
         sidecar = ExportedEngine(str(tmp_path / "state"), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
         caching = load["engine"]["enable_prefix_caching"]
@@ -67,8 +67,10 @@ def test_the_file_shows_what_the_scheduler_holds(
             assert config_of(view) == our_config(load)
             snapshot = snapshot_from_view(view)
             where = f"seed {seed}, publication {view.sequence}"
-            assert [shown(one) for one in snapshot.running] == [held(one, caching) for one in truth["running"]], where
-            assert [shown(one) for one in snapshot.waiting] == [
+            assert [exported(one) for one in snapshot.running] == [held(one, caching) for one in truth["running"]], (
+                where
+            )
+            assert [exported(one) for one in snapshot.waiting] == [
                 held(one, caching) | {"blocks": [] if caching else one["blocks"]} for one in truth["waiting"]
             ], where
             steps = [{"scheduled": step.scheduled, "sampled": list(step.sampled)} for step in snapshot.steps]
@@ -80,25 +82,25 @@ def test_the_file_shows_what_the_scheduler_holds(
             picture = sidecar.refresh()  # understood as a whole, or it would refuse to forecast
             assert picture.engine.tracks_blocks == caching, where
             seen["async"] += load["engine"]["async_scheduling"]
-            seen["two under way"] += len(steps) == 2
+            seen["two in flight"] += len(steps) == 2
             seen["preempted"] += any(one["preemptions"] for one in truth["waiting"])
             seen["cached"] += bool(truth["contents"])
             seen["waiting"] += bool(truth["waiting"])
-            say(scheduler, "on")
+            send(scheduler, "on")
         reader.close()
         sidecar.close()
         assert not (tmp_path / "state").exists()
-    assert all(seen[what] for what in ("async", "two under way", "preempted", "cached", "waiting")), seen
+    assert all(seen[what] for what in ("async", "two in flight", "preempted", "cached", "waiting")), seen
 
 
-def say(process: subprocess.Popen[str], line: str) -> None:
+def send(process: subprocess.Popen[str], line: str) -> None:
     """Send a line."""
     process.stdin.write(line + "\n")
     process.stdin.flush()
 
 
-def shown(live: LiveRequest) -> dict[str, Any]:
-    """A request as the file has it."""
+def exported(live: LiveRequest) -> dict[str, Any]:
+    """Return a request as the file has it."""
     return {
         "id": live.request.request_id,
         "prompt": live.request.prompt_tokens,
@@ -116,7 +118,7 @@ def shown(live: LiveRequest) -> dict[str, Any]:
 
 
 def held(request: dict[str, Any], caching: bool) -> dict[str, Any]:
-    """A request as the scheduler has it; without a prefix cache the file does not tell which blocks it holds."""
+    """Return a request as the scheduler has it; without a prefix cache the file does not have its blocks."""
     blocks = request["blocks"]
     return {
         **request,

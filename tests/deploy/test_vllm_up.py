@@ -52,14 +52,14 @@ connect-s = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Up:
-    """The command, what it has said so far, and the official client of its gateway."""
+    """The command, its output so far, and the official client of its gateway."""
 
     process: Process
-    said: list[str]
+    output: list[str]
     client: openai.AsyncOpenAI
 
     def processes(self) -> list[int]:
-        """All processes that it has started, and those that these have."""
+        """Return all its processes, and their child processes."""
         found, new = [], [self.process.pid]
         while new:
             threads = [path for pid in new for path in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -68,16 +68,16 @@ class Up:
         return found
 
     def engine(self, name: str) -> int:
-        """The process of an engine, which was told where to show its state."""
-        told = f"/{name}.state\0".encode()
+        """Return the process of an engine, by its state file."""
+        marker = f"/{name}.state\0".encode()
         own = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [int(pid) for pid in own if told in Path(f"/proc/{pid}/environ").read_bytes()]
+        (pid,) = [int(pid) for pid in own if marker in Path(f"/proc/{pid}/environ").read_bytes()]
         return pid
 
 
 @asynccontextmanager
 async def up(folder: Path, *arguments: str) -> AsyncIterator[Up]:
-    """Run `block up --vllm` while the block runs."""
+    """Run `block up --vllm` within a context."""
     model, profile, tables = tiny_model(folder / "model"), folder / "profile.json", folder / "cluster.toml"
     profile.write_text(profile_to_json(PROFILE))
     tables.write_text(TABLES.format(command=interpreter().parent / "vllm", profile=profile))
@@ -86,22 +86,22 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[Up]:
         BLOCK, "up", "-c", str(tables), "--vllm", str(model), *arguments, "--", *ENGINE_FLAGS,
         stderr=PIPE, env=environment | OFFLINE,
     )  # fmt: skip
-    said: list[str] = []
+    output: list[str] = []
 
     async def listen() -> None:
         assert process.stderr is not None
         while line := await process.stderr.readline():
-            said.append(line.decode())
+            output.append(line.decode())
 
     listening = asyncio.create_task(listen())
     try:
-        await until(lambda: any("/v1\n" in line for line in said) or process.returncode is not None, START_S)
-        (url,) = [line.split()[1] for line in said if line.startswith("round_robin: ")] or [None]
-        assert url, "".join(said)
+        await until(lambda: any("/v1\n" in line for line in output) or process.returncode is not None, START_S)
+        (url,) = [line.split()[1] for line in output if line.startswith("round_robin: ")] or [None]
+        assert url, "".join(output)
         async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=4 * PATIENCE_S) as client:
-            yield Up(process=process, said=said, client=client)
+            yield Up(process=process, output=output, client=client)
     except BaseException:
-        sys.stderr.write("".join(said))
+        sys.stderr.write("".join(output))
         raise
     finally:
         if process.returncode is None:
@@ -110,8 +110,8 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[Up]:
         await listening
 
 
-def test_two_engines_come_up_survive_and_end(tmp_path: Path) -> None:
-    """A killed engine fails its own streams only, and is back by itself; Ctrl-C leaves nothing behind."""
+def test_two_engines_start_recover_and_end(tmp_path: Path) -> None:
+    """A killed engine fails only its own streams and is restarted; Ctrl-C ends all processes."""
     need_vllm()
 
     async def test() -> None:
@@ -128,13 +128,13 @@ def test_two_engines_come_up_survive_and_end(tmp_path: Path) -> None:
 
 
 def bindings_of(pid: int) -> set[bytes]:
-    """What an engine was told of devices and cores."""
+    """Return an engine's environment variables for devices and cores."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return {one for one in variables if one.startswith((b"CUDA_VISIBLE_DEVICES=", b"VLLM_CPU_OMP_THREADS_BIND="))}
 
 
 async def survives(running: Up) -> None:
-    """Kill an engine while streams of both are under way, and wait until it serves again."""
+    """Kill an engine while both engines send streams, and wait until it serves again."""
     victim, other = "engine-1", "engine-0"
     streams = await flowing(running, victim)
     killed = running.engine(victim)
@@ -154,27 +154,27 @@ async def survives(running: Up) -> None:
 
 
 async def answered(running: Up) -> Placed:
-    """Have one answer, short enough to leave the machine to an engine that loads."""
+    """Get one response, a short one because an engine is loading."""
     return await stream(running.client, STORY, 30)
 
 
 async def answered_until_it_serves(running: Up, loading: str) -> list[Placed]:
-    """Have an answer whenever the command tells that an engine still loads."""
+    """Get a response whenever the command reports that an engine is still loading."""
 
-    def told(event: str) -> int:
-        return sum(f"{event} part={loading}" in line for line in running.said)
+    def count(event: str) -> int:
+        return sum(f"{event} part={loading}" in line for line in running.output)
 
     placed: list[Placed] = []
-    while told("serving") < 2:
-        await until(lambda: told("serving") == 2 or told("loading") > len(placed), START_S)
+    while count("serving") < 2:
+        await until(lambda: count("serving") == 2 or count("loading") > len(placed), START_S)
         placed.append(await answered(running))
     return placed
 
 
 async def flowing(running: Up, instance: str) -> list[asyncio.Task[Placed]]:
-    """Send streams until one is under way from an instance: where vLLM is late, a whole answer comes in one piece."""
+    """Send streams until an instance sends one; where vLLM is late, a whole response arrives in one piece."""
     for attempt in range(MOST_TRIES):
-        senders: dict[int, str] = {}  # of those that have begun
+        senders: dict[int, str] = {}  # of the streams that have started
         streams = [
             asyncio.create_task(
                 stream(running.client, f"{attempt}{one}{STORY}", 300, partial(senders.__setitem__, one))
@@ -184,21 +184,21 @@ async def flowing(running: Up, instance: str) -> list[asyncio.Task[Placed]]:
         await until(partial(flows_or_is_over, streams, senders, instance))
         if flows(streams, senders, instance):
             return streams
-    raise AssertionError(f"no stream was ever under way from {instance}")
+    raise AssertionError(f"no stream ever came from {instance}")
 
 
 def flows(streams: list[asyncio.Task[Placed]], senders: dict[int, str], instance: str) -> bool:
-    """Tell whether an instance is sending."""
+    """Return whether an instance is sending."""
     return any(sender == instance and not streams[one].done() for one, sender in senders.items())
 
 
 def flows_or_is_over(streams: list[asyncio.Task[Placed]], senders: dict[int, str], instance: str) -> bool:
-    """Tell whether an instance is sending, or nobody is any more."""
+    """Return whether an instance is sending, or all streams have ended."""
     return flows(streams, senders, instance) or all(one.done() for one in streams)
 
 
-def test_an_engine_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
-    """What vLLM said in the end is the line, and everything else ends."""
+def test_an_engine_that_cannot_start_is_reported_in_one_line(tmp_path: Path) -> None:
+    """The line has vLLM's last error, and all other processes end."""
     need_vllm()
     tables = tmp_path / "cluster.toml"
     tables.write_text(f'[cluster]\ninstances = 1\nport = 0\n[vllm]\ncommand = "{interpreter().parent / "vllm"}"\n')
@@ -208,8 +208,8 @@ def test_an_engine_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> Non
             BLOCK, "up", "-c", str(tables), "--vllm", str(tmp_path / "nowhere"), "-p", "constant",
             "--log-level", "error", stderr=PIPE, env=os.environ | OFFLINE,
         )  # fmt: skip
-        _, said = await asyncio.wait_for(process.communicate(), START_S)
-        return process.returncode, said.decode()
+        _, output = await asyncio.wait_for(process.communicate(), START_S)
+        return process.returncode, output.decode()
 
     status, said = asyncio.run(test())
     assert status == 2

@@ -1,7 +1,7 @@
-"""Drive vLLM's real scheduler with the plug-in in it, and tell after each change what the scheduler itself holds.
+"""Runs vLLM's real scheduler with the plug-in, and reports the scheduler's own state after each change.
 
-Runs under the interpreter that has vLLM and the plug-in, and imports nothing else of this project but the tracer beside.
-Reads workloads as the tracer does; writes a line of JSON for every publication, and goes on when a line comes back.
+It runs with the interpreter that has vLLM and the plug-in, and imports nothing else of this project except the tracer.
+It reads workloads like the tracer, writes a line of JSON per publication, and continues after a line on its input.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
 
 
 def short(digest: bytes) -> int:
-    """The first eight bytes of a hash."""
+    """Return the first eight bytes of a hash."""
     return int.from_bytes(digest[:8], "little") or 1
 
 
-class Told(vllm_trace.Trace):
-    """A run that stops after every change until it has been compared."""
+class ReportedRun(vllm_trace.Trace):
+    """A run that waits after every change for the comparison."""
 
     def __init__(self, base: Any, workload: dict[str, Any]) -> None:
         self.under_way: deque[Any] = deque()
         super().__init__(base, workload)
-        self.tell()
+        self.report()
 
     def schedule(self, start_s: float) -> Any:
-        """Plan a step, and tell."""
+        """Plan a step, and report."""
         launched = super().schedule(start_s)
         if launched.output.num_scheduled_tokens:
             self.under_way.append(launched)
-        self.tell()
+        self.report()
         return launched
 
     def update(self, launched: Any) -> None:
-        """Take a step's outputs, and tell if that was all: else it is shown with the next step."""
+        """Process a step's outputs, and report where no request is left; else the next step publishes it."""
         if launched.output.num_scheduled_tokens:
             assert self.under_way.popleft() is launched
         super().update(launched)
         if not self.scheduler.has_unfinished_requests():
-            self.tell()
+            self.report()
 
-    def tell(self) -> None:
-        """Write down what the scheduler holds, and wait."""
+    def report(self) -> None:
+        """Report the scheduler's state, and wait."""
         scheduler = self.scheduler
         manager = scheduler.kv_cache_manager
         (kind,) = manager.coordinator.single_type_managers
@@ -103,7 +103,7 @@ def main() -> None:
     init_none_hash(sha256)
     base = vllm_trace.base_config()
     while line := sys.stdin.readline():
-        run = Told(base, json.loads(line))
+        run = ReportedRun(base, json.loads(line))
         run.run()
         run.scheduler.block_export("close")
         answers.write('"end"\n')

@@ -1,4 +1,4 @@
-"""A run of the engine model held against the same run of an oracle."""
+"""Compares a run of the engine model with the same run of an oracle."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.strategies import AFFINE, MAX_STEPS, ONE_SECOND, Load, affine_seconds
 
 
 def our_steps(load: Load, step_time: Any = ONE_SECOND) -> Iterator[Step]:
-    """Describe the steps of the engine model as oracles describe theirs."""
+    """Return the steps of the engine model in the oracles' form."""
     return (asdict(step) for step in iter(load.loaded(step_time).next_step, None))
 
 
 def expect_same_steps(ours: Iterable[Step], theirs: Iterable[Step], *, rel: float = 0.0) -> int:
-    """Fail at the first step that differs, with what was scheduled in order; return how many there were."""
+    """Fail at the first step that differs, also in the order of scheduling; return the number of steps."""
     num_steps = 0
     for our, their in islice(zip_longest(ours, theirs), MAX_STEPS):
         assert our is not None, f"the engine model ended before {their}"
@@ -36,7 +36,7 @@ def expect_same_steps(ours: Iterable[Step], theirs: Iterable[Step], *, rel: floa
 
 
 def expect_oracle(load: Load, replay_steps: Any) -> Counter[str]:
-    """Compare a load's run with an oracle's, with steps of a second and of any length; count what happened."""
+    """Compare a load's run with an oracle's, with steps of a second and of realistic times; return event counts."""
     expect_same_steps(our_steps(load, AFFINE), replay_steps(load.engine, load.requests, affine_seconds), rel=1e-9)
     theirs = list(islice(replay_steps(load.engine, load.requests), MAX_STEPS))
     expect_same_steps(islice(our_steps(load), MAX_STEPS), theirs)

@@ -1,7 +1,7 @@
-"""A plain engine for the local schedulers that plan one step at a time: lists, numbers, and nothing clever.
+"""A plain engine for the local schedulers that plan one step at a time, with lists and numbers only.
 
-A local scheduler is a function that looks at the queues and calls `admit`, `go_on` and `preempt`; `replay` does the
-rest. Blocks have no identity here, for none of these schedulers caches prefixes.
+A local scheduler is a function that reads the queues and calls `admit`, `go_on` and `preempt`; `replay` does the
+rest. Blocks are only counted, because none of these schedulers caches prefixes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Seconds = Callable[[list[Part]], float]
 
 @dataclass(eq=False)
 class Request:
-    """A request, how long its answer will really be, and how far it has come."""
+    """A request, with the real length of its response, and its progress."""
 
     id: str
     arrival_s: float
@@ -30,17 +30,17 @@ class Request:
     prefix_hashes: list[int] = field(default_factory=list)
     num_output: int = 0
     computed: int = 0
-    prefill_tokens: int = 0  # what it was last admitted with
+    prefill_tokens: int = 0  # tokens to compute as of its last admission
     num_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens known so far: a preempted request's answer has become part of its prompt."""
+        """The tokens known so far: a preempted request's output is a part of its prompt."""
         return self.prompt_tokens + self.num_output
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that it was admitted with is computed."""
+        """Whether its prefill is finished."""
         return self.computed >= self.prefill_tokens
 
 
@@ -57,7 +57,7 @@ class Engine:
     preempted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start with all blocks free."""
+        """Initialise it with all blocks free."""
         self.free_blocks = self.settings["num_gpu_blocks"]
 
     @property
@@ -72,37 +72,37 @@ class Engine:
 
     @property
     def budget(self) -> int:
-        """Tokens that the step being planned still has room for."""
+        """The tokens that still fit into the planned step."""
         return int(self.settings["max_num_batched_tokens"]) - sum(self.scheduled.values())
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks that hold so many tokens."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.settings["block_size"])
 
     def final_tokens(self, request: Request) -> int:
-        """How long the answer will be: the model's own end, the client's limit, or no room left for more."""
+        """Return the response's length: its own end, the client's limit, or the model's limit."""
         room = self.settings["max_model_len"] - request.prompt_tokens
         return int(min(request.output_tokens, request.max_tokens, room))
 
     def arrive(self, request: Request) -> None:
-        """Put a request at the end of the queue, or where its priority belongs."""
+        """Add a request at the end of the queue, or in the order of priorities."""
         self.waiting.append(request)
         self.sort_waiting()
 
     def sort_waiting(self) -> None:
-        """Keep the queue by priority, then arrival, then id, where that is asked for."""
+        """Sort the queue by priority, then arrival, then id, where configured."""
         if self.sorts_arrivals and self.settings["scheduling_policy"] == "priority":
             self.waiting.sort(key=lambda request: (request.priority, request.arrival_s, request.id))
 
     def admit(self, request: Request, num_tokens: int, room_for: int) -> None:
-        """Let a waiting request run: so many tokens now, and blocks for `room_for`."""
+        """Admit a waiting request: `num_tokens` tokens in this step, and blocks for `room_for`."""
         self.waiting.remove(request)
         self.running.append(request)
         request.prefill_tokens = request.num_tokens
         self.go_on(request, num_tokens, room_for)
 
     def go_on(self, request: Request, num_tokens: int, room_for: int) -> None:
-        """Give a running request tokens in this step, and the blocks that it lacks for `room_for` tokens."""
+        """Schedule tokens of a running request, and allocate missing blocks for `room_for` tokens."""
         assert request.id not in self.scheduled
         lacking = max(0, self.blocks_for(room_for) - request.num_blocks)
         assert lacking <= self.free_blocks
@@ -111,7 +111,7 @@ class Engine:
         self.scheduled[request.id] = num_tokens
 
     def preempt(self, victim: Request) -> None:
-        """Take a running request's blocks away; it keeps its answer, and waits in front of all others."""
+        """Free a running request's blocks; it keeps its output, and moves to the front of the queue."""
         assert victim.id not in self.scheduled
         self.free(victim)
         victim.computed = 0
@@ -121,12 +121,12 @@ class Engine:
         self.preempted.append(victim.id)
 
     def free(self, request: Request) -> None:
-        """Give back all its blocks."""
+        """Free all its blocks."""
         self.free_blocks += request.num_blocks
         request.num_blocks = 0
 
     def parts(self) -> list[Part]:
-        """Describe the step just planned by what decides how long it takes."""
+        """Return the planned step's parts, on which its duration depends."""
         parts = []
         for request in self.running:
             if request.id in self.scheduled:
@@ -135,7 +135,7 @@ class Engine:
         return parts
 
     def update(self) -> None:
-        """Take in the finished step: who has now computed all it has says one more token."""
+        """Process the finished step: a request that has computed all its tokens gets one more."""
         for request in list(self.running):
             request.computed += self.scheduled.get(request.id, 0)
             if request.id in self.scheduled and request.computed == request.num_tokens:
@@ -146,13 +146,13 @@ class Engine:
 
 
 def one_second(parts: list[Part]) -> float:
-    """Let every step take a second."""
+    """Return one second for every step."""
     del parts
     return 1.0
 
 
 def decode_all(engine: Engine, *, spare_blocks: int = 0) -> None:
-    """Give each running request past its prompt one token; where blocks are short, the last of the list gives way."""
+    """Schedule a token of each decoding request; where blocks are short, the last running request is preempted."""
     for request in list(engine.running):
         if request not in engine.running or not request.is_decoding:
             continue
@@ -173,7 +173,7 @@ def replay(
     seconds: Seconds = one_second,
     sorts_arrivals: bool = True,
 ) -> Iterator[Step]:
-    """Run an engine under a local scheduler, and describe each step right after its planning."""
+    """Run an engine with a local scheduler, and yield each step right after its planning."""
     engine = Engine(settings, sorts_arrivals)
     arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
     now_s, num_steps = 0.0, 0
@@ -182,7 +182,7 @@ def replay(
             engine.arrive(arrivals.popleft())
         engine.scheduled, engine.preempted = {}, []
         schedule(engine)
-        if not engine.scheduled and not engine.preempted:  # nothing to do, or nothing that fits
+        if not engine.scheduled and not engine.preempted:  # no request, or none that fits
             if not arrivals:
                 return
             now_s = arrivals[0].arrival_s

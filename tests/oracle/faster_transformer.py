@@ -1,4 +1,4 @@
-"""Static batches, as FasterTransformer serves them: a batch is formed when the last one has ended."""
+"""Static batches, as in FasterTransformer: a batch is formed when the previous one has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.oracle.orca import select_new
 
 
 def schedule(engine: Engine) -> None:
-    """Go on with the batch that there is, or form one."""
+    """Continue the current batch, or form one."""
     if not engine.running:
         select_new(engine)
         return
@@ -21,5 +21,5 @@ def schedule(engine: Engine) -> None:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a virtual clock, and describe each step right after its planning."""
+    """Run an engine on a virtual clock, and yield each step right after its planning."""
     return replay(schedule, settings, requests, seconds=seconds)

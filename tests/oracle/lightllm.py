@@ -1,6 +1,6 @@
-"""LightLLM with its past-future scheduler: whole prompts enter while the memory peak to come stays within the pool.
+"""LightLLM with its past-future scheduler: whole prompts are admitted while the future memory peak fits.
 
-The router decodes ten times between two looks at the queue, whether a look let anybody in or not
+The router decodes ten times between two checks of the queue, with or without an admission
 (`RouterManager._step`, `has_wait_tokens` and `max_wait_tokens`).
 """
 
@@ -15,13 +15,13 @@ DECODES_BETWEEN_LOOKS = 10
 
 
 class Router:
-    """The local scheduler, which counts the decodes since it last looked at the queue."""
+    """The local scheduler, which counts the decodes since its last check of the queue."""
 
     def __init__(self) -> None:
         self.num_decodes = 0
 
     def schedule(self, engine: Engine) -> None:
-        """Look at the queue when idle or when it is time; decode if that let nobody in."""
+        """Check the queue when idle or when it is due; decode without an admission."""
         if not engine.running:
             self.num_decodes = 0
             admit(engine)
@@ -35,7 +35,7 @@ class Router:
 
 
 def admit(engine: Engine) -> bool:
-    """Prefill from the head of the queue while seats, tokens and the coming memory peak allow; tell if any was."""
+    """Prefill from the head of the queue while seats, tokens and the future peak allow; return whether any was admitted."""
     while engine.waiting and engine.has_seat:
         request = engine.waiting[0]
         if request.num_tokens > engine.budget and engine.scheduled:
@@ -47,7 +47,7 @@ def admit(engine: Engine) -> bool:
 
 
 def peak_blocks(engine: Engine, together: list[Request]) -> int:
-    """The most blocks ever held: just before each of them ends, by all that are not over by then."""
+    """Return the largest number of blocks held: just before each request ends, by all that are left then."""
     left = {request.id: engine.final_tokens(request) - request.num_output for request in together}
     return max(
         sum(engine.blocks_for(other.num_tokens + ahead) for other in together if left[other.id] >= ahead)
@@ -58,5 +58,5 @@ def peak_blocks(engine: Engine, together: list[Request]) -> int:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a virtual clock, and describe each step right after its planning."""
+    """Run an engine on a virtual clock, and yield each step right after its planning."""
     return replay(Router().schedule, settings, requests, seconds=seconds)

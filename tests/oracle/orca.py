@@ -1,4 +1,4 @@
-"""Orca's Algorithm 1 (OSDI 22): every iteration selects anew, and memory is reserved for the longest answer."""
+"""Orca's Algorithm 1 (OSDI 22): every iteration selects requests, and memory is reserved for the longest response."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.oracle.engine import Engine, EngineSettings, Request, Seconds, Step, 
 
 
 def longest(engine: Engine, request: Request) -> int:
-    """The tokens that a request may come to, as far as the engine is told (`max_tokens` of the paper)."""
+    """Return the maximum number of tokens of a request (`max_tokens` of the paper)."""
     return int(min(request.prompt_tokens + request.max_tokens, engine.settings["max_model_len"]))
 
 
 def select_new(engine: Engine) -> None:
-    """Take requests in order until one finds no seat, no memory to reserve, or, but for the first, no budget."""
+    """Admit requests in order until seats, memory or, except for the first one, budget run out."""
     any_admitted = False
     while engine.waiting and engine.has_seat:
         request = engine.waiting[0]
@@ -27,7 +27,7 @@ def select_new(engine: Engine) -> None:
 
 
 def schedule(engine: Engine) -> None:
-    """All that run go on by a token, for their memory is reserved; then come the new ones."""
+    """Decode all running requests, whose memory is reserved; then admit new ones."""
     for request in engine.running:
         engine.go_on(request, 1, request.num_tokens)
     select_new(engine)
@@ -36,5 +36,5 @@ def schedule(engine: Engine) -> None:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a virtual clock, and describe each step right after its planning."""
+    """Run an engine on a virtual clock, and yield each step right after its planning."""
     return replay(schedule, settings, requests, seconds=seconds)

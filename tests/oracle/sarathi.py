@@ -1,4 +1,4 @@
-"""Sarathi-Serve's Algorithm 3 (OSDI 24), stall-free batching, with the memory rules of the vLLM it was built on."""
+"""Sarathi-Serve's Algorithm 3 (OSDI 24), stall-free batching, with the memory rules of its vLLM version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.oracle.engine import Engine, EngineSettings, Seconds, Step, decode_al
 
 
 def schedule(engine: Engine) -> None:
-    """Every decode (lines 6-8), then the prompts under way (9-12), then new ones (13-21), within the budget."""
+    """Every decode (lines 6-8), then the started prompts (9-12), then new ones (13-21), within the budget."""
     decode_all(engine, spare_blocks=1)
     for request in engine.running:
         chunk = min(request.num_tokens - request.computed, engine.budget)
@@ -25,5 +25,5 @@ def schedule(engine: Engine) -> None:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a virtual clock, and describe each step right after its planning."""
+    """Run an engine on a virtual clock, and yield each step right after its planning."""
     return replay(schedule, settings, requests, seconds=seconds)

@@ -20,7 +20,7 @@ def schedule(engine: Engine) -> None:
 
 
 def schedule_default(engine: Engine) -> None:
-    """Prefills alone; where there are none, decodes, after the priority policy had its say."""
+    """Prefills alone; without any, decodes, after the preemptions of the priority policy."""
     schedule_prefills(engine, list(engine.waiting))
     if engine.scheduled:
         return
@@ -30,9 +30,9 @@ def schedule_default(engine: Engine) -> None:
 
 
 def schedule_chunked_prefill(engine: Engine) -> None:
-    """What runs goes first; whoever had to leave in this step comes back in a later one at the earliest.
+    """Running requests go first; a request that this step preempts is admitted in a later one at the earliest.
 
-    The policy is not asked: the queue is first come, first served in this mode.
+    The policy has no effect: the queue is first come, first served in this mode.
     """
     waiting = list(engine.waiting)
     schedule_running(engine)
@@ -53,7 +53,7 @@ def schedule_prefills(engine: Engine, waiting: list[Request]) -> None:
 
 
 def schedule_running(engine: Engine) -> None:
-    """Everybody goes on, in order; where blocks are short, the last of those not yet looked at gives way."""
+    """Continue all requests in order; where blocks are short, the last one that is not scheduled yet is preempted."""
     for request in list(engine.running):
         if request not in engine.running:
             continue
@@ -68,10 +68,10 @@ def schedule_running(engine: Engine) -> None:
 
 
 def touched_blocks(engine: Engine, request: Request) -> int:
-    """Blocks that must be free for it to go on (`BlockTable.get_num_blocks_touched_by_append_slots`).
+    """Return the blocks that must be free to continue (`BlockTable.get_num_blocks_touched_by_append_slots`).
 
-    That is one for the newest token, as if its block were full, and one for a prompt under way, though its blocks
-    are all there, unless it fills them.
+    That is one for a decode, even where its block is not full, and one for a started prompt, although it has all its
+    blocks, unless it fills the last one.
     """
     if request.is_decoding:
         return 1
@@ -84,7 +84,7 @@ def rank(request: Request) -> tuple[int, float]:
 
 
 def schedule_priority_preemption(engine: Engine) -> None:
-    """Preempt who ranks below the head of the queue until that could enter; only now are both queues sorted."""
+    """Preempt requests that rank below the head of the queue until it fits; only here both queues are sorted."""
     engine.running.sort(key=rank)
     if engine.waiting:
         head = engine.waiting[0]
@@ -101,5 +101,5 @@ def could_enter(engine: Engine, request: Request) -> bool:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a virtual clock, and describe each step right after its planning."""
+    """Run an engine on a virtual clock, and yield each step right after its planning."""
     return replay(schedule, settings, requests, seconds=seconds, sorts_arrivals=False)

@@ -1,4 +1,4 @@
-"""vLLM 0.32's v1 scheduler in plain Python, one step at a time: slow, short, and meant to be obviously right."""
+"""vLLM 0.32's v1 scheduler in plain Python, one step at a time: slow, short, and obviously correct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
 
 @dataclass(eq=False)
 class Request:
-    """A request as the scheduler sees it, with how many tokens its answer will really have."""
+    """A request as the scheduler sees it, with the real length of its response."""
 
     id: str
     arrival_s: float
@@ -22,9 +22,9 @@ class Request:
     priority: int = 0
     prefix_hashes: list[int] = field(default_factory=list)
     num_output: int = 0
-    computed: int = 0  # tokens scheduled so far, including those of steps still under way
-    placeholders: int = 0  # sampled by a step still under way, not yet known (async)
-    in_flight: int = 0  # tokens scheduled by steps whose output is still to come
+    computed: int = 0  # tokens scheduled so far, including those of steps in flight
+    placeholders: int = 0  # sampled by a step in flight, not yet known (async)
+    in_flight: int = 0  # tokens scheduled by steps in flight
     stale: int = 0  # of these, tokens scheduled before the last preemption
     running: bool = False
     blocks: list[int] = field(default_factory=list)
@@ -32,11 +32,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens known so far."""
+        """The number of tokens known so far."""
         return self.prompt_tokens + self.num_output
 
     def block_key(self, index: int) -> Hashable:
-        """Name the content of a full block: shared if the prompt says so, otherwise this request's own."""
+        """Return the content of a full block: shared where the prompt has a hash, else this request's own."""
         return self.prefix_hashes[index] if index < len(self.prefix_hashes) else (self.id, index)
 
 
@@ -44,13 +44,13 @@ class BlockPool:
     """KV blocks: a free list in order of reuse, reference counts, and the cache of full blocks (BlockPool)."""
 
     def __init__(self, num_gpu_blocks: int) -> None:
-        self.free = deque(range(1, num_gpu_blocks))  # vLLM keeps block 0 for itself
+        self.free = deque(range(1, num_gpu_blocks))  # vLLM reserves block 0
         self.refs = [0] * num_gpu_blocks
         self.keys: list[Hashable] = [None] * num_gpu_blocks
         self.cached: dict[Hashable, list[int]] = {}  # blocks of equal content, in the order they were cached
 
     def take(self, count: int) -> list[int]:
-        """Reuse blocks from the head of the free list; what they had cached is gone."""
+        """Reuse blocks from the head of the free list; their cached content is dropped."""
         blocks = [self.free.popleft() for _ in range(count)]
         for block in blocks:
             key, self.keys[block] = self.keys[block], None
@@ -60,19 +60,19 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Share blocks that a prefix hit found."""
+        """Share blocks of a prefix hit."""
         for block in blocks:
             if self.refs[block] == 0:
                 self.free.remove(block)
             self.refs[block] += 1
 
     def cache(self, block: int, key: Hashable) -> None:
-        """Make a full block hit-able."""
+        """Register a full block for hits."""
         self.keys[block] = key
         self.cached.setdefault(key, []).append(block)
 
     def release(self, blocks: list[int]) -> None:
-        """Give blocks back, last first: uncached ones to be reused next, cached ones to be reused last."""
+        """Free blocks, the last one first: uncached ones are reused next, cached ones last."""
         unheld = []
         for block in reversed(blocks):
             self.refs[block] -= 1
@@ -82,7 +82,7 @@ class BlockPool:
         self.free.extend(block for block in unheld if self.keys[block] is not None)
 
     def hits(self, request: Request, block_size: int) -> list[int]:
-        """Find the longest cached beginning; the last token is always computed anew (get_computed_blocks)."""
+        """Return the longest cached prefix; the last token is always computed again (get_computed_blocks)."""
         blocks = []
         for index in range((request.num_tokens - 1) // block_size):
             same = self.cached.get(request.block_key(index))
@@ -93,7 +93,7 @@ class BlockPool:
 
 
 class Engine:
-    """The scheduler's state and its two verbs, schedule and update."""
+    """The scheduler's state, with its methods schedule and update."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
@@ -107,26 +107,26 @@ class Engine:
         self.unfinished: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Queue a request that has just arrived."""
+        """Add a request that has just arrived to the queue."""
         self.unfinished[request.id] = request
         self.waiting.append(request)
         self.sort_waiting()
 
     def sort_waiting(self) -> None:
-        """Under priority the queue is a heap on these three (Request.__lt__); fcfs keeps its order."""
+        """With priorities the queue is a heap on these three (Request.__lt__); fcfs keeps its order."""
         if self.by_priority:
             self.waiting.sort(key=lambda request: (request.priority, request.arrival_s, request.id))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks that hold so many tokens."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def schedule(self) -> tuple[dict[str, int], list[str]]:
-        """Plan one step (Scheduler.schedule): tokens by request, in order, and who was preempted."""
+        """Plan one step (Scheduler.schedule): tokens by request, in order, and the preempted requests."""
         self.budget: int = self.settings["max_num_batched_tokens"]
         self.threshold: int = self.settings["long_prefill_token_threshold"]
         if len(self.running) + len(self.waiting) <= 1:
-            self.threshold = 0  # nobody to starve
+            self.threshold = 0  # no other request that could starve
         scheduled: dict[str, int] = {}
         preempted: list[str] = []
         self.schedule_running(scheduled, preempted)
@@ -171,12 +171,12 @@ class Engine:
             self.budget -= count
 
     def surely_done(self, request: Request) -> bool:
-        """Whether the steps under way are known to bring its last token (async)."""
+        """Whether the steps in flight will produce its last token (async)."""
         last = request.prompt_tokens + request.max_tokens
         return request.placeholders > 0 and request.computed + 2 - request.placeholders >= last
 
     def preempt(self, victim: Request) -> None:
-        """Take everything computed away (Scheduler._preempt_request); what it has answered stays."""
+        """Drop everything computed (Scheduler._preempt_request); the output is kept."""
         self.free(victim)
         victim.running = False
         victim.computed = 0
@@ -186,7 +186,7 @@ class Engine:
         self.sort_waiting()
 
     def free(self, request: Request) -> None:
-        """Give back all its blocks."""
+        """Free all its blocks."""
         self.pool.release(request.blocks)
         request.blocks = []
         request.num_cached = 0
@@ -197,7 +197,7 @@ class Engine:
             if self.budget <= 0 or len(self.running) >= self.settings["max_num_seqs"]:
                 return
             if request.stale:
-                continue  # its output from before the preemption is still to come
+                continue  # its output from before the preemption is still in flight
             hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
             computed = len(hits) * self.block_size
             count = request.num_tokens - computed
@@ -235,22 +235,22 @@ class Engine:
         request.num_cached = max(request.num_cached, num_full)
 
     def samples(self, scheduled: dict[str, int]) -> set[str]:
-        """Tell who gets a token from the step just planned, and expect it (AsyncScheduler._update_after_schedule)."""
+        """Return the requests that the planned step samples, and count placeholders (AsyncScheduler._update_after_schedule)."""
         names = set()
         for name in scheduled:
             request = self.unfinished[name]
             if request.computed < request.num_tokens + request.placeholders:
-                continue  # its prefill goes on
+                continue  # its prefill continues
             names.add(name)
             request.placeholders += self.is_async
         return names
 
     def update(self, scheduled: dict[str, int], sampled: set[str]) -> None:
-        """Take in a finished step (Scheduler.update_from_output)."""
+        """Process a finished step (Scheduler.update_from_output)."""
         for name, count in scheduled.items():
             request = self.unfinished.get(name)
             if request is None:
-                continue  # ended while this step was under way
+                continue  # ended while this step was in flight
             request.in_flight -= count
             is_stale = request.stale > 0
             if is_stale:
@@ -269,7 +269,7 @@ class Engine:
         self.waiting = [request for request in self.waiting if request.id in self.unfinished]
 
     def is_finished(self, request: Request) -> bool:
-        """Whether it has said all, or may say no more (check_stop)."""
+        """Whether it has ended by itself or at a limit (check_stop)."""
         last = min(request.output_tokens, request.max_tokens)
         return request.num_output >= last or request.num_tokens >= self.settings["max_model_len"]
 
@@ -277,9 +277,9 @@ class Engine:
 def replay_steps(
     settings: EngineSettings, requests: Iterable[Mapping[str, Any]], seconds: Seconds = one_second
 ) -> Iterator[Step]:
-    """Run an engine on a clock where a step takes a second, or else, and describe each step right after its planning.
+    """Run an engine whose steps take a second by default, and yield each step right after its planning.
 
-    Endless where vLLM is: under priority, two requests equal in priority and arrival may preempt each other for ever.
+    Endless where vLLM is: with priorities, two requests with equal priority and arrival can preempt each other forever.
     """
     engine = Engine(settings)
     arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))

@@ -1,4 +1,4 @@
-"""Online correction: it follows a drift, smooths a hiccup, and never leaves its bounds."""
+"""The online correction follows a drift, smooths an outlier, and stays within its limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from predictor.correction import Correction, CorrectionRule
 
 
 def test_starts_at_one() -> None:
-    """Before any step is observed, predictions stand."""
+    """Without observed steps, predictions are unchanged."""
     assert Correction().factor == 1.0
 
 
-def test_follows_a_lasting_drift() -> None:
-    """An engine that is 30 % slower than predicted gets a factor of 1.3 in the end."""
+def test_follows_a_constant_drift() -> None:
+    """The factor of an engine that is 30 % slower than predicted converges to 1.3."""
     correction = Correction()
     for _ in range(200):
         correction = correction.observe(predicted_s=0.020, real_s=0.026)
@@ -35,8 +35,8 @@ def test_is_the_formula_of_the_paper() -> None:
     assert correction.factor == pytest.approx(0.5 * 1.5 + 0.5 * 0.75)
 
 
-def test_smooths_a_hiccup() -> None:
-    """One step of a second among steps of 20 ms moves the factor by little, and it comes back."""
+def test_smooths_an_outlier() -> None:
+    """One step of a second among steps of 20 ms changes the factor little, and temporarily."""
     correction = Correction()
     for _ in range(100):
         correction = correction.observe(predicted_s=0.02, real_s=0.02)
@@ -49,7 +49,7 @@ def test_smooths_a_hiccup() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_leaves_bad_samples_out(bad: float) -> None:
-    """A sample that is no time changes nothing but the count of those."""
+    """A sample that is no time changes only the number of refused samples."""
     good = Correction().observe(predicted_s=0.01, real_s=0.02)
     for correction in (good.observe(predicted_s=bad, real_s=0.01), good.observe(predicted_s=0.01, real_s=bad)):
         assert (correction.factor, correction.ratios, correction.num_refused) == (good.factor, good.ratios, 1)
@@ -60,8 +60,8 @@ def test_leaves_bad_samples_out(bad: float) -> None:
     momentum=st.floats(0, 0.999),
     window=st.integers(1, 20),
 )
-def test_never_leaves_its_bounds(samples: list[tuple[float, float]], momentum: float, window: int) -> None:
-    """Whatever is observed, the factor stays finite and between its bounds, and the window bounded."""
+def test_stays_within_its_limits(samples: list[tuple[float, float]], momentum: float, window: int) -> None:
+    """For all samples, the factor is finite and within its limits, and the window has its maximum length."""
     correction = Correction(rule=CorrectionRule(momentum=momentum, window=window, lowest=0.5, highest=3.0))
     for predicted_s, real_s in samples:
         correction = correction.observe(predicted_s=predicted_s, real_s=real_s)
@@ -74,6 +74,6 @@ def test_never_leaves_its_bounds(samples: list[tuple[float, float]], momentum: f
     [("momentum", 1.0), ("momentum", math.nan), ("window", 0), ("lowest", 0.0), ("lowest", 2.0), ("highest", 0.5)],
 )
 def test_refuses_a_bad_rule(name: str, value: float) -> None:
-    """A rule that would not converge is refused by the name of its field."""
+    """A rule that does not converge is refused, and the error names the field."""
     with pytest.raises(ValueError, match=rf"^{name}: "):
         CorrectionRule(**{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Forecasts against what happens when the request really comes."""
+"""Forecasts equal what happens when the request really arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
-from predictor.reserved_requests import ReservedRequest
+from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
 from tests.inspecting import frozen
 from tests.oracle import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
@@ -25,7 +25,7 @@ CLOSE = 1e-9
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 moments = st.floats(0.0, 1.05)
-# not a multiple of a tick, so that no arrival falls on the end of a step but for rounding
+# no multiples of a tick: an arrival at the very end of a step would depend on rounding
 DELAYS = st.sampled_from((0.0, 0.0031, 0.0177, 0.13, 0.71)) | st.floats(0.001, 1.0)
 ORACLES = {
     "vllm_v1": vllm_v1.replay_steps,
@@ -46,7 +46,7 @@ def split(load: Load, num_candidates: int) -> tuple[Load, list[RequestFacts]]:
 
 
 def at_moment(load: Load, moment: float, *, reserve: bool) -> tuple[Engine, float]:
-    """Run an engine up to a moment of its run; who has not arrived by then is known to it only if reserved."""
+    """Run an engine up to a moment of its run; it knows later arrivals only if they are reserved."""
     whole = load.loaded(AFFINE)
     whole.advance()
     now_s = moment * whole.now_s
@@ -59,7 +59,7 @@ def at_moment(load: Load, moment: float, *, reserve: bool) -> tuple[Engine, floa
 
 
 def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool) -> Forecast:
-    """Add the candidate and see; what it does to the others is known from a run without it."""
+    """Run the engine with the candidate; a run without it gives the effects on the others."""
     without, now_s = at_moment(load, moment, reserve=reserve)
     there = [name for name in without.slots if without.outcome(name).finished_s is None]
     without.advance()
@@ -89,7 +89,7 @@ def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool)
 
 
 def expect_close(ours: Forecast, theirs: Forecast, *, only_shared: bool = False) -> None:
-    """Compare two forecasts: counts exactly, times but for rounding."""
+    """Compare two forecasts: counts exactly, times within rounding."""
     for name in Forecast.__dataclass_fields__:
         our, their = getattr(ours, name), getattr(theirs, name)
         if only_shared and (our is None or their is None):
@@ -101,7 +101,7 @@ def expect_close(ours: Forecast, theirs: Forecast, *, only_shared: bool = False)
 @every_batcher
 @pytest.mark.parametrize("reserve", [False, True], ids=["", "reserved"])
 def test_a_forecast_is_what_happens(batcher: str, reserve: bool) -> None:
-    """Times, preemptions and hits are those of the request when it comes, delays the others' real ones."""
+    """Times, preemptions and hits are those of the real request, and delays those of the others."""
 
     @examples(30)
     @given(LOADS[batcher], moments)
@@ -110,7 +110,7 @@ def test_a_forecast_is_what_happens(batcher: str, reserve: bool) -> None:
         engine, now_s = at_moment(others, moment, reserve=reserve)
         (forecast,) = Forecaster(engine).forecast([candidate], now_s)
         expected = really(others, moment, candidate, reserve=reserve)
-        worst = max(expected.delay_worst_s, 0.0)  # nobody is worst hit where all gain
+        worst = max(expected.delay_worst_s, 0.0)  # no delay where all others end earlier
         expect_close(forecast, replace(expected, delay_worst_s=worst))
 
     check()
@@ -119,7 +119,7 @@ def test_a_forecast_is_what_happens(batcher: str, reserve: bool) -> None:
 @every_batcher
 @pytest.mark.parametrize("reserve", [False, True], ids=["", "reserved"])
 def test_a_forecast_of_a_later_arrival_is_what_happens(batcher: str, reserve: bool) -> None:
-    """A candidate that arrives `in_s` from now meets the engine of then, and the requests that arrive before it."""
+    """A candidate that arrives `in_s` from now finds the engine's state of then, and the requests that arrive before it."""
 
     @examples(30)
     @given(LOADS[batcher], moments, DELAYS)
@@ -138,12 +138,12 @@ def test_a_forecast_of_a_later_arrival_is_what_happens(batcher: str, reserve: bo
 
 
 @every_batcher
-def test_a_later_arrival_ends_when_the_oracle_says(batcher: str) -> None:
-    """The plain step-by-step model, given all arrivals beforehand, starts and ends the candidate at the same times."""
+def test_a_later_arrival_has_the_times_of_the_oracle(batcher: str) -> None:
+    """The plain step-by-step model, which knows all arrivals, starts and ends the candidate at the same times."""
     compared = []
 
     @examples(30)
-    @given(LOADS[batcher], moments, DELAYS.filter(bool))  # two that arrive at once would be ordered by their ids
+    @given(LOADS[batcher], moments, DELAYS.filter(bool))  # simultaneous arrivals would be ordered by their ids
     def check(load: Load, moment: float, in_s: float) -> None:
         *others, last = sorted(load.requests, key=lambda spec: spec["arrival_s"])
         if not others:
@@ -177,7 +177,7 @@ def test_requests_reserved_for_later_are_counted_when_they_arrive(batcher: str) 
         if reserved.request_id == candidate.request_id:
             return
         (with_reservation, now_s), (with_request, _) = (at_moment(others, moment, reserve=False) for _ in range(2))
-        assert ReservedRequest().add(replace(reserved, in_s=in_s), with_reservation, now_s)
+        assert ReservedRequests().add(replace(reserved, in_s=in_s), with_reservation, now_s)
         with_request.add(replace(reserved, arrival_s=now_s + in_s))
         (ours,) = Forecaster(with_reservation).forecast([candidate], now_s)
         (theirs,) = Forecaster(with_request).forecast([candidate], now_s)
@@ -188,7 +188,7 @@ def test_requests_reserved_for_later_are_counted_when_they_arrive(batcher: str) 
 
 @every_batcher
 def test_a_forecast_leaves_the_engine_as_it_was(batcher: str) -> None:
-    """Not a byte of the engine's state changes, and it goes on as if nobody had asked."""
+    """No byte of the engine's state changes, and its later outcomes are the same."""
 
     @examples(20)
     @given(LOADS[batcher], moments)
@@ -197,7 +197,7 @@ def test_a_forecast_leaves_the_engine_as_it_was(batcher: str) -> None:
         engine, now_s = at_moment(others, moment, reserve=True)
         untouched, _ = at_moment(others, moment, reserve=True)
         forecaster = Forecaster(engine)
-        forecaster.forecast(candidates, now_s)  # room for the candidates is made now
+        forecaster.forecast(candidates, now_s)  # allocates the slots of the candidates
         names, before = dict(engine.slots), frozen(engine)
         forecaster.forecast(candidates, now_s)
         assert engine.slots == names
@@ -211,8 +211,8 @@ def test_a_forecast_leaves_the_engine_as_it_was(batcher: str) -> None:
 
 
 @every_batcher
-def test_candidates_together_are_candidates_one_by_one(batcher: str) -> None:
-    """Each candidate is forecast as if it alone came, with or without asking for the delays of others."""
+def test_forecasting_candidates_together_equals_one_by_one(batcher: str) -> None:
+    """Each candidate is forecast as if it alone arrived, with and without delays."""
 
     @examples(25)
     @given(LOADS[batcher], moments)
@@ -232,16 +232,16 @@ def test_candidates_together_are_candidates_one_by_one(batcher: str) -> None:
 
 
 @every_batcher
-def test_what_candidates_share_is_simulated_once(batcher: str) -> None:
-    """Asked again of an engine that was left alone, at that moment or later, a forecaster answers as a new one would.
+def test_the_shared_simulation_is_reused(batcher: str) -> None:
+    """For an unchanged engine, at the same moment or later, a forecaster returns the same as a new one.
 
-    And so it does when the engine has changed, and it is told.
+    The same holds after a change of the engine with another serial.
     """
 
     @examples(25)
     @given(LOADS[batcher], moments, st.floats(0.0, 0.2))
     def check(load: Load, moment: float, later_s: float) -> None:
-        others, (promised, *candidates) = split(load, 4)
+        others, (reserved, *candidates) = split(load, 4)
         engine, now_s = at_moment(others, moment, reserve=True)
         forecaster = Forecaster(engine)
         forecaster.prepare(now_s, serial=1)
@@ -249,15 +249,15 @@ def test_what_candidates_share_is_simulated_once(batcher: str) -> None:
             for delays in (False, True):
                 expected = Forecaster(engine).forecast(candidates, then_s, delays=delays)
                 assert forecaster.forecast(candidates, then_s, delays=delays, serial=1) == expected
-        engine.add(replace(promised, arrival_s=now_s))
+        engine.add(replace(reserved, arrival_s=now_s))
         expected = Forecaster(engine).forecast(candidates, now_s + later_s)
         assert forecaster.forecast(candidates, now_s + later_s, serial=2) == expected
 
     check()
 
 
-def test_an_idle_engine_delays_nobody() -> None:
-    """The first request of all starts at once and has nobody beside it."""
+def test_an_idle_engine_has_no_delays() -> None:
+    """The first request starts at once and runs alone."""
     load = load_of("vllm_v1", (8, 3))
     (forecast,) = Forecaster(Engine(load.config, AFFINE)).forecast(load.our_requests(), 5.0)
     alone = load.loaded(AFFINE)
@@ -267,8 +267,8 @@ def test_an_idle_engine_delays_nobody() -> None:
     assert forecast.e2e_s == pytest.approx(forecast.ttft_s + 2 * forecast.tpot_s, rel=CLOSE)
 
 
-def test_what_can_never_be_served_is_infinite() -> None:
-    """Behind a head of the queue that can never enter, no time is foreseen, and no delay of the others."""
+def test_a_request_that_is_never_served_has_infinite_times() -> None:
+    """Behind a head of the queue that can never be admitted, all times are infinite, and others are not delayed."""
     load = load_of("orca", (4, 2), num_gpu_blocks=2)
     blocked = [RequestFacts(request_id="head", prompt_tokens=4, output_tokens=2, max_tokens=60)]
     engine = Engine(load.config, AFFINE)
@@ -282,8 +282,8 @@ def test_what_can_never_be_served_is_infinite() -> None:
     assert forecast.delay_sum_s == 0.0
 
 
-def test_a_refused_candidate_takes_no_place() -> None:
-    """When one of several candidates cannot be served, all are refused and none stays."""
+def test_a_refused_candidate_leaves_no_slot() -> None:
+    """When one of several candidates cannot be served, all are refused, and none keeps a slot."""
     engine = load_of("vllm_v1", (8, 3)).loaded(AFFINE)
     names = set(engine.slots)
     good = RequestFacts(request_id="good", prompt_tokens=4, output_tokens=4)
@@ -293,21 +293,21 @@ def test_a_refused_candidate_takes_no_place() -> None:
     assert Forecaster(engine).forecast([good], 0.0)[0].e2e_s < math.inf
 
 
-def test_a_forecaster_follows_an_engine_that_grows() -> None:
-    """More requests than there was room for when the forecaster was made change nothing about its answers."""
+def test_a_forecaster_supports_an_engine_that_grows() -> None:
+    """More requests than slots at the forecaster's creation do not change its forecasts."""
     load = load_of("vllm_v1", (8, 3), max_num_seqs=4)
     engine = Engine(load.config, AFFINE)
     early = Forecaster(engine)
-    for place in range(200):
+    for number in range(200):
         engine.add(
-            RequestFacts(request_id=f"{place}", prompt_tokens=9, output_tokens=9, prefix_hashes=(place % 7, place))
+            RequestFacts(request_id=f"{number}", prompt_tokens=9, output_tokens=9, prefix_hashes=(number % 7, number))
         )
     candidate = RequestFacts(request_id="new", prompt_tokens=30, output_tokens=3, prefix_hashes=(3, 10))
     assert early.forecast([candidate], 0.0) == Forecaster(engine).forecast([candidate], 0.0)
 
 
 def test_a_candidate_joins_an_async_engine_that_has_nothing_left_to_plan() -> None:
-    """It is planned when the last request's step ends, not after the empty step that is under way behind it."""
+    """It is planned when the last request's step ends, not after the empty step that is in flight behind it."""
     load = load_of("vllm_v1", (1, 1), async_scheduling=True, enable_prefix_caching=False)
     engine = load.loaded(AFFINE)
     engine.advance(0.0)
@@ -320,13 +320,13 @@ def test_a_candidate_joins_an_async_engine_that_has_nothing_left_to_plan() -> No
 
 
 def test_no_candidates_no_forecasts() -> None:
-    """An empty question has an empty answer."""
+    """No candidates give no forecasts."""
     assert Forecaster(load_of("vllm_v1", (8, 3)).loaded(AFFINE)).forecast([], 0.0) == []
 
 
 @every_batcher
 def test_a_forecast_does_not_depend_on_those_before(batcher: str) -> None:
-    """What is left in the forecaster's room shows in no result, also where requests end before the candidate comes."""
+    """Old data in the workspace has no effect, also where requests end before the candidate arrives."""
 
     @examples(30)
     @given(LOADS[batcher], moments, moments)
@@ -337,7 +337,7 @@ def test_a_forecast_does_not_depend_on_those_before(batcher: str) -> None:
         whole.advance()
         later_s = now_s + later * max(0.0, whole.now_s - now_s)
         clean, dirty = Forecaster(engine), Forecaster(engine)
-        dirty.forecast(candidates, later_s)  # room for the candidates is made now
+        dirty.forecast(candidates, later_s)  # allocates the slots of the candidates
         dirty._workspace.requests["finished_s"] = 1e6 * np.arange(3)[:, None]
         dirty._workspace.requests["status"] = FINISHED
         assert dirty.forecast(candidates, later_s) == clean.forecast(candidates, later_s)

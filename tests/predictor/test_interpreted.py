@@ -1,4 +1,4 @@
-"""The same source, compiled and interpreted: no index leaves its array, and both do the same."""
+"""Kernels give the same results compiled and interpreted, and no index is out of bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOADS_EACH = 15
 
 
 def drawn(batcher: str, count: int) -> list[Load]:
-    """Draw a few loads, always the same, the last ones of many as the first are the plainest."""
+    """Draw a few loads, always the same; the last ones of many, because the first ones are the simplest."""
     found: list[Load] = []
 
     @settings(examples(4 * count), phases=[Phase.generate])
@@ -36,7 +36,7 @@ def drawn(batcher: str, count: int) -> list[Load]:
 
 
 def test_interpreted_kernels_stay_within_their_arrays_and_do_the_same() -> None:
-    """Runs, forecasts and snapshots are equal; interpreted arrays refuse indices that compiled code would follow."""
+    """Runs, forecasts and snapshots are equal; interpreted arrays refuse indices that compiled code accepts."""
     workloads = [load for batcher in BATCHERS for load in drawn(batcher, LOADS_EACH)]
     interpreted = subprocess.run(
         [sys.executable, "-m", "tests.interpreted"],

@@ -1,4 +1,4 @@
-"""Profiles: what is shipped is sound, what is written is read back, and what is wrong is named."""
+"""Shipped profiles are valid, written profiles are read back, and errors name the field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHIPPED = {
 
 
 def seconds(profile: Profile, *, decodes: int = 0, context: int = 0, prefill: int = 0, before: int = 0) -> float:
-    """One step of equal decodes and at most one prefill chunk."""
+    """Return the seconds of a step of equal decodes and at most one prefill chunk."""
     costs = tabulate(profile.step_time, 16384, 1024)
     prefills = 1 if prefill else 0
     return float(
@@ -56,14 +56,14 @@ def seconds(profile: Profile, *, decodes: int = 0, context: int = 0, prefill: in
     )
 
 
-def test_every_promised_profile_is_shipped() -> None:
-    """The names include the constant profile and one for every model and GPU promised."""
+def test_every_documented_profile_is_shipped() -> None:
+    """The names include the constant profile and one for every documented model and GPU."""
     assert set(profile_names()) == {CONSTANT, *SHIPPED}
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
-def test_shipped_profiles_say_what_they_are(name: str) -> None:
-    """Each has its own name, held-out rows that it predicts within a few percent, and a source."""
+def test_shipped_profiles_describe_themselves(name: str) -> None:
+    """Each has its name, a held-out error of a few percent, and a source."""
     profile = load_profile(name)
     assert profile.name == name
     assert profile.kind == FITTED
@@ -77,7 +77,7 @@ def test_shipped_profiles_say_what_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_shipped_profiles_grow_with_the_work(name: str) -> None:
-    """More context and more prefill take longer, by amounts that a GPU of these days could take."""
+    """More context and more prefill take longer, by amounts that are possible on a current GPU."""
     profile = load_profile(name)
     assert 0.003 < seconds(profile, decodes=1, context=500) < 0.06
     assert seconds(profile, decodes=32, context=500) < seconds(profile, decodes=32, context=2000)
@@ -94,7 +94,7 @@ def test_block_testbed_settings() -> None:
 
 
 def test_known_h200_steps() -> None:
-    """Decode batches and chunks of the H200 table come out within 3 %."""
+    """Predictions of decode batches and chunks of the H200 table are within 3 %."""
     profile = load_profile("llama-3.1-8b-h200")
     for batch, table_ms in ((1, 5.15), (64, 7.60), (256, 16.99)):
         assert seconds(profile, decodes=batch, context=1024) == pytest.approx(table_ms * 1e-3, rel=0.07)
@@ -120,8 +120,8 @@ def test_written_and_read_back(name: str) -> None:
     assert profile_from_dict(json.loads(json.dumps(profile_to_dict(profile)))) == profile
 
 
-def test_the_way_to_the_loop_is_kept_where_it_was_measured() -> None:
-    """It is written where there is one, and a profile that says nothing of it is read as before."""
+def test_the_transit_is_kept_where_it_was_measured() -> None:
+    """It is written where there is one, and a profile without it can be read."""
     measured = replace(constant_profile(), transit=Transit(inward_s=0.01, outward_s=0.002))
     assert profile_from_json(profile_to_json(measured)) == measured
     assert "transit" not in profile_to_dict(constant_profile())
@@ -129,8 +129,8 @@ def test_the_way_to_the_loop_is_kept_where_it_was_measured() -> None:
         profile_from_dict(profile_to_dict(constant_profile()) | {"transit": {"inward_s": -1, "outward_s": 0}})
 
 
-def test_unknown_name_gets_the_nearest() -> None:
-    """A misspelt profile is refused with the name that was probably meant."""
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    """The error for a misspelt profile suggests the closest name, or lists all."""
     with pytest.raises(
         ValueError, match=r"^profile: there is none named 'llama-3.1-8b-h20'; did you mean llama-3.1-8b-h200\?$"
     ):
@@ -140,7 +140,7 @@ def test_unknown_name_gets_the_nearest() -> None:
 
 
 def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Set a field deep inside."""
+    """Return a change that sets a nested field."""
 
     def change(data: dict[str, Any]) -> None:
         *parents, last = path.split(".")
@@ -152,7 +152,7 @@ def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def without(path: str) -> Callable[[dict[str, Any]], None]:
-    """Delete a field deep inside."""
+    """Return a change that deletes a nested field."""
 
     def change(data: dict[str, Any]) -> None:
         *parents, last = path.split(".")
@@ -164,7 +164,7 @@ def without(path: str) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "error"),
     [
         (changed("version", 2), "version: this release reads version 1, not 2"),
         (changed("version", "1"), "version: "),
@@ -205,18 +205,18 @@ def without(path: str) -> Callable[[dict[str, Any]], None]:
         (changed("gpu", 5), "gpu: "),
     ],
 )
-def test_a_bad_field_is_named(change: Callable[[dict[str, Any]], None], complaint: str) -> None:
-    """What is missing, unknown or out of range is refused in one line that starts with the field's path."""
+def test_a_bad_field_is_named(change: Callable[[dict[str, Any]], None], error: str) -> None:
+    """The error for a missing, unknown or invalid field is one line that starts with its path."""
     data = copy.deepcopy(profile_to_dict(load_profile("llama-3.1-8b-h100")))
     change(data)
     with pytest.raises(ValueError, match=r"^.+$") as refusal:
         profile_from_dict(data)
-    assert str(refusal.value).startswith(complaint)
+    assert str(refusal.value).startswith(error)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"version": NaN}'])
-def test_what_is_no_profile_is_refused(text: str) -> None:
-    """Anything that is not a JSON object of a profile is refused without a crash."""
+def test_other_data_is_refused(text: str) -> None:
+    """Data that is no JSON object of a profile is refused without a crash."""
     with pytest.raises(ValueError, match=r"^(profile|version): "):
         profile_from_json(text)

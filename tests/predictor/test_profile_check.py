@@ -1,4 +1,4 @@
-"""Profiles that cannot be those of their engines are refused, in a line that says what to do."""
+"""Profiles that do not fit their engines are refused, in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def made_for(**engine: int) -> object:
 
 
 @pytest.mark.parametrize(
-    ("profile", "complaint"),
+    ("profile", "error"),
     [
-        (made_for(block_size=32), "blocks of 32 tokens, and this one's have 16"),
+        (made_for(block_size=32), "blocks of 32 tokens, this engine has blocks of 16"),
         (made_for(block_size=16, num_gpu_blocks=300), "with 300 KV blocks"),
         (made_for(block_size=16, num_gpu_blocks=528), None),
         (made_for(block_size=16, num_gpu_blocks=9999), None),
         (made_for(), None),
     ],
 )
-def test_an_engine_of_another_kind(profile: object, complaint: str | None) -> None:
-    """Other blocks, or more than the memory can hold, are refused; fewer are somebody's wish."""
-    if complaint is None:
+def test_an_engine_of_another_kind(profile: object, error: str | None) -> None:
+    """Another block size, or more blocks than the memory can have, are refused; fewer are a setting."""
+    if error is None:
         require_possible(profile, CONFIG)
         return
-    with pytest.raises(ValueError, match=complaint) as refusal:
+    with pytest.raises(ValueError, match=error) as refusal:
         require_possible(profile, CONFIG)
     assert "block profile measure" in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -51,7 +51,7 @@ def test_an_engine_of_another_kind(profile: object, complaint: str | None) -> No
 
 @pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (4.0, False), (1.5 * FAR_OFF, True), (0.05, True)])
 def test_steps_far_off(factor: float, is_refused: bool) -> None:
-    """Noise and neighbours are borne; what is off by an order of magnitude is another model or another GPU."""
+    """Noise and other load are tolerated; an order of magnitude means another model or another GPU."""
     check = StepCheck(A30)
     for _ in range(JUDGED_STEPS - 1):
         check.observe(predicted_s=0.02, real_s=0.02 * factor)
@@ -66,16 +66,16 @@ def test_steps_far_off(factor: float, is_refused: bool) -> None:
     check.require_close()
 
 
-def test_a_few_hiccups_refuse_nothing() -> None:
-    """The median counts."""
+def test_a_few_outliers_are_tolerated() -> None:
+    """The check uses the median."""
     check = StepCheck(A30)
     for number in range(2 * JUDGED_STEPS):
         check.observe(predicted_s=0.02, real_s=50.0 if number % 3 == 0 else 0.02)
     check.require_close()
 
 
-def test_a_sidecar_with_such_a_profile_says_that_the_engine_is_down(tmp_path: Path) -> None:
-    """As long as its file shows the same engine, and only then."""
+def test_a_sidecar_with_such_a_profile_reports_the_engine_as_down(tmp_path: Path) -> None:
+    """As long as the state file is of the same engine."""
     writer = busy(writer_at(tmp_path / "state"))
     source = ExportedEngine(str(tmp_path / "state"), made_for(block_size=128), "conditional_median", HOUR_S)
     for _ in range(2):
@@ -95,8 +95,8 @@ def test_a_sidecar_with_such_a_profile_says_that_the_engine_is_down(tmp_path: Pa
     writer.close()
 
 
-def test_steps_far_off_are_forgiven_after_a_while(tmp_path: Path) -> None:
-    """An engine that gets nothing to do could not show that it is well again."""
+def test_steps_far_off_are_dropped_after_a_while(tmp_path: Path) -> None:
+    """An engine without requests has no steps that could show its recovery."""
     writer = busy(writer_at(tmp_path / "state"))
     source = ExportedEngine(str(tmp_path / "state"), A30, "conditional_median", 1e-9)
     source.refresh()
@@ -110,8 +110,8 @@ def test_steps_far_off_are_forgiven_after_a_while(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_the_way_to_the_loop_and_back_counts(tmp_path: Path) -> None:
-    """A measured profile's transit is part of TTFT and e2e, and a request comes to the loop that much later."""
+def test_the_transit_counts(tmp_path: Path) -> None:
+    """A profile's transit is part of TTFT and e2e, and a request reaches the loop after its inward part."""
     writer = writer_at(tmp_path / "state")
     writer.blocks["reuse"] = np.arange(1, 33)
     writer.publish()
@@ -131,6 +131,6 @@ def test_the_way_to_the_loop_and_back_counts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_added_where_nothing_was_measured() -> None:
-    """A forecast on a clock like the wall's stays as it is."""
+    """A forecast on a clock at wall speed is unchanged."""
     forecast = object()
     assert to_wall_clock(forecast, 1.0) is forecast

@@ -1,4 +1,4 @@
-"""What holds for every local scheduler: from event to event is step by step, and nothing is lost or made up."""
+"""Properties of every local scheduler: fast-forward equals stepping, and tokens and blocks are conserved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.strategies import AFFINE, Load, examples, loads
 
 CLOSE = 1e-9
 LONGEST_RUN = 2000
-# They take a prompt that is longer than the budget, alone or beside decodes, rather than never.
+# They admit a prompt that is longer than the budget, alone or beside decodes.
 MAY_EXCEED_BUDGET = ("orca", "faster_transformer", "lightllm")
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 BATCHER_LOADS = {batcher: loads(batcher) for batcher in BATCHERS}
@@ -25,19 +25,19 @@ ENDING_LOADS = {batcher: loads(batcher, ending=True) for batcher in BATCHERS}
 
 
 def run_by_steps(engine: Engine) -> bool:
-    """Take every step by itself; tell whether that came to an end."""
+    """Run step by step; return whether the run ended."""
     return len(list(islice(iter(engine.next_step, None), LONGEST_RUN))) < LONGEST_RUN
 
 
 def expect_same(one: Engine, other: Engine) -> None:
-    """Compare two engines in everything: counts exactly, times but for rounding."""
+    """Compare two engines completely: counts exactly, times within rounding."""
     assert counts_of(one) == counts_of(other)
     assert times_of(one) == pytest.approx(times_of(other), rel=CLOSE, abs=CLOSE)
 
 
 @every_batcher
 def test_from_event_to_event_is_step_by_step(batcher: str) -> None:
-    """Skipping repeated steps changes no outcome, no counter, and no block's place in the free list."""
+    """Skipping repeated steps changes no outcome, no counter, and no block's position in the free list."""
     preemptions = Counter[bool]()
 
     @examples(90)
@@ -45,7 +45,7 @@ def test_from_event_to_event_is_step_by_step(batcher: str) -> None:
     def check(load: Load) -> None:
         stepped, fast = load.loaded(AFFINE), load.loaded(AFFINE)
         if not run_by_steps(stepped):
-            return  # one of the endless runs, which the next test looks at
+            return  # an endless run, see the next test
         fast.advance()
         expect_same(stepped, fast)
         preemptions[stepped.state.engine[0].num_preemptions > 0] += 1
@@ -55,7 +55,7 @@ def test_from_event_to_event_is_step_by_step(batcher: str) -> None:
 
 
 def test_an_engine_going_in_circles_stops_as_stuck() -> None:
-    """Two equals that do not fit together, of which admission favours one and preemption the other, end the run."""
+    """Two equal requests that do not fit together, of which admission prefers one and preemption the other, end the run."""
     requests = [
         {
             "id": name, "arrival_s": 0.0, "prompt_tokens": 4, "output_tokens": 12, "max_tokens": 12, "priority": 0,
@@ -77,7 +77,7 @@ def test_an_engine_going_in_circles_stops_as_stuck() -> None:
 
 @every_batcher
 def test_time_may_be_cut_into_slices(batcher: str) -> None:
-    """Advancing bit by bit, with requests handed over just before they arrive, is advancing at once."""
+    """Advancing in slices, with requests added just before they arrive, equals advancing at once."""
 
     @examples(40)
     @given(ENDING_LOADS[batcher], st.lists(st.floats(0.0, 1.1), max_size=8))
@@ -98,21 +98,21 @@ def test_time_may_be_cut_into_slices(batcher: str) -> None:
 
 
 class Book:
-    """Keeps account of a run, step by step."""
+    """Counts tokens and blocks of a run, step by step."""
 
     def __init__(self, load: Load, engine: Engine) -> None:
         self.load, self.engine = load, engine
         self.spent: Counter[str] = Counter()
-        self.life: Counter[str] = Counter()  # tokens computed or found since a request last entered
+        self.life: Counter[str] = Counter()  # tokens computed or found since a request's last admission
         self.found: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
 
     def enter(self, record: StepRecord) -> None:
-        """Check one step's limits, and note whose tokens it computes."""
+        """Check one step's limits, and count the tokens that it computes."""
         settings, engine = self.load.config, self.engine
         head = engine.state.engine[0]
         step = engine.state.steps[(head.oldest + head.num_in_flight - 1) % 2]
-        assert step.num_scheduled == len(record.scheduled), "somebody is in the step twice"
+        assert step.num_scheduled == len(record.scheduled), "a request is in the step twice"
         assert set(record.scheduled) <= set(record.running)
         assert not set(record.running) & set(record.waiting)
         assert len(record.running) == len(set(record.running)) <= settings.max_num_seqs
@@ -134,25 +134,25 @@ class Book:
             assert computed == self.life[name]
 
     def close(self) -> None:
-        """Check that every token was computed once, but for what was found, and what was computed again."""
+        """Check that every token was computed once, except those found in the cache or computed again."""
         for request in self.load.our_requests():
             name = request.request_id
             outcome = self.engine.outcome(name)
             assert outcome.output_tokens == self.engine.lengths(request)[0]
             needed = request.prompt_tokens + outcome.output_tokens - 1
-            if name not in self.life:  # its last token was under way when it was preempted
+            if name not in self.life:  # its last token was in flight when it was preempted
                 assert self.load.config.async_scheduling
                 assert self.spent[name] + self.found[name] == self.lost[name] >= needed
                 continue
             wasted = self.spent[name] - (needed + self.lost[name] - self.found[name])
-            ends_unforeseen = outcome.output_tokens < self.engine.lengths(request)[1]
-            assert 0 <= wasted <= (1 if self.load.config.async_scheduling and ends_unforeseen else 0)
+            ends_early = outcome.output_tokens < self.engine.lengths(request)[1]
+            assert 0 <= wasted <= (1 if self.load.config.async_scheduling and ends_early else 0)
             assert outcome.num_preemptions > 0 or outcome.prefix_hit_tokens == self.found[name]
 
 
 @every_batcher
 def test_tokens_and_blocks_are_conserved(batcher: str) -> None:
-    """At every step blocks are free or held, budgets and seats suffice, and in the end every token was computed."""
+    """At every step each block is free or held, limits hold, and at the end every token has been computed."""
 
     @examples(60)
     @given(BATCHER_LOADS[batcher])
@@ -173,7 +173,7 @@ def test_tokens_and_blocks_are_conserved(batcher: str) -> None:
 
 @every_batcher
 def test_an_aborted_request_leaves_nothing_behind(batcher: str) -> None:
-    """Whenever a request is dropped, it is gone at once, all others end as they would, and all blocks come back."""
+    """An aborted request disappears at once, all others end, and all blocks are freed."""
 
     @examples(40)
     @given(ENDING_LOADS[batcher], st.integers(0, 10**6), st.floats(0.0, 1.0))
@@ -205,8 +205,8 @@ def test_an_aborted_request_leaves_nothing_behind(batcher: str) -> None:
 
 
 @every_batcher
-def test_an_aborted_request_that_had_not_come_was_never_there(batcher: str) -> None:
-    """Dropping a request before it arrives is the same as never having heard of it."""
+def test_aborting_a_request_before_its_arrival_removes_it(batcher: str) -> None:
+    """The outcome is the same as without the request."""
 
     @examples(20)
     @given(ENDING_LOADS[batcher])

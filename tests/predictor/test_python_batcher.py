@@ -22,7 +22,7 @@ CLOSE = 1e-9
 
 
 def serve_one_by_one(state: State) -> bool:
-    """Serve one request at a time: the smallest rule that there is."""
+    """Serve one request at a time: the smallest possible rule."""
     engine = state.engine[0]
     if engine.num_running == 0:
         slot = queues.waiting_at(state, 0)
@@ -55,13 +55,13 @@ def _written_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_kernels_run_within_the_compiled_loop() -> None:
-    """The two are told apart, so that each gets the loop that can run it."""
+    """Compiled and Python rules are distinguished, so that each gets the loop that can run it."""
     assert is_compiled(BATCHERS["orca"])
     assert not is_compiled(BATCHERS["python_orca"])
 
 
 def test_the_same_rule_does_the_same() -> None:
-    """Orca's rule in Python decides, step by step and from event to event, what the compiled one decides."""
+    """Orca's rule in Python makes the same decisions as the compiled one, stepping and fast-forwarding."""
 
     @examples(25)
     @given(loads_for("python_orca"))
@@ -77,8 +77,8 @@ def test_the_same_rule_does_the_same() -> None:
     check()
 
 
-def test_the_smallest_rule_serves_everybody() -> None:
-    """One request at a time, each to its end, and nothing is left."""
+def test_the_smallest_rule_serves_all_requests() -> None:
+    """It serves one request at a time, each to its end."""
 
     @examples(25)
     @given(loads_for("one_by_one"))

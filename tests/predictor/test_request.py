@@ -78,7 +78,7 @@ def test_an_engine_keeps_the_facts_in_columns() -> None:
     slot = engine.add(FACTS)
     assert engine.state.facts[slot].item() == (0.5, 0.04, 2.5, tenant_number("alice"), 1)
     engine.abort("r")
-    engine.unplace("r")
+    engine.remove("r")
     again = engine.add(RequestFacts(request_id="bare", prompt_tokens=3, slo=Slo(tpot_s=0.1)))
     assert again == slot
     assert np.isnan(engine.state.facts[slot].ttft_slo_s)

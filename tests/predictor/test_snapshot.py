@@ -1,4 +1,4 @@
-"""Snapshots: what an engine is at a moment, and the engine that comes of it."""
+"""Snapshots of engines, and engines made from snapshots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ moments = st.floats(0.0, 1.05)
 
 
 def halfway(load: Load, moment: float) -> tuple[Engine, float]:
-    """Run a load's engine up to a moment of its run; who comes later is known to it already."""
+    """Run a load's engine up to a moment of its run; it knows later arrivals already."""
     whole = load.loaded(AFFINE)
     whole.advance()
     engine = load.loaded(AFFINE)
@@ -36,7 +36,7 @@ def halfway(load: Load, moment: float) -> tuple[Engine, float]:
 
 
 def has_gap(engine: Engine) -> bool:
-    """Tell whether a request ended unforeseen while it was in a step still under way, which a snapshot leaves out."""
+    """Return whether a request ended unpredictably while in a step that is in flight; a snapshot leaves it out."""
     rows = engine.state.requests
     return any(rows[slot].in_flight_tokens > 0 and rows[slot].status == FINISHED for slot in engine.slots.values())
 
@@ -48,7 +48,7 @@ def unfinished(engine: Engine) -> list[str]:
 
 @every_batcher
 def test_a_snapshot_of_a_copy_is_the_snapshot(batcher: str) -> None:
-    """Writing down an engine made from a snapshot gives that snapshot again."""
+    """The snapshot of an engine made from a snapshot is the same."""
 
     @examples(30)
     @given(LOADS[batcher], moments)
@@ -67,8 +67,8 @@ def test_a_snapshot_of_a_copy_is_the_snapshot(batcher: str) -> None:
 
 
 @every_batcher
-def test_a_copy_goes_on_as_the_engine_does(batcher: str) -> None:
-    """From a snapshot on, every request ends when it ends on the engine itself, after as many preemptions."""
+def test_a_copy_continues_like_the_engine(batcher: str) -> None:
+    """After a snapshot, every request ends at the same time as on the engine, with the same number of preemptions."""
 
     @examples(30)
     @given(LOADS[batcher], moments)
@@ -91,8 +91,8 @@ def test_a_copy_goes_on_as_the_engine_does(batcher: str) -> None:
 
 
 @every_batcher
-def test_forecasts_from_a_snapshot_are_the_engines(batcher: str) -> None:
-    """Asking the copy is asking the engine."""
+def test_forecasts_from_a_snapshot_equal_the_engines(batcher: str) -> None:
+    """The copy and the engine give the same forecasts."""
 
     @examples(30)
     @given(LOADS[batcher], moments)
@@ -113,8 +113,8 @@ def test_forecasts_from_a_snapshot_are_the_engines(batcher: str) -> None:
     check()
 
 
-def test_the_time_a_step_has_run_is_taken_off() -> None:
-    """A request that comes while a step is under way waits for its end, not for its whole length."""
+def test_the_elapsed_time_of_a_step_counts() -> None:
+    """A request that arrives during a step waits for its end, not for its whole duration."""
     engine = load_of("vllm_v1", (40, 30)).loaded(AFFINE)
     record = engine.next_step()
     assert record is not None
@@ -129,8 +129,8 @@ def test_the_time_a_step_has_run_is_taken_off() -> None:
     assert queues_s == pytest.approx([whole, 0.75 * whole, 0.25 * whole], rel=CLOSE)
 
 
-def test_a_step_overdue_ends_now() -> None:
-    """A step that has run longer than foreseen ends at the moment of the snapshot, not in the past."""
+def test_an_overdue_step_ends_now() -> None:
+    """A step that has run longer than predicted ends at the time of the snapshot, not in the past."""
     engine = load_of("vllm_v1", (40, 30)).loaded(AFFINE)
     record = engine.next_step()
     assert record is not None
@@ -141,13 +141,13 @@ def test_a_step_overdue_ends_now() -> None:
 
 
 def test_reserved_requests_count() -> None:
-    """Who was promised to the engine and has not shown up yet goes before who comes now."""
+    """A reserved request that the engine does not report yet goes before a new one."""
     config = EngineConfig(batcher="orca", max_num_seqs=1)
-    promised = RequestFacts(request_id="promised", prompt_tokens=30, output_tokens=20)
+    reserved = RequestFacts(request_id="reserved", prompt_tokens=30, output_tokens=20)
     candidate = RequestFacts(request_id="new", prompt_tokens=4, output_tokens=1)
     empty = Snapshot(version=VERSION, taken_s=1.0, config=config, num_free_blocks=4096)
     alone = Forecaster(engine_from(empty, AFFINE)).forecast([candidate], 1.0)[0]
-    behind = Forecaster(engine_from(replace(empty, reserved=(promised,)), AFFINE)).forecast([candidate], 1.0)[0]
+    behind = Forecaster(engine_from(replace(empty, reserved=(reserved,)), AFFINE)).forecast([candidate], 1.0)[0]
     assert alone.queue_s == 0.0
     assert behind.queue_s > 0.1
 
@@ -155,8 +155,8 @@ def test_reserved_requests_count() -> None:
 @pytest.mark.parametrize(
     ("residual", "left"), [("plus_ten", 10), ("conditional_median", 24), ("conditional_quartile", 9)]
 )
-def test_what_is_left_of_a_running_request_follows_the_rule(residual: str, left: int) -> None:
-    """After 40 tokens of a request tagged 20 one rule foresees ten more, others a quantile of what is possible."""
+def test_the_rest_of_a_running_request_follows_the_rule(residual: str, left: int) -> None:
+    """After 40 tokens with a tag of 20, one rule predicts ten more, the others a quantile of the possible lengths."""
     request = RequestFacts(request_id="long", prompt_tokens=16, tag=Tag(median_tokens=20.0, spread=1.0))
     live = LiveRequest(request=request, produced_tokens=40, computed_tokens=55, num_blocks=4)
     snapshot = Snapshot(

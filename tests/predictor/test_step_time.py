@@ -1,4 +1,4 @@
-"""Step time: the compiled formula equals the one written out, and keeps the rules that fast-forward rests on."""
+"""The compiled step time equals the formula, and has the properties that fast-forward needs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COSTS = tabulate(STEP_TIME, MAX_TOKENS, MAX_SEQUENCES)
 
 
 def at(curve: Curve, count: float) -> float:
-    """A curve's value, written out; not beyond its last knot."""
+    """Return a curve's value by the definition, up to its last knot."""
     assert count <= curve.x[-1]
     return float(np.interp(count, curve.x, curve.y))
 
 
 def written_out(chunks: list[tuple[int, int]], contexts: list[int]) -> float:
-    """The step time of prefill chunks (new tokens, context before) and decode contexts, term by term."""
+    """Return the step time of prefill chunks (new tokens, context before) and decode contexts, term by term."""
     t, n = STEP_TIME, len(contexts)
     new = sum(tokens for tokens, _ in chunks)
     total = t.constant_s + at(t.by_tokens, new + n) + t.token_s * (new + n)
@@ -44,7 +44,7 @@ def written_out(chunks: list[tuple[int, int]], contexts: list[int]) -> float:
 
 
 def compiled(chunks: list[tuple[int, int]], contexts: list[int]) -> float:
-    """The same by the compiled function."""
+    """Return the same from the compiled function."""
     return float(
         step_seconds(
             COSTS,
@@ -67,7 +67,7 @@ context_lists = st.lists(st.integers(1, 9000), max_size=128)
 @given(chunks=chunk_lists, contexts=context_lists)
 @settings(max_examples=300, deadline=None)
 def test_equals_the_formula(chunks: list[tuple[int, int]], contexts: list[int]) -> None:
-    """For any batch the compiled function gives what the formula gives."""
+    """For any batch the compiled function equals the formula."""
     if chunks or contexts:
         assert compiled(chunks, contexts) == pytest.approx(written_out(chunks, contexts), rel=1e-12)
 
@@ -81,7 +81,7 @@ def test_equals_the_formula(chunks: list[tuple[int, int]], contexts: list[int]) 
 )
 @settings(max_examples=300, deadline=None)
 def test_affine_in_the_context(decodes: int, context: int, growth: int, prefill: int, longest: int) -> None:
-    """All else equal, twice the growth in context costs twice as much more."""
+    """Otherwise equal, twice the growth in context adds twice as much."""
 
     def seconds(context: int) -> float:
         prefills = 1 if prefill else 0
@@ -99,7 +99,7 @@ def test_affine_in_the_context(decodes: int, context: int, growth: int, prefill:
 @given(contexts=st.lists(st.integers(1, 5000), min_size=1, max_size=128), repeats=st.integers(1, 500))
 @settings(max_examples=100, deadline=None)
 def test_repeated_decode_steps_are_an_arithmetic_series(contexts: list[int], repeats: int) -> None:
-    """The sum over steps in which every context grows by one is what the first step and the slope say."""
+    """The sum over steps in which every context grows by one follows from the first step and the slope."""
     n = len(contexts)
     one_by_one = sum(compiled([], [context + step for context in contexts]) for step in range(repeats))
     slope = decode_slope(COSTS, n)
@@ -116,14 +116,14 @@ def test_slope_holds_without_the_longest_too() -> None:
 
 
 def test_unknown_longest_is_the_mean() -> None:
-    """Without the longest context, decodes are taken to be equal."""
+    """Without the longest context, decodes count as equal."""
     assert step_seconds(COSTS, 50, 50, 50, 50_000.0, 0, 0.0, 0.0) == compiled([], [1000] * 50)
     equal = step_seconds(COSTS, 150, 51, 50, 50_000.0, 1, 10_000.0, 0.0)
     assert equal == compiled([(100, 0)], [1000] * 50)
 
 
-def test_empty_batch_costs_what_it_says() -> None:
-    """A step without tokens takes `empty_s`, which is nothing for fitted profiles."""
+def test_an_empty_batch_costs_empty_s() -> None:
+    """A step without tokens takes `empty_s`, which is 0 for fitted profiles."""
     assert step_seconds(COSTS, 0, 0, 0, 0.0, 0, 0.0, 0.0) == 0.0
     costs = tabulate(StepTime(constant_s=2.0, empty_s=0.5), 8, 8)
     assert step_seconds(costs, 0, 0, 0, 0.0, 0, 0.0, 0.0) == 0.5
@@ -131,7 +131,7 @@ def test_empty_batch_costs_what_it_says() -> None:
 
 
 def test_decodes_beside_prefill_use_the_other_kernel() -> None:
-    """The curves of mixed batches count only there."""
+    """The curves of mixed batches apply only to them."""
     step_time = StepTime(decode_base=Curve(y=(1.0,)), mixed_base=Curve(y=(10.0,)), prefill_s=100.0)
     costs = tabulate(step_time, 64, 8)
     assert step_seconds(costs, 2, 2, 2, 10.0, 0, 0.0, 0.0) == 1.0
@@ -139,8 +139,8 @@ def test_decodes_beside_prefill_use_the_other_kernel() -> None:
     assert step_seconds(costs, 7, 3, 2, 10.0, 1, 25.0, 0.0) == 110.0
 
 
-def test_tables_have_a_place_for_every_count() -> None:
-    """Tables reach from nothing to the engine's limits and are what the compiled loop needs: contiguous floats."""
+def test_tables_have_an_entry_for_every_count() -> None:
+    """Tables cover zero to the engine's limits, as contiguous floats for the compiled loop."""
     costs = tabulate(STEP_TIME, 100, 10)
     assert len(costs.by_tokens) == 101
     for table in costs[2:]:
@@ -152,8 +152,8 @@ def test_tables_have_a_place_for_every_count() -> None:
         assert np.all(table >= 0)
 
 
-def test_curve_is_flat_before_and_straight_beyond() -> None:
-    """Before its first knot a curve is flat; beyond its last it goes on, but never down."""
+def test_a_curve_is_constant_before_and_linear_beyond() -> None:
+    """Before its first knot a curve is constant; beyond its last it is extrapolated, unless it decreases."""
     assert Curve(x=(2.0, 4.0), y=(1.0, 3.0)).table(6).tolist() == [1, 1, 1, 2, 3, 4, 5]
     assert Curve(x=(2.0, 4.0), y=(3.0, 1.0)).table(6).tolist() == [3, 3, 3, 2, 1, 1, 1]
     assert Curve(x=(3.0,), y=(7.0,)).table(4).tolist() == [7, 7, 7, 7, 7]
@@ -161,7 +161,7 @@ def test_curve_is_flat_before_and_straight_beyond() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
 def test_coefficients_must_be_times(value: float) -> None:
-    """A coefficient that is no time is refused by name."""
+    """A coefficient that is no time is refused, and the error names it."""
     with pytest.raises(ValueError, match=r"^prefill_qq_s: "):
         StepTime(prefill_qq_s=value)
     with pytest.raises(ValueError, match=r"^y: "):

@@ -1,4 +1,4 @@
-"""The wire stays what it was, says what the engine model says, and survives what it does not know."""
+"""The wire format is stable, has the engine model's fields, and keeps unknown fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = (common_pb2, predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2)
 
 
 def lines(file: FileDescriptor) -> Iterator[str]:
-    """Every number that a file gives away."""
+    """Yield all numbers that a file assigns."""
     for message in file.message_types_by_name.values():
         yield from message_lines(message)
     for enum in file.enum_types_by_name.values():
@@ -57,8 +57,8 @@ def enum_lines(enum: EnumDescriptor) -> Iterator[str]:
         yield f"{enum.full_name} {value.number} = {value.name}"
 
 
-def test_numbers_once_given_away_stay() -> None:
-    """Nothing that is on record changes or goes; what is new is added to the record on purpose."""
+def test_assigned_numbers_are_stable() -> None:
+    """No recorded number changes or disappears; new ones are added to the record deliberately."""
     now = [line for file in FILES for line in lines(file.DESCRIPTOR)]
     recorded = RECORDED.read_text().splitlines()
     missing = sorted(set(recorded) - set(now))
@@ -68,7 +68,7 @@ def test_numbers_once_given_away_stay() -> None:
 
 
 def test_every_message_has_room() -> None:
-    """Each message and enum keeps numbers back, so that additions have a place near their like."""
+    """Each message and enum has reserved numbers for related additions."""
     without = [
         thing.full_name
         for file in FILES
@@ -80,7 +80,7 @@ def test_every_message_has_room() -> None:
 
 
 def has_reserved(thing: Descriptor | EnumDescriptor) -> bool:
-    """Whether a message or an enum keeps numbers back."""
+    """Return whether a message or an enum has reserved numbers."""
     proto = DescriptorProto() if isinstance(thing, Descriptor) else EnumDescriptorProto()
     thing.CopyToProto(proto)  # type: ignore[arg-type]
     return len(proto.reserved_range) > 0
@@ -95,14 +95,14 @@ def has_reserved(thing: Descriptor | EnumDescriptor) -> bool:
         (RequestFacts, common_pb2.Request),
     ],
 )
-def test_the_wire_says_what_the_engine_model_says(value: type, message: type[Message]) -> None:
-    """Every field of the pure value has one of the same name on the wire."""
-    elsewhere = {"arrival_s"}  # on an engine's own clock, which means nothing on the wire
+def test_the_wire_has_the_fields_of_the_engine_model(value: type, message: type[Message]) -> None:
+    """Every field of the pure value has a field of the same name on the wire."""
+    elsewhere = {"arrival_s"}  # on an engine's clock, which has no meaning on the wire
     assert {field.name for field in fields(value)} - elsewhere <= set(message.DESCRIPTOR.fields_by_name)
 
 
 def test_engine_settings_have_the_configuration_s_names() -> None:
-    """What the wire says of an engine's settings is named as in its configuration."""
+    """The settings on the wire have the names of the configuration."""
     names = set(common_pb2.EngineSettings.DESCRIPTOR.fields_by_name)
     assert names <= {field.name for field in fields(EngineConfig)}
 
@@ -115,16 +115,16 @@ def test_absence_survives_the_wire() -> None:
     assert zero.HasField("num_running")
 
 
-def test_a_delta_changes_what_it_names_and_nothing_else() -> None:
-    """Merging a delta of indicators into the ones before keeps the rest, and can set a number to zero."""
+def test_a_delta_changes_only_its_fields() -> None:
+    """Merging a delta into former indicators keeps other fields, and can set a number to zero."""
     before = common_pb2.Indicators(age_s=0.5, num_running=3, num_waiting=2)
     before.MergeFrom(common_pb2.Indicators(age_s=0.1, num_waiting=0))
     assert (before.age_s, before.num_running, before.num_waiting) == (0.1, 3, 0)
     assert before.HasField("num_waiting")
 
 
-def test_fields_from_the_future_are_carried_along() -> None:
-    """A receiver that does not know a field passes it on unharmed."""
+def test_unknown_fields_are_passed_on() -> None:
+    """A receiver passes on a field that it does not know."""
     newer = common_pb2.Forecast(request_id="a", ttft_s=float("inf")).SerializeToString() + b"\xf8\x07\x2a"
     here = common_pb2.Forecast.FromString(newer)
     assert here.ttft_s == float("inf")
@@ -132,7 +132,7 @@ def test_fields_from_the_future_are_carried_along() -> None:
 
 
 def test_generated_code_is_fresh() -> None:
-    """The code beside the .proto files is what they give."""
+    """The generated code is that of the .proto files."""
     command = [sys.executable, str(ROOT / "scripts" / "generate_protos.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

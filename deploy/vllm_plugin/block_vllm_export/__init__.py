@@ -1,4 +1,4 @@
-"""A vLLM plug-in: the engine's scheduler shows its state in shared memory, at every step."""
+"""A vLLM plug-in that exports the state of the engine's scheduler to shared memory at every step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 
 SUPPORTED = (0, 32)
-log = logging.getLogger("vllm.block_export")  # below vLLM's own, so that it is seen where vLLM's lines are
+log = logging.getLogger("vllm.block_export")  # below vLLM's logger, so that its lines appear among vLLM's
 
 
 def register() -> None:
-    """Have every scheduler that vLLM makes from now on show its state; called by vLLM in each of its processes."""
+    """Make every scheduler that vLLM creates from now on export its state; vLLM calls it in each of its processes."""
     if os.environ.get("BLOCK_EXPORT", "1").lower() in {"0", "false", "no", "off"}:
         return
     try:
@@ -30,6 +30,6 @@ def register() -> None:
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether this is a vLLM whose scheduler is known here."""
+    """Return whether this version of vLLM is supported."""
     found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     return found is not None and (int(found[1]), int(found[2])) == SUPPORTED

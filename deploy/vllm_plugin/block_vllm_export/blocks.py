@@ -1,4 +1,4 @@
-"""What KV blocks hold and in which order free ones are reused, kept up with vLLM's block pool change by change."""
+"""The contents of KV blocks and the order of reuse of the free ones, updated with each change of vLLM's block pool."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ import numpy as np
 
 
 def short_hash(digest: bytes) -> int:
-    """Name a block's content as state files do: by the first eight bytes of its hash, and never 0."""
+    """Return a block's content as state files have it: the first eight bytes of its hash, never 0."""
     return int.from_bytes(digest[:8], "little") or 1
 
 
 class BlockContents:
-    """Notes in an array of `layout.BLOCK` what happens to the blocks of a pool.
+    """Keeps an array of `layout.BLOCK` up to date with the blocks of a pool.
 
-    Block 0, vLLM's null block, is left out. It listens to the pool's own free queue and hash table. Nothing in here
-    fails towards them: what goes wrong is kept as `failure`.
+    Block 0, vLLM's null block, is left out. It wraps methods of the pool's free queue and hash table; an exception in
+    here does not reach them, but is kept as `failure`.
     """
 
     def __init__(self, pool: Any, blocks: np.ndarray) -> None:
-        """Take down how the pool stands, and listen to it."""
+        """Read the state of the pool, and wrap its methods."""
         self.failure: Exception | None = None
-        self.changed: set[int] | None = None  # since it was last emptied; None if any may have
+        self.changed: set[int] | None = None  # blocks that have changed since `take_changed`; None: possibly all
         self._pool = pool
         self._content, self._reuse = blocks["content"], blocks["reuse"]
         queue = pool.free_block_queue
-        self._listen(queue, "popleft", lambda block: self._held((block,)))
-        self._listen(queue, "popleft_n", lambda some, _: self._held(some))
-        self._listen(queue, "remove", lambda _, block: self._held((block,)))
-        self._listen(queue, "append", lambda _, block: self._freed((block,)))
-        self._listen(queue, "append_n", lambda _, some: self._freed(some))
-        self._listen(queue, "prepend_n", lambda _, some: self._freed_first(some))
+        self._wrap(queue, "popleft", lambda block: self._note_held((block,)))
+        self._wrap(queue, "popleft_n", lambda some, _: self._note_held(some))
+        self._wrap(queue, "remove", lambda _, block: self._note_held((block,)))
+        self._wrap(queue, "append", lambda _, block: self._note_freed((block,)))
+        self._wrap(queue, "append_n", lambda _, some: self._note_freed(some))
+        self._wrap(queue, "prepend_n", lambda _, some: self._note_freed_first(some))
         self._reuse[:] = 0
-        self._first, self._last = 0, 0  # the places in the order of reuse that were given last, at either end
-        self._freed(queue.get_all_free_blocks())
-        self._follow_table()
+        self._first, self._last = 0, 0  # the last numbers given in the order of reuse, at its two ends
+        self._note_freed(queue.get_all_free_blocks())
+        self._read_table()
 
     def refresh(self) -> None:
-        """Begin with a new hash table, if the pool has: so it forgets everything at once."""
+        """Follow the pool to a new hash table, which it creates to reset the prefix cache."""
         if self._pool.cached_block_hash_to_block is not self._table:
-            self._follow_table()
+            self._read_table()
 
-    def _follow_table(self) -> None:
+    def _read_table(self) -> None:
         self._table = table = self._pool.cached_block_hash_to_block
-        self._listen(table, "insert", lambda _, key, block: self._filled(key, block.block_id))
-        self._listen(table, "pop", lambda _, _key, block_id: self._emptied(block_id))
+        self._wrap(table, "insert", lambda _, key, block: self._note_filled(key, block.block_id))
+        self._wrap(table, "pop", lambda _, _key, block_id: self._note_emptied(block_id))
         self._content[:] = 0
         self.changed = None
         for block in self._pool.blocks[1:]:
             if block.block_hash is not None:
-                self._filled(block.block_hash, block.block_id)
+                self._note_filled(block.block_hash, block.block_id)
 
-    def _listen(self, subject: Any, name: str, note: Callable[..., None]) -> None:
-        """Have `note` be told of each call's answer and arguments; the answer itself stays as it is."""
-        method = getattr(subject, name)
+    def _wrap(self, owner: Any, name: str, note: Callable[..., None]) -> None:
+        """Wrap a method, so that `note` is called with its result and arguments; the result is unchanged."""
+        method = getattr(owner, name)
 
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            answer = method(*args, **kwargs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
             try:
-                note(answer, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - it is the export that ends, not the engine
+                note(result, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the export ends, not the engine
                 self.failure = self.failure or error
-            return answer
+            return result
 
-        setattr(subject, name, heard)
+        setattr(owner, name, wrapper)
 
-    def taken(self) -> set[int] | None:
-        """Give what has changed since this was last asked."""
+    def take_changed(self) -> set[int] | None:
+        """Return the blocks that have changed since the last call; None: possibly all."""
         changed, self.changed = self.changed, set()
         return changed
 
@@ -76,29 +76,29 @@ class BlockContents:
         if self.changed is not None:
             self.changed.add(block_id - 1)
 
-    def _held(self, blocks: Iterable[Any]) -> None:
+    def _note_held(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
             self._reuse[block.block_id - 1] = 0
             self._note(block.block_id)
 
-    def _freed(self, blocks: Iterable[Any]) -> None:
+    def _note_freed(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
             self._last += 1
             self._reuse[block.block_id - 1] = self._last
             self._note(block.block_id)
 
-    def _freed_first(self, blocks: list[Any]) -> None:
+    def _note_freed_first(self, blocks: list[Any]) -> None:
         self._first -= len(blocks)
-        for place, block in enumerate(blocks):
-            self._reuse[block.block_id - 1] = self._first + place
+        for position, block in enumerate(blocks):
+            self._reuse[block.block_id - 1] = self._first + position
             self._note(block.block_id)
 
-    def _filled(self, key: bytes, block_id: int) -> None:
+    def _note_filled(self, key: bytes, block_id: int) -> None:
         if block_id:
             self._content[block_id - 1] = short_hash(key)
             self._note(block_id)
 
-    def _emptied(self, block_id: int) -> None:
+    def _note_emptied(self, block_id: int) -> None:
         if block_id:
             self._content[block_id - 1] = 0
             self._note(block_id)

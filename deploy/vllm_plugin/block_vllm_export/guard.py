@@ -1,4 +1,4 @@
-"""What keeps an error of the export's from becoming one of the engine's."""
+"""Keeps errors of the export from reaching the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger("vllm.block_export")
 
 
 class Guard:
-    """Passes calls on to a scheduler's exporter, until the first one that fails: that is said, and was the last."""
+    """Forwards calls to a scheduler's exporter; after the first failure, which is logged, it stops the export."""
 
     def __init__(self, scheduler: Any) -> None:
-        """Begin to show a scheduler's state, if that can be."""
+        """Start to export a scheduler's state, where that is possible."""
         self.exporter: Exporter | None = None
         try:
             path = state_file(scheduler)
@@ -25,23 +25,23 @@ class Guard:
         except UnsupportedError as error:
             log.warning("block-vllm-export: %s; nothing is exported", error)
         except Exception:
-            log.exception("block-vllm-export: cannot begin; nothing is exported")
+            log.exception("block-vllm-export: cannot start; nothing is exported")
         else:
             atexit.register(self, "close")
             log.info("block-vllm-export: the scheduler's state is in %s", path)
 
     def __call__(self, action: str, *args: Any) -> None:
-        """Have the exporter do something; nothing that comes of it reaches the engine."""
+        """Call a method of the exporter; no exception reaches the engine."""
         if (exporter := self.exporter) is None:
             return
         try:
             getattr(exporter, action)(*args)
             failed = exporter.failure
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine runs on
+        except Exception as error:  # noqa: BLE001 - whatever fails, the engine must continue
             failed = error
         if failed is not None:
             self.exporter = None
-            log.error("block-vllm-export: given up, the engine runs on without", exc_info=failed)
+            log.error("block-vllm-export: the export has failed and is stopped; the engine runs on", exc_info=failed)
             with suppress(Exception):
                 exporter.close()
         elif action == "close":

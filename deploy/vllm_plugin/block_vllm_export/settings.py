@@ -1,4 +1,4 @@
-"""Where a scheduler's state goes, and what is told of its engine once and for all."""
+"""The path of a scheduler's state file, and the engine's settings in it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import os
 from pathlib import Path
 from typing import Any
 
-DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer makes private
-MOST_STEPS = 2
+DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer creates as private
+MAX_STEPS_IN_FLIGHT = 2
 
 
 class UnsupportedError(ValueError):
-    """An engine whose state would not be understood."""
+    """The engine is of a kind that state files do not support."""
 
 
 def state_file(scheduler: Any) -> str:
-    """Name the file of this scheduler's data-parallel rank."""
+    """Return the file of this scheduler's data-parallel rank."""
     path = Path(os.environ.get("BLOCK_STATE_FILE") or DEFAULT_FILE)
     rank = int(scheduler.vllm_config.parallel_config.data_parallel_index)
     return str(path.with_name(f"{path.stem}-dp{rank}{path.suffix}") if rank else path)
 
 
 def require_supported(scheduler: Any) -> None:
-    """Refuse engines whose steps are of another kind than those that sidecars know."""
+    """Refuse engines with other kinds of steps than state files support."""
     config = scheduler.vllm_config
     if scheduler.num_sampled_tokens_per_step != 1:
         raise UnsupportedError("pooling and diffusion models are not supported")
     if scheduler.num_spec_tokens:
         raise UnsupportedError("speculative decoding is not supported")
-    if config.max_concurrent_batches > MOST_STEPS:
-        raise UnsupportedError(f"{config.max_concurrent_batches} steps under way are not supported")
+    if config.max_concurrent_batches > MAX_STEPS_IN_FLIGHT:
+        raise UnsupportedError(f"{config.max_concurrent_batches} steps in flight are not supported")
 
 
 def settings_of(scheduler: Any) -> dict[str, Any]:
-    """What a state file tells of the engine: `engine` has the fields of Block's engine model, which are vLLM's."""
+    """Return the settings for the state file; `engine` has the fields of Block's `EngineConfig`, which are vLLM's."""
     import vllm
 
     rules, cache = scheduler.scheduler_config, scheduler.cache_config

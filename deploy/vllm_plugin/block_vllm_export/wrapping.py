@@ -1,4 +1,4 @@
-"""Between vLLM's engine and whichever scheduler class it runs."""
+"""Wraps the scheduler class that vLLM's engine runs, whichever it is."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .guard import Guard
 
 
 def wrap_scheduler_choice(config_class: Any) -> None:
-    """Have the configuration choose, instead of a scheduler class, the same one that shows its state."""
+    """Make the configuration return, for each scheduler class, a derived one that exports its state."""
     choose = config_class.get_scheduler_cls
     if hasattr(choose, "__wrapped__"):
         return  # vLLM may load plug-ins more than once
 
     @wraps(choose)
     def get_scheduler_cls(self: Any) -> Any:
-        return showing(choose(self))
+        return exporting(choose(self))
 
     config_class.get_scheduler_cls = get_scheduler_cls
 
 
 @cache
-def showing(scheduler_class: Any) -> Any:
-    """Derive from a scheduler class one that shows its state, and is the same in everything else."""
+def exporting(scheduler_class: Any) -> Any:
+    """Derive a scheduler class that exports its state, and is unchanged otherwise."""
 
-    class Showing(scheduler_class):  # type: ignore[misc]
-        """A scheduler whose state is written to shared memory."""
+    class Exporting(scheduler_class):  # type: ignore[misc]
+        """A scheduler whose state is exported to shared memory."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ def showing(scheduler_class: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-            self.block_export("taken", scheduler_output)
+            self.block_export("retired", scheduler_output)
             return outputs
 
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def showing(scheduler_class: Any) -> Any:
             self.block_export("close")
             return super().shutdown(*args, **kwargs)
 
-    Showing.__name__ = scheduler_class.__name__
-    Showing.__qualname__ = scheduler_class.__qualname__
-    Showing.__module__ = scheduler_class.__module__
-    return Showing
+    Exporting.__name__ = scheduler_class.__name__
+    Exporting.__qualname__ = scheduler_class.__qualname__
+    Exporting.__module__ = scheduler_class.__module__
+    return Exporting

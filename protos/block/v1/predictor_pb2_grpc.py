@@ -76,51 +76,52 @@ class PredictorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Predict(self, request, context):
-        """Forecast each request as if it alone came now, and tell the instance's indicators. Promises nothing.
+        """Forecast each request as if it alone arrived, and return the instance's indicators. Reserves nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PredictStream(self, request_iterator, context):
-        """Predict, over and over on one stream: an answer for each question, in their order. For who asks often. A question
-        that is refused ends the stream with the status that Predict would give.
+        """Predict repeatedly on one stream: a response per request, in order; cheaper than separate calls. A refused request
+        ends the stream with the status that Predict would return.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Promise a request to the instance: it counts in every forecast until the engine shows it, its release, or its
-        expiry. Idempotent by request id: reserving again extends the same reservation.
+        """Reserve a request: it counts in every forecast until the engine reports it, its release, or its expiry. Idempotent
+        by request id: reserving again extends the reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReserveStream(self, request_iterator, context):
-        """Reserve, over and over on one stream, as PredictStream does.
+        """Reserve repeatedly on one stream, as in PredictStream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """End a reservation, or tell what became of a request that the engine had shown already. Idempotent by request id.
+        """End a reservation, or report the outcome of a request that the engine has reported already. Idempotent by request
+        id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseStream(self, request_iterator, context):
-        """Release, over and over on one stream, as PredictStream does.
+        """Release repeatedly on one stream, as in PredictStream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The indicators now, and from then on whenever they change.
+        """The current indicators, then each change of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

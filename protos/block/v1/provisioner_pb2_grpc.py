@@ -60,28 +60,28 @@ class ProvisionerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Report(self, request_iterator, context):
-        """Schedulers tell every forecast they acted on and every outcome they learn, as they go.
+        """Schedulers report every forecast that a decision used, and every outcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What there is, what is wanted, and what is under way.
+        """Instances, desired numbers, and actions in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """What would be done now, and why, without doing it.
+        """The actions that would be taken now, with the reason, without taking them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def History(self, request, context):
-        """The journal: actions of the past, oldest first, and, if asked to follow, those to come.
+        """The journal: past actions, oldest first; with `follow` also future ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

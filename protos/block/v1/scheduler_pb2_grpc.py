@@ -71,43 +71,43 @@ class SchedulerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Schedule(self, request, context):
-        """Decide, and reserve at the chosen instance; the caller sends the request there itself, and releases at the end.
+        """Decide, and reserve at the chosen instance; the caller sends the request there, and releases it at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Decide, send the request, and stream its answer. Before the first token another instance is tried where one
-        fails; leaving the stream cancels the request. Releases by itself.
+        """Decide, send the request, and stream its response. Before the first token, another instance is tried where one
+        fails; closing the stream cancels the request. The scheduler releases the reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Tell the end of a scheduled request: what it became, or that it never started. Idempotent by request id.
+        """Report the end of a scheduled request: its outcome, or that it never started. Idempotent by request id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Tell a decision of this scheduler once more, with all its candidates. Only the last ones are remembered.
+        """Return a past decision of this scheduler with all its candidates. Only the last ones are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListInstances(self, request, context):
-        """Which instances there are, and by which policy they are chosen.
+        """The instances, and the policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UsePolicy(self, request, context):
-        """Decide by another policy from now on, until the scheduler ends. Only for callers on its own machine.
+        """Use another policy from now on, until the scheduler ends. Only for callers on the same machine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,14 +50,14 @@ class LengthTaggerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Tag(self, request, context):
-        """Predict the length of one answer. Always cheap: a tagger that would keep the caller waiting gives a rougher tag.
+        """Predict the length of one response. Always fast: instead of a slow prediction, the tagger returns a rougher one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Observe(self, request, context):
-        """Learn from what became of requests. None is taken unless all can be read.
+        """Learn from outcomes. All of them are refused where one of them is invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

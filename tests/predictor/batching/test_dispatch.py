@@ -17,7 +17,7 @@ NUM_RULES = 20
 
 
 def rule(number: int) -> Callable[[State], bool]:
-    """Make a rule that leaves its number behind."""
+    """Make a rule that records its number."""
 
     def schedule(state: State) -> bool:
         state.engine[0].num_steps = number

@@ -1,4 +1,4 @@
-"""vLLM 0.7.2's rules, against the plain oracle and by small examples."""
+"""vLLM 0.7.2's rules, compared with the plain oracle, and in small examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies import Load, examples, load_of, loads
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["default", "chunked"])
 def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
-    """Scheduled tokens, queues, preemptions and free blocks agree at every step, in both modes."""
+    """Scheduled tokens, queues, preemptions and free blocks are equal at every step, in both modes."""
     seen: Counter[str] = Counter()
 
     @examples(150)
@@ -28,38 +28,38 @@ def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
 
 
 def test_prefills_go_first_and_alone() -> None:
-    """A request that decodes stands still while a new one is prefilled."""
+    """A decoding request pauses while a new one is prefilled."""
     load = load_of("vllm_v0", (5, 3), (6, 2), arrivals=[0, 1])
     assert scheduled(load) == [{"a": 5}, {"b": 6}, {"a": 1, "b": 1}, {"a": 1}]
 
 
 def test_admission_keeps_the_watermark() -> None:
-    """A prompt waits while taking its blocks would leave fewer than the watermark."""
+    """A prompt waits while its blocks would leave fewer free ones than the watermark."""
     load = load_of("vllm_v0", (16, 2), (16, 2), num_gpu_blocks=8, watermark=0.13)
     assert scheduled(load) == [{"a": 16}, {"a": 1}, {"b": 16}, {"b": 1}]
     roomy = load_of("vllm_v0", (16, 2), (16, 2), num_gpu_blocks=9, watermark=0.12)
     assert scheduled(roomy)[0] == {"a": 16, "b": 16}
 
 
-def test_a_decode_wants_a_free_block_whether_it_needs_one_or_not() -> None:
-    """With room in its own last block, the youngest gives way all the same when no block is free."""
+def test_a_decode_requires_a_free_block_always() -> None:
+    """Also with room in its last block, the last request is preempted when no block is free."""
     load = load_of("vllm_v0", (5, 3), (5, 3), num_gpu_blocks=4, watermark=0.0)
     second = list(our_steps(load))[1]
     assert (second["scheduled"], second["preempted"]) == ({"a": 1}, ["b"])
 
 
-def test_the_youngest_is_preempted_and_recomputed_with_its_answer() -> None:
-    """A preempted request comes back as a prompt that its answer has lengthened."""
+def test_the_last_request_is_preempted_and_recomputed_with_its_output() -> None:
+    """A preempted request is admitted again with its output as a part of its prompt."""
     load = load_of("vllm_v0", (7, 8), (7, 8), num_gpu_blocks=5, watermark=0.0)
     steps = list(our_steps(load))
-    preempted = next(place for place, step in enumerate(steps) if step["preempted"])
+    preempted = next(index for index, step in enumerate(steps) if step["preempted"])
     assert steps[preempted]["preempted"] == ["b"]
     again = next(step["scheduled"]["b"] for step in steps[preempted:] if "b" in step["scheduled"])
     assert again == 7 + sum("b" in step["scheduled"] for step in steps[:preempted])
 
 
 def test_chunked_prefill_serves_decodes_first() -> None:
-    """What decodes leave of the budget goes to the prompt under way, and then to the next."""
+    """The rest of the budget goes to the started prompt, then to the next one."""
     load = load_of(
         "vllm_v0", (3, 4), (9, 2), (4, 1),
         arrivals=[0, 1, 1], enable_chunked_prefill=True, max_num_batched_tokens=8,
@@ -68,7 +68,7 @@ def test_chunked_prefill_serves_decodes_first() -> None:
 
 
 def test_chunked_prefill_admits_others_in_a_step_that_preempts() -> None:
-    """Blocks that a victim gave back may let in who waited behind it, but not the victim itself."""
+    """The freed blocks can be used for a request behind the preempted one, but not for the preempted one."""
     load = load_of(
         "vllm_v0", (4, 9), (12, 4), (4, 1),
         arrivals=[0, 0, 1], num_gpu_blocks=5, watermark=0.0, enable_chunked_prefill=True,
@@ -79,8 +79,8 @@ def test_chunked_prefill_admits_others_in_a_step_that_preempts() -> None:
     assert preempting["waiting"] == ["b"]
 
 
-def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
-    """Under priorities who runs is preempted for a better head of the queue, which enters a step later."""
+def test_a_higher_priority_preempts_a_lower_one() -> None:
+    """With priorities, a running request is preempted for a better head of the queue, which is admitted a step later."""
     load = load_of(
         "vllm_v0", (8, 6), (8, 2),
         arrivals=[0, 1], priorities=[1, 0], scheduling_policy="priority", max_num_seqs=1,
@@ -91,15 +91,15 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
     assert steps[4]["scheduled"] == {"a": 9}
 
 
-def test_equals_are_not_preempted_for_each_other() -> None:
-    """A head of the queue with the same priority and arrival as who runs waits its turn."""
+def test_equal_requests_are_not_preempted_for_each_other() -> None:
+    """A head of the queue with the same priority and arrival as a running request waits."""
     load = load_of("vllm_v0", (8, 3), (8, 2), scheduling_policy="priority", max_num_seqs=1)
     for names in ("ab", "ba"):
         specs = [{**spec, "id": name} for spec, name in zip(load.requests, names, strict=True)]
         assert not any(step["preempted"] for step in our_steps(Load(engine=load.engine, requests=specs)))
 
 
-def test_chunked_prefill_knows_no_priorities() -> None:
+def test_chunked_prefill_ignores_priorities() -> None:
     """In that mode the queue is first come, first served, whatever the policy."""
     load = load_of(
         "vllm_v0", (4, 1), (4, 1),

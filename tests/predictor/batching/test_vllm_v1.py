@@ -1,4 +1,4 @@
-"""vLLM 0.32's rules, against the oracle that vLLM itself was held against; `tests/conformance` has the real one."""
+"""vLLM 0.32's rules, compared with an oracle that `tests/conformance` compares with vLLM itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies import Load, examples, load_of, loads
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
-    """Scheduled tokens, queues, preemptions and free blocks agree at every step, whatever the rules in force."""
+    """Scheduled tokens, queues, preemptions and free blocks are equal at every step, for all rules."""
     seen: Counter[str] = Counter()
 
     @examples(150)
@@ -27,27 +27,27 @@ def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
     assert min(seen["preemptions"], seen["queueing"]) > 20
 
 
-def test_who_runs_goes_first_and_a_prompt_fills_the_budget() -> None:
+def test_running_requests_go_first_and_a_prompt_fills_the_budget() -> None:
     """A chunk of the new prompt shares the step with the decode."""
     load = load_of("vllm_v1", (3, 3), (9, 2), arrivals=[0, 1], max_num_batched_tokens=8)
     assert scheduled(load) == [{"a": 3}, {"a": 1, "b": 7}, {"a": 1, "b": 2}, {"b": 1}]
 
 
 def test_a_long_prefill_is_cut_at_the_threshold_unless_alone() -> None:
-    """The threshold leaves room for others, and is not kept where there are none."""
+    """The threshold leaves budget for other requests, and does not apply without them."""
     load = load_of("vllm_v1", (9, 1), (9, 1), long_prefill_token_threshold=4)
     assert scheduled(load) == [{"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 1, "b": 1}]
     assert scheduled(load_of("vllm_v1", (9, 1), long_prefill_token_threshold=4)) == [{"a": 9}]
 
 
-def test_a_shared_beginning_is_computed_once() -> None:
-    """Full blocks can be hit from the step in which they are scheduled on; the last token is computed all the same."""
+def test_a_shared_prefix_is_computed_once() -> None:
+    """Full blocks can be hit from the step that schedules them; the last token is always computed."""
     load = load_of("vllm_v1", (8, 1), (8, 1), (9, 1), hashes=[[1, 2], [1, 2], [1, 2]])
     assert scheduled(load) == [{"a": 8, "b": 4, "c": 1}]
 
 
-def test_no_two_shared_beginnings_meet_without_caching() -> None:
-    """Hashes mean nothing to an engine that caches no prefixes."""
+def test_shared_prefixes_have_no_effect_without_caching() -> None:
+    """An engine without prefix caching ignores hashes."""
     load = load_of("vllm_v1", (8, 1), (8, 1), hashes=[[1, 2], [1, 2]], enable_prefix_caching=False)
     assert scheduled(load) == [{"a": 8, "b": 8}]
 
@@ -59,16 +59,16 @@ def test_async_scheduling_plans_a_step_ahead() -> None:
     assert second["scheduled"] == {"a": 1}
 
 
-def test_an_end_that_nobody_foresaw_costs_async_scheduling_a_slot() -> None:
-    """A request that ends before `max_tokens` is still in the step planned meanwhile."""
+def test_an_early_end_costs_async_scheduling_a_slot() -> None:
+    """A request that ends before `max_tokens` is still in the step that is already planned."""
     load = load_of("vllm_v1", (4, 2), async_scheduling=True)
     load.requests[0]["max_tokens"] = 8
     assert scheduled(load) == [{"a": 4}, {"a": 1}, {"a": 1}]
 
 
 @pytest.mark.parametrize(("reserve", "first"), [(True, {"a": 8}), (False, {"a": 8, "b": 8})])
-def test_a_prompt_may_have_to_fit_whole(reserve: bool, first: dict[str, int]) -> None:
-    """With `scheduler_reserve_full_isl` a first chunk enters only if all of the prompt would fit."""
+def test_a_whole_prompt_must_fit_where_configured(reserve: bool, first: dict[str, int]) -> None:
+    """With `scheduler_reserve_full_isl`, a first chunk is admitted only if the whole prompt fits."""
     load = load_of(
         "vllm_v1", (8, 1), (16, 1),
         num_gpu_blocks=6, max_num_batched_tokens=16, scheduler_reserve_full_isl=reserve, max_num_seqs=2,
@@ -76,8 +76,8 @@ def test_a_prompt_may_have_to_fit_whole(reserve: bool, first: dict[str, int]) ->
     assert scheduled(load)[0] == first
 
 
-def test_the_lowest_ranked_gives_way_even_to_itself() -> None:
-    """Under priorities the lowest ranked is preempted, even where it is the one that asks for blocks."""
+def test_the_lowest_ranked_request_is_preempted_even_for_itself() -> None:
+    """With priorities, the lowest ranked request is preempted, also where it needs the blocks itself."""
     load = load_of(
         "vllm_v1", (4, 9), (8, 8),
         priorities=[1, 0], scheduling_policy="priority", num_gpu_blocks=5, max_num_batched_tokens=12,

@@ -1,4 +1,4 @@
-"""Calibration: constants that were put in are found again, from the first requests alone."""
+"""Calibration finds known constants from the first requests alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = np.linspace(200.0, 3000.0, 40)[::-1]
 
 
 def toy_replay(step_time: StepTime) -> MeasuredLatencies:
-    """A replay without queueing: prefill, then as many decode steps as tokens."""
+    """A replay without queueing: prefill, then a decode step per token."""
     first = 0.02 + step_time.constant_s + step_time.prefill_s + step_time.token_s * PROMPT
     step = 0.01 + step_time.constant_s + step_time.token_s * 8
     return MeasuredLatencies(first_token_s=first, last_token_s=first + step * (OUTPUT - 1), output_tokens=OUTPUT)
@@ -26,8 +26,8 @@ def toy_replay(step_time: StepTime) -> MeasuredLatencies:
     "missing",
     [{"constant_s": 2.5e-3}, {"constant_s": 2e-3, "token_s": 4e-5}, {"constant_s": 1e-3, "prefill_s": 6e-3}],
 )
-def test_finds_what_the_kernels_lack(missing: dict[str, float]) -> None:
-    """The constants are added to what the kernels have, and the other numbers stay."""
+def test_finds_the_missing_constants(missing: dict[str, float]) -> None:
+    """The constants are added to those of the kernels, and the other coefficients are unchanged."""
     whole = replace(KERNELS, **{name: getattr(KERNELS, name) + value for name, value in missing.items()})
     found = calibrate(KERNELS, toy_replay, toy_replay(whole), num_requests=20, constants=tuple(missing))
     for name, value in missing.items():
@@ -35,7 +35,7 @@ def test_finds_what_the_kernels_lack(missing: dict[str, float]) -> None:
     assert replace(found, **{name: getattr(KERNELS, name) for name in missing}) == KERNELS
 
 
-def test_later_requests_have_no_say() -> None:
+def test_later_requests_have_no_effect() -> None:
     """Only the first requests are compared."""
     measured = toy_replay(replace(KERNELS, constant_s=3e-3))
     spoiled = np.where(np.arange(40) < 20, 1.0, 5.0)
@@ -55,6 +55,6 @@ def test_a_faster_engine_than_its_kernels_gets_no_negative_constant() -> None:
 
 
 def test_refuses_an_unknown_constant() -> None:
-    """What cannot be calibrated is named."""
+    """The error names a constant that cannot be calibrated."""
     with pytest.raises(ValueError, match=r"^constants: 'prefill_qq_s' is none of"):
         calibrate(KERNELS, toy_replay, toy_replay(KERNELS), num_requests=5, constants=("prefill_qq_s",))

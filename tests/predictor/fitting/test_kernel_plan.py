@@ -1,4 +1,4 @@
-"""Which kernels are timed at which sizes, and where their pages lie."""
+"""Plans of kernel timings, and the layout of their pages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BATCHES = st.builds(
 
 @given(REACHES)
 @settings(max_examples=150, deadline=None)
-def test_every_planned_batch_is_one_that_the_engine_could_run(reach: Reach) -> None:
-    """Nobody has more tokens than a sequence may, nor all of them more than memory holds, nor a step more than it may."""
+def test_the_engine_can_run_every_planned_batch(reach: Reach) -> None:
+    """No sequence, memory or step limit is exceeded."""
     for batch in [*decodes(reach), *chunks(reach)]:
         assert batch.num_tokens >= 1
         assert batch.kv_tokens <= reach.kv_tokens
@@ -50,8 +50,8 @@ def test_every_planned_batch_is_one_that_the_engine_could_run(reach: Reach) -> N
 
 @given(REACHES)
 @settings(max_examples=150, deadline=None)
-def test_plans_reach_the_corners_cheapest_first_and_name_nothing_twice(reach: Reach) -> None:
-    """One token and all of them, one sequence and all that have room, the shortest and the longest context."""
+def test_plans_reach_the_extremes_cheapest_first_without_duplicates(reach: Reach) -> None:
+    """They contain the smallest and largest counts of tokens and sequences, and the shortest and longest contexts."""
     for plan in (token_counts(reach), sequence_counts(reach), decodes(reach), chunks(reach)):
         assert len(set(plan)) == len(plan)
     assert token_counts(reach)[0] == 1
@@ -67,7 +67,7 @@ def test_plans_reach_the_corners_cheapest_first_and_name_nothing_twice(reach: Re
 
 @given(REACHES, st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
-def test_mixes_are_made_of_what_was_timed_apart(reach: Reach, seed: int) -> None:
+def test_mixes_combine_batches_that_are_timed_separately(reach: Reach, seed: int) -> None:
     """A chunk and decodes that fit into one step and into memory together; the same seed draws the same."""
     alone, together = chunks(reach), decodes(reach)
     mixed = mixes(alone, together, reach, np.random.default_rng(seed))
@@ -87,7 +87,7 @@ def test_mixes_are_made_of_what_was_timed_apart(reach: Reach, seed: int) -> None
 def test_each_sequence_has_pages_of_its_own(
     batch: AttentionBatch, page_tokens: int, most_tables: int, spare: float, seed: int
 ) -> None:
-    """They hold all its tokens and no more than that, and no other sequence of any table has one of them."""
+    """They hold exactly its tokens, and no other sequence of any table has one of them."""
     pool_pages = int(spare * num_pages(batch, page_tokens))
     layout = paged_layout(
         batch,
@@ -112,8 +112,8 @@ def test_each_sequence_has_pages_of_its_own(
 
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_tokens"])
-def test_an_engine_that_could_not_run_is_refused(field: str) -> None:
-    """The field is named."""
+def test_impossible_limits_are_refused(field: str) -> None:
+    """The error names the field."""
     sound = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "kv_tokens": 1024}
     with pytest.raises(ValueError, match=field):
         Reach(**{**sound, field: 0})

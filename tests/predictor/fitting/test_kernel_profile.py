@@ -1,4 +1,4 @@
-"""From the times of kernels to a profile, where the times follow a law that is known or were published."""
+"""Profiles from the times of kernels, which follow a known formula or were published."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from predictor.fitting.kernel_plan import NUM_MIXES, AttentionBatch, Reach, chunks, decodes, mixes, token_counts
-from predictor.fitting.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step, with_told
+from predictor.fitting.kernel_profile import Timings, UntimedCosts, composed, fit_kernels, times_a_step, with_untimed
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.fitting.roofline import GPUS, MEMORY_UTILIZATION
@@ -23,20 +23,20 @@ from tests.predictor.fitting.test_model_shard import LLAMA_8B
 SHARE = share_of(LLAMA_8B)
 REACH = Reach(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192, kv_tokens=200_000)
 LAYERS = 32
-DENSE_S = 3e-6  # of each kernel, beside what its tokens take
+DENSE_S = 3e-6  # of each kernel, besides the time of its tokens
 TOKEN_S = 4e-8
 HEAD_S, SEQUENCE_S = 2e-4, 1e-6
 DECODE_S, CONTEXT_S, PAIR_S = 5e-6, 4e-10, 1e-12
 
 
 def attention_s(batch: AttentionBatch) -> float:
-    """A law such as GPUs have: a launch, bytes read by decodes, and products of chunks."""
+    """A formula like that of GPUs: a launch, bytes read by decodes, and products of chunks."""
     pairs = batch.chunk * (batch.before + batch.chunk / 2)
     return DECODE_S + CONTEXT_S * batch.num_decodes * batch.context + PAIR_S * 100 * pairs
 
 
 def by_law(reach: Reach = REACH) -> Timings:
-    """All that would be timed, by the law."""
+    """Return all planned timings, by the formula."""
     together, alone = decodes(reach), chunks(reach)
     mixed = mixes(alone, together, reach, np.random.default_rng(0))
     return Timings(
@@ -47,7 +47,7 @@ def by_law(reach: Reach = REACH) -> Timings:
 
 
 def test_a_step_is_its_layers_and_its_head() -> None:
-    """Each kernel counts as often as it runs, attention once a layer, the head by who gets a token."""
+    """Each kernel counts as often as it runs, attention once per layer, the head by sampling sequences."""
     batch = AttentionBatch(chunk=128, before=1024, num_decodes=8, context=256)
     timings = replace(by_law(), attention={batch: attention_s(batch)})
     step = composed(timings, SHARE)
@@ -57,8 +57,8 @@ def test_a_step_is_its_layers_and_its_head() -> None:
     assert (step.prefill_qq[0], step.prefill_qkv[0]) == (128**2, 128 * 1024)
 
 
-def test_batches_beyond_what_else_was_timed_are_left_out() -> None:
-    """Where the budget ended before the largest counts, no step is made up."""
+def test_batches_beyond_the_other_timings_are_left_out() -> None:
+    """Where the budget ended before the largest counts, no step is extrapolated."""
     timings = by_law()
     short = replace(timings, dense={name: {1: 1e-5, 64: 2e-5} for name in times_a_step(SHARE)}, head={1: 1e-4, 8: 1e-4})
     steps = composed(short, SHARE)
@@ -67,9 +67,9 @@ def test_batches_beyond_what_else_was_timed_are_left_out() -> None:
     assert 0 < len(steps) < len(composed(timings, SHARE))
 
 
-def test_the_fit_comes_out_as_the_law_is() -> None:
-    """Steps of sizes that nobody timed are foretold within a few per cent, and so is the error on those held out."""
-    step_time, error, valid = fit_kernels(by_law(), SHARE, Told())
+def test_the_fit_recovers_the_formula() -> None:
+    """Steps of untimed sizes are predicted within a few per cent, and the held-out error is as small."""
+    step_time, error, valid = fit_kernels(by_law(), SHARE, UntimedCosts())
     assert error.mape < 0.02
     assert (valid.max_tokens, valid.max_sequences) == (2048, 64)
     rows = [(n, n, n, n * c, 0, 0.0, 0.0, c, 0.0) for n in (1, 3, 23, 50) for c in (40, 700, 2500)]
@@ -82,35 +82,35 @@ def test_the_fit_comes_out_as_the_law_is() -> None:
     assert np.max(np.abs(predict(step_time, unseen) / law - 1)) < 0.05
 
 
-def test_what_is_told_comes_on_top() -> None:
-    """Processor time to each step; two all-reduces a layer, each a latency and every token's state around a ring."""
+def test_untimed_costs_are_added() -> None:
+    """CPU time per step; two all-reduces per layer, each with a latency and a ring transfer of every token's state."""
     plain = StepTime(constant_s=1e-3)
-    assert with_told(plain, SHARE, Told(cpu_s=2e-3)).constant_s == pytest.approx(3e-3)
+    assert with_untimed(plain, SHARE, UntimedCosts(cpu_s=2e-3)).constant_s == pytest.approx(3e-3)
     four = share_of(LLAMA_8B, tensor_parallel=4)
-    told = with_told(plain, four, Told(cpu_s=2e-3, all_reduce_s=1e-5, link_bytes_per_s=1e11))
-    assert told.constant_s == pytest.approx(3e-3 + 2 * LAYERS * 1e-5)
-    assert told.token_s == pytest.approx(2 * LAYERS * (2 * 3 / 4) * 4096 * 2 / 1e11)
+    with_links = with_untimed(plain, four, UntimedCosts(cpu_s=2e-3, all_reduce_s=1e-5, link_bytes_per_s=1e11))
+    assert with_links.constant_s == pytest.approx(3e-3 + 2 * LAYERS * 1e-5)
+    assert with_links.token_s == pytest.approx(2 * LAYERS * (2 * 3 / 4) * 4096 * 2 / 1e11)
 
 
 @pytest.mark.parametrize(
-    ("bad", "complaint"),
+    ("bad", "error"),
     [
         ({"cpu_s": -1.0}, "cpu_overhead_ms"),
         ({"all_reduce_s": float("nan")}, "all_reduce_us"),
         ({"link_bytes_per_s": 0.0}, "link_gb_per_s"),
     ],
 )
-def test_what_is_told_must_make_sense(bad: dict[str, float], complaint: str) -> None:
-    """Times and speeds are refused by name."""
-    with pytest.raises(ValueError, match=complaint):
-        Told(**bad)
+def test_impossible_untimed_costs_are_refused(bad: dict[str, float], error: str) -> None:
+    """The error names the time or bandwidth."""
+    with pytest.raises(ValueError, match=error):
+        UntimedCosts(**bad)
 
 
 def test_too_little_is_refused() -> None:
-    """A budget that ended with a handful of batches makes no profile."""
+    """A few batches are not enough for a profile."""
     timings = by_law()
     with pytest.raises(ValueError, match="budget: 3 batches"):
-        fit_kernels(replace(timings, attention=dict(list(timings.attention.items())[:3])), SHARE, Told())
+        fit_kernels(replace(timings, attention=dict(list(timings.attention.items())[:3])), SHARE, UntimedCosts())
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_too_little_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str, object], devices: int) -> None:
-    """Of published tables the fit sees as many batches as would be timed, and foretells thousands of others."""
+    """From published tables the fit gets as many batches as a plan has, and predicts thousands of others."""
     share = share_of(config, tensor_parallel=devices)
     timings = published(model, share)
-    step_time, error, _ = fit_kernels(as_if_timed(timings), share, Told())
+    step_time, error, _ = fit_kernels(as_if_timed(timings), share, UntimedCosts())
     every = composed(timings, share)
     off = np.abs(predict(step_time, every) / every.seconds - 1)
     assert error.p50 < 0.02
@@ -140,9 +140,9 @@ def test_kernels_of_a_real_gpu_make_a_close_profile(model: str, config: dict[str
 
 
 def test_a_measured_run_takes_a_little_longer_than_its_kernels() -> None:
-    """Of a real vLLM's run such a profile misses the processor's time, and no more."""
+    """For a real vLLM's run such a profile lacks only the CPU time."""
     timings = published("meta-llama/Llama-3.1-8B", SHARE)
-    step_time, _, _ = fit_kernels(as_if_timed(timings), SHARE, Told())
+    step_time, _, _ = fit_kernels(as_if_timed(timings), SHARE, UntimedCosts())
     run = next(run for run in MEASURED_RUNS.values() if run.profile == "llama-3.1-8b-rtxpro6000")
     requests, measured = run.requests(data_folder())
     room = SHARE.kv_tokens(GPUS["RTX-PRO-6000"].memory_bytes, MEMORY_UTILIZATION)
@@ -152,7 +152,7 @@ def test_a_measured_run_takes_a_little_longer_than_its_kernels() -> None:
 
 
 def as_if_timed(timings: Timings) -> Timings:
-    """Keep so much as the command would time: all batches of one kind, and a few mixes."""
+    """Keep the batches that the command times: all of one kind, and a few mixes."""
     mixed = [batch for batch in timings.attention if batch.chunk and batch.num_decodes]
     drawn = np.random.default_rng(0).permutation(len(mixed))[:NUM_MIXES]
     dropped = set(mixed) - {mixed[index] for index in drawn}

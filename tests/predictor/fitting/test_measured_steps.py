@@ -1,4 +1,4 @@
-"""Measured steps: a good file gives a good fit, a bad cell is named."""
+"""A valid file of measured steps gives a good fit; the error for an invalid cell names it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = (*REQUIRED, *OPTIONAL)
 
 
 def rows_of_an_engine(count: int) -> list[dict[str, str]]:
-    """Steps as an engine would log them, timed by a shipped profile with 1 % of noise."""
+    """Return steps as an engine logs them, timed by a shipped profile with 1 % of noise."""
     draw = np.random.default_rng(7)
     rows = []
     for _ in range(count):
@@ -51,7 +51,7 @@ def rows_of_an_engine(count: int) -> list[dict[str, str]]:
 
 
 def test_fits_what_an_engine_logs(tmp_path: Path) -> None:
-    """From 1,500 logged steps the step time of unseen steps is told within 4 %."""
+    """From 1,500 logged steps, the time of held-out steps is predicted within 4 %."""
     path = tmp_path / "steps.csv"
     with path.open("w", newline="", encoding="utf-8") as lines:
         writer = csv.DictWriter(lines, fieldnames=COLUMNS)
@@ -67,14 +67,14 @@ def test_fits_what_an_engine_logs(tmp_path: Path) -> None:
 
 
 def test_only_decodes_are_enough() -> None:
-    """A log without prefill gives a step time too."""
+    """A log without prefills is enough for a step time."""
     rows = [row for row in rows_of_an_engine(600) if row["num_prefills"] == "0"]
     _, error, _ = fit_measured_steps(steps_from_rows(rows, columns=COLUMNS))
     assert error.mape < 0.03
 
 
 @pytest.mark.parametrize(
-    ("column", "text", "complaint"),
+    ("column", "text", "error"),
     [
         ("seconds", "nan", "line 5: seconds: must be finite"),
         ("seconds", "0", "line 5: seconds: must be above 0"),
@@ -85,13 +85,13 @@ def test_only_decodes_are_enough() -> None:
         ("decode_context", "inf", "line 5: decode_context: must be finite"),
     ],
 )
-def test_a_bad_cell_is_named(column: str, text: str, complaint: str) -> None:
-    """A cell that is no measurement is refused by line and column."""
+def test_a_bad_cell_is_named(column: str, text: str, error: str) -> None:
+    """The error for an invalid cell has its line and column."""
     rows = rows_of_an_engine(40)
     rows[3][column] = text
     with pytest.raises(ValueError, match=r"^.+$") as refusal:
         steps_from_rows(rows, columns=COLUMNS)
-    assert str(refusal.value).startswith(complaint)
+    assert str(refusal.value).startswith(error)
 
 
 def test_an_impossible_step_is_named() -> None:
@@ -108,13 +108,13 @@ def test_an_impossible_step_is_named() -> None:
 
 def test_missing_and_unknown_columns_are_named() -> None:
     """The columns must be those that are documented."""
-    with pytest.raises(ValueError, match=r"^seconds: no such column"):
+    with pytest.raises(ValueError, match=r"^seconds: the column is missing"):
         steps_from_rows([], columns=REQUIRED[:-1])
     with pytest.raises(ValueError, match=r"^temperature: unknown column"):
         steps_from_rows([], columns=(*REQUIRED, "temperature"))
 
 
 def test_too_few_steps_are_refused() -> None:
-    """A handful of steps is no basis for a fit."""
+    """A few steps are not enough for a fit."""
     with pytest.raises(ValueError, match=r"^seconds: 5 steps are too few"):
         steps_from_rows(rows_of_an_engine(40)[:5], columns=COLUMNS)

@@ -1,4 +1,4 @@
-"""What is planned to be measured."""
+"""Plans of measurement batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.config import EngineConfig
-from predictor.fitting.measurement_batches import BatchLimits, corners_first, doubled, mixed, structured
+from predictor.fitting.measurement_batches import BatchLimits, doubled, extremes_first, mixed, structured
 
 ROOMS = st.builds(
     EngineConfig,
@@ -22,8 +22,8 @@ ROOMS = st.builds(
 
 @given(ROOMS)
 @settings(max_examples=100, deadline=None)
-def test_whatever_is_planned_fits_without_preempting_anybody(room: BatchLimits) -> None:
-    """Each request has room for its answer, and all of a batch have room together."""
+def test_every_planned_batch_fits_without_preemptions(room: BatchLimits) -> None:
+    """Each request has room for its response, and all of a batch fit together."""
     for batch in structured(room):
         assert room.holds(batch)
         assert all(piece.prompt_tokens >= 1 and piece.output_tokens >= 1 for piece in batch.pieces)
@@ -32,7 +32,7 @@ def test_whatever_is_planned_fits_without_preempting_anybody(room: BatchLimits) 
 @given(ROOMS, st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_mixes_fit_too(room: BatchLimits, seed: int) -> None:
-    """A mix may be drawn for any engine that has room for a request of two tokens, and most mixes fit."""
+    """A mix can be drawn for any engine that fits a request of two tokens, and most mixes fit."""
     if room.longest_of(1) < 2:
         return
     generator = np.random.default_rng(seed)
@@ -41,8 +41,8 @@ def test_mixes_fit_too(room: BatchLimits, seed: int) -> None:
     assert all(room.holds(batch) for batch in batches)
 
 
-def test_the_plan_reaches_all_corners() -> None:
-    """One and all sequences decode, with the shortest and the longest contexts, and prompts go beyond a step."""
+def test_the_plan_contains_the_extremes() -> None:
+    """One and all sequences decode, with the shortest and longest contexts, and some prompts exceed a step."""
     room = BatchLimits.of(
         EngineConfig(max_num_seqs=48, max_num_batched_tokens=512, num_gpu_blocks=1057, max_model_len=4096)
     )
@@ -60,13 +60,13 @@ def test_the_plan_reaches_all_corners() -> None:
     assert max(alone) == 4 * 512
 
 
-def test_a_plan_cut_short_still_spans_the_whole() -> None:
-    """Both ends come first, and everything comes once."""
-    assert corners_first([1, 2, 4, 8, 16, 32]) == [1, 32, 4, 2, 8, 16]
-    assert corners_first([3]) == [3]
+def test_a_plan_that_is_cut_short_covers_the_range() -> None:
+    """Both ends come first, and every item comes once."""
+    assert extremes_first([1, 2, 4, 8, 16, 32]) == [1, 32, 4, 2, 8, 16]
+    assert extremes_first([3]) == [3]
 
 
 @pytest.mark.parametrize(("least", "most", "counts"), [(1, 1, [1]), (1, 48, [1, 2, 4, 8, 16, 32, 48]), (5, 3, [5])])
 def test_counts_double(least: int, most: int, counts: list[int]) -> None:
-    """From the least to the most, both included."""
+    """From the smallest to the largest, both included."""
     assert doubled(least, most) == counts

@@ -1,4 +1,4 @@
-"""What one device holds of a model."""
+"""The part of a model on one device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
-def test_a_whole_model_on_one_device_is_what_its_card_says() -> None:
-    """Llama-3.1-8B has eight thousand million parameters, and 128 KiB of keys and values a token."""
+def test_a_whole_model_on_one_device_has_its_published_size() -> None:
+    """Llama-3.1-8B has eight billion parameters, and 128 KiB of keys and values per token."""
     share = share_of(LLAMA_8B)
     assert share.weight_bytes == pytest.approx(2 * 8.03e9, rel=0.01)
     assert share.kv_bytes * share.model.num_layers == 128 * 1024
@@ -36,7 +36,7 @@ def test_a_whole_model_on_one_device_is_what_its_card_says() -> None:
 @given(st.sampled_from([1, 2, 4, 8, 16, 32]))
 @settings(deadline=None)
 def test_devices_share_everything_evenly(devices: int) -> None:
-    """Heads, MLP and vocabulary are divided; KV heads too, until each device has but one, of which there are copies."""
+    """Heads, MLP and vocabulary are divided; KV heads too, and with more devices than KV heads they are copied."""
     whole, share = share_of(LLAMA_8B), share_of(LLAMA_8B, tensor_parallel=devices)
     assert share.num_heads * devices == whole.num_heads
     assert share.intermediate_size * devices == whole.intermediate_size
@@ -45,8 +45,8 @@ def test_devices_share_everything_evenly(devices: int) -> None:
     assert share.weight_bytes * devices == pytest.approx(whole.weight_bytes)
 
 
-def test_what_memory_is_left_for_is_counted_in_tokens() -> None:
-    """On 80 GB, a tenth of it left alone, 8B leaves room for some four hundred thousand; on 16 GB for none."""
+def test_the_rest_of_memory_is_counted_in_tokens() -> None:
+    """With 90 % of 80 GB, 8B leaves room for about four hundred thousand; with 16 GB for none."""
     share = share_of(LLAMA_8B)
     assert 350_000 < share.kv_tokens(80e9, 0.9) < 450_000
     assert share_of(LLAMA_8B, tensor_parallel=2).kv_tokens(80e9, 0.9) > 2 * share.kv_tokens(80e9, 0.9)
@@ -54,7 +54,7 @@ def test_what_memory_is_left_for_is_counted_in_tokens() -> None:
         share.kv_tokens(16e9, 0.9)
 
 
-def test_families_differ_in_little() -> None:
+def test_families_differ_little() -> None:
     """Qwen2 adds a bias to its queries, keys and values, and Qwen3 norms its heads; one embedding may serve twice."""
     assert share_of({**LLAMA_8B, "model_type": "qwen2"}).has_qkv_bias
     assert share_of({**LLAMA_8B, "model_type": "qwen3"}).has_qk_norm
@@ -62,8 +62,8 @@ def test_families_differ_in_little() -> None:
     assert share_of(LLAMA_8B).weight_bytes - tied.weight_bytes == 2 * 128256 * 4096
 
 
-def test_sequences_end_where_attention_would_no_longer_be_in_full() -> None:
-    """At what a model is made for, at a window where one is used, and where it is all the same."""
+def test_sequences_are_limited_to_full_attention() -> None:
+    """By the model's length, by a sliding window where it is used, and by neither."""
     assert share_of(LLAMA_8B).longest == LONGEST
     assert share_of({**LLAMA_8B, "max_position_embeddings": 2048}).longest == 2048
     windowed = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
@@ -73,7 +73,7 @@ def test_sequences_end_where_attention_would_no_longer_be_in_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "devices", "complaint"),
+    ("changed", "devices", "error"),
     [
         ({"model_type": "gpt2"}, 1, "model_type: 'gpt2' cannot be timed"),
         ({"model_type": None}, 1, "model_type"),
@@ -90,7 +90,7 @@ def test_sequences_end_where_attention_would_no_longer_be_in_full() -> None:
         ({}, 0, "tensor_parallel"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_timed_is_named(changed: dict[str, Any], devices: int, complaint: str) -> None:
+def test_models_that_cannot_be_timed_are_refused(changed: dict[str, Any], devices: int, error: str) -> None:
     """Other architectures, quantized weights, experts, and devices that cannot share."""
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=error):
         share_of({**LLAMA_8B, **changed}, tensor_parallel=devices)

@@ -1,4 +1,4 @@
-"""The regression: it finds the numbers that made the data, and tells its error on rows it did not see."""
+"""The regression recovers the coefficients of the data, and returns its error on held-out rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def random_steps(count: int, seed: int = 0) -> Steps:
 
 
 def test_finds_the_truth_in_clean_data() -> None:
-    """From steps that a step time made, the fit predicts other such steps to a tenth of a percent."""
+    """From steps of a known step time, the fit predicts other steps within a tenth of a percent."""
     fitted = fit(random_steps(600), SHAPE)
     others = random_steps(200, seed=1)
     assert error_of(predict(fitted, others), others.seconds).p90 < 1e-3
@@ -65,8 +65,8 @@ def test_finds_the_truth_in_clean_data() -> None:
     assert fitted.decode_slope.y == pytest.approx(TRUTH.decode_slope.y, rel=0.02)
 
 
-def test_outliers_do_not_bend_it() -> None:
-    """Steps that took ten times as long, one in twenty, move predictions by less than 2 %."""
+def test_outliers_have_little_effect() -> None:
+    """One step in twenty that takes ten times as long changes predictions by less than 2 %."""
     steps = random_steps(800)
     hiccups = np.where(np.arange(800) % 20 == 7, 10.0, 1.0)
     fitted = fit(replace(steps, seconds=steps.seconds * hiccups), SHAPE)
@@ -74,7 +74,7 @@ def test_outliers_do_not_bend_it() -> None:
 
 
 def test_no_number_is_negative() -> None:
-    """Where the data would like a negative coefficient, it gets zero."""
+    """Where the data suggests a negative coefficient, it is zero."""
     steps = random_steps(300)
     falling = replace(steps, seconds=1.0 / (1.0 + steps.decode_context))
     fitted = fit(falling, SHAPE)
@@ -82,8 +82,8 @@ def test_no_number_is_negative() -> None:
     assert min(fitted.by_tokens.y) >= 0
 
 
-def test_knots_held_at_zero_stay_there() -> None:
-    """A knot that the shape holds at zero is zero after the fit, and others are not."""
+def test_knots_fixed_at_zero_stay_zero() -> None:
+    """A knot that the shape fixes at zero is zero after the fit, and others are not."""
     shape = replace(SHAPE, decode_longest=(10, 11, 40), zeros={"decode_longest": (10, 40)})
     steps = random_steps(400)
     waiting = replace(steps, decode_longest=np.full(400, 500.0))
@@ -102,7 +102,7 @@ def test_one_row_in_five_is_held_out_evenly() -> None:
 
 
 def test_error_figures() -> None:
-    """The figures are relative, and without a row there are none."""
+    """The errors are relative, and need at least one row."""
     error = error_of(np.array([1.1, 2.0, 2.7]), np.array([1.0, 2.0, 3.0]))
     assert error.mape == pytest.approx(0.2 / 3, rel=1e-4)
     assert error.p50 == pytest.approx(0.1)
@@ -112,7 +112,7 @@ def test_error_figures() -> None:
 
 
 def test_thin_curve_keeps_within_tolerance() -> None:
-    """A thinned curve has fewer knots and passes every point within the tolerance."""
+    """A thinned curve has fewer knots, and is within the tolerance at every point."""
     x = np.arange(1.0, 500.0)
     y = 1.0 + np.floor(x / 100)
     curve = thin_curve(x, y, tolerance=0.01)
@@ -122,14 +122,14 @@ def test_thin_curve_keeps_within_tolerance() -> None:
 
 
 def test_extended_curve_follows_the_trend() -> None:
-    """A curve is carried on along its upper half, not along a wiggle at its end."""
+    """A curve is extended by the trend of its upper half, not of its last knots."""
     curve = extend_curve(Curve(x=(0.0, 50.0, 75.0, 99.0, 100.0), y=(0.0, 50.0, 75.0, 99.0, 98.0)), factor=4.0)
     assert curve.x[-1] == 400.0
     assert curve.y[-1] == pytest.approx(400.0, rel=0.03)
 
 
 def test_joined_and_chosen_rows() -> None:
-    """Measurements can be put together and taken apart."""
+    """Measurements can be concatenated and selected."""
     first, second = random_steps(10), random_steps(5, seed=2)
     both = joined(first, second)
     assert len(both) == 15

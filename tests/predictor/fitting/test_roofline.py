@@ -1,4 +1,4 @@
-"""The roofline: usable without a measurement, and near those there are."""
+"""The roofline model is usable without measurements, and close to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 
 
 def batches() -> Steps:
-    """Batches as serving makes them: decodes of 256 to 4096 tokens, chunks to 8192, and both."""
+    """Return typical batches: decodes of 256 to 4096 tokens, chunks up to 8192, and both."""
     rows = [
         (n, n * c, q) for n in (0, 1, 8, 64, 256) for c in (256, 1024, 4096) for q in (0, 256, 2048, 8192) if n or q
     ]
@@ -57,8 +57,8 @@ def batches() -> Steps:
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H100", "H200"])
-def test_near_what_was_fitted(gpu: str) -> None:
-    """Llama-3.1-8B comes out within a factor of 1.35 of the fitted profile for every batch, 1.2 for most."""
+def test_is_close_to_the_fitted_profiles(gpu: str) -> None:
+    """Llama-3.1-8B is within a factor of 1.35 of the fitted profile for every batch, and 1.2 for most."""
     fitted = predict(load_profile(f"llama-3.1-8b-{gpu.lower()}").step_time, batches())
     estimated = predict(roofline_profile(LLAMA_31_8B, gpu).step_time, batches())
     ratio = np.maximum(estimated / fitted, fitted / estimated)
@@ -66,8 +66,8 @@ def test_near_what_was_fitted(gpu: str) -> None:
     assert np.median(ratio) < 1.2
 
 
-def test_says_that_it_is_one() -> None:
-    """The profile's kind and source say that nothing was measured, and it can be written and read."""
+def test_is_marked_as_a_roofline() -> None:
+    """The profile's kind and source show that it is an estimate, and it can be written and read."""
     profile = roofline_profile(LLAMA_31_8B, "H100")
     assert profile.kind == ROOFLINE
     assert profile.error is None
@@ -76,7 +76,7 @@ def test_says_that_it_is_one() -> None:
 
 
 def test_model_sizes() -> None:
-    """Parameters and KV bytes come out as published."""
+    """Parameters and KV bytes are the published ones."""
     llama = model_shape(LLAMA_31_8B)
     assert llama.weight_bytes == pytest.approx(16.06e9, rel=0.01)
     assert llama.kv_bytes_per_token == 131072
@@ -84,14 +84,14 @@ def test_model_sizes() -> None:
 
 
 def test_blocks_for_kv() -> None:
-    """An 80 GB GPU holds some 25 thousand blocks of 16 for an 8B model; a small one holds none of a large model."""
+    """An 80 GB GPU has about 25 thousand blocks of 16 for an 8B model; a small one has none for a large model."""
     assert 20_000 < num_gpu_blocks(model_shape(LLAMA_31_8B), GPUS["H100"]) < 30_000
     with pytest.raises(ValueError, match=r"^tensor_parallel: 61 GB of weights leave no room"):
         num_gpu_blocks(model_shape(QWEN3_30B_A3B), GPUS["A30"])
 
 
-def test_experts_are_read_as_they_are_touched() -> None:
-    """One token of a mixture of experts reads a few of them, many tokens read all; computing stays cheap."""
+def test_only_routed_experts_are_read() -> None:
+    """One token of a mixture of experts reads a few of them, many tokens read all; computation is that of a few."""
     model = model_shape(QWEN3_30B_A3B)
     assert model.weights_read(1) < 0.15 * model.weights_read(10_000)
     step_time = roofline_profile(QWEN3_30B_A3B, "H100").step_time
@@ -101,7 +101,7 @@ def test_experts_are_read_as_they_are_touched() -> None:
 
 
 def test_more_gpus_are_faster_and_communicate() -> None:
-    """Two GPUs halve a large step, less what passes between them."""
+    """Two GPUs halve a large step, except for communication."""
     one, two = (roofline_profile(LLAMA_31_8B, "H100", tensor_parallel=count).step_time for count in (1, 2))
     assert two.by_tokens.y[-1] == pytest.approx(one.by_tokens.y[-1] / 2, rel=0.01)
     assert one.token_s == 0.0
@@ -110,12 +110,12 @@ def test_more_gpus_are_faster_and_communicate() -> None:
 
 @pytest.mark.parametrize("name", ["H100", "h100-sxm", "NVIDIA H100 80GB", "h100_sxm5", "RTX PRO 6000", "rtxpro6000"])
 def test_names_of_gpus(name: str) -> None:
-    """A GPU is found by the names that people write."""
+    """A GPU is found by all usual spellings of its name."""
     assert gpu_named(name) in (GPUS["H100"], GPUS["RTX-PRO-6000"])
 
 
-def test_unknown_gpu_gets_the_nearest() -> None:
-    """A GPU that is not in the table is refused with one that is."""
+def test_an_unknown_gpu_gets_a_suggestion() -> None:
+    """The error for an unknown GPU suggests the closest name, or lists all."""
     with pytest.raises(ValueError, match=r"^gpu: 'H300' is not known; did you mean H[12]00\?$"):
         gpu_named("H300")
     with pytest.raises(ValueError, match="^gpu: 'abacus' is not known; there are .*H100"):
@@ -123,7 +123,7 @@ def test_unknown_gpu_gets_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "complaint"),
+    ("field", "value", "error"),
     [
         ("num_hidden_layers", None, "num_hidden_layers: missing"),
         ("hidden_size", -1, "hidden_size: "),
@@ -134,7 +134,7 @@ def test_unknown_gpu_gets_the_nearest() -> None:
         ("torch_dtype", "int3", "torch_dtype: "),
     ],
 )
-def test_a_bad_configuration_is_named(field: str, value: object, complaint: str) -> None:
-    """A configuration that makes no model is refused by the name of its field."""
-    with pytest.raises(ValueError, match=rf"^{complaint}"):
+def test_a_bad_configuration_is_named(field: str, value: object, error: str) -> None:
+    """The error for an impossible configuration names the field."""
+    with pytest.raises(ValueError, match=rf"^{error}"):
         model_shape({**LLAMA_31_8B, field: value})

@@ -1,4 +1,4 @@
-"""Public tables: read as they are, their bad rows dropped, and fitted within what is promised."""
+"""Public tables are read as published, without impossible rows, and fitted within the documented errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ A30 = GPUS["A30"]
 
 
 def write_layers(path: Path, cells: dict[tuple[int, str], str]) -> Path:
-    """Write a table in which every kernel takes 1 ms and 0.01 ms a token, but for the given cells."""
+    """Write a table in which every kernel takes 1 ms and 0.01 ms per token, except for the given cells."""
     names = (*PER_LAYER, PER_STEP)
     lines = ["num_tokens,num_tensor_parallel_workers," + ",".join(f"time_stats.{name}.median" for name in names)]
     for tokens in (1, 64, 128, 256, 512):
@@ -60,8 +60,8 @@ def write_layers(path: Path, cells: dict[tuple[int, str], str]) -> Path:
     return path
 
 
-def test_bad_rows_are_bridged_and_counted(tmp_path: Path) -> None:
-    """Cells that are blank or faster than the GPU can be are taken from their neighbours."""
+def test_bad_rows_are_interpolated_and_counted(tmp_path: Path) -> None:
+    """Cells that are blank or faster than the GPU can be are interpolated."""
     bad = {(128, "attn_pre_proj"): "0.0017", (256, "attn_post_proj"): "", (256, "mlp_act"): "0.001"}
     layer = read_layer_table(write_layers(tmp_path / "mlp.csv", bad), model=TINY, gpu=A30)
     assert layer.tokens.tolist() == [1, 64, 128, 256, 512]
@@ -83,7 +83,7 @@ def test_a_step_has_all_its_layers(tmp_path: Path) -> None:
 
 @needs_data
 def test_block_tables_bad_rows() -> None:
-    """The bad rows of Block's A30 tables are found, and what is left makes a step time that grows."""
+    """The impossible rows of Block's A30 tables are found, and the others give an increasing step time."""
     folder = DATA / "profiles/block/compute/a30"
     llama = read_layer_table(folder / "meta-llama/Llama-2-7b-hf/mlp.csv", model=LLAMA_2_7B, gpu=A30)
     qwen = read_layer_table(folder / "Qwen/Qwen-2-7B/mlp.csv", model=QWEN2_7B, gpu=A30)
@@ -98,7 +98,7 @@ def test_block_tables_bad_rows() -> None:
 
 @needs_data
 def test_block_attention_and_its_scaling() -> None:
-    """Qwen2-7B's attention fits; scaled to eight times the KV heads a token costs what its bytes do."""
+    """Qwen2-7B's attention fits; scaled to eight times the KV heads, the cost of a token follows its bytes."""
     folder = DATA / "profiles/block/compute/a30/Qwen/Qwen-2-7B"
     layer = read_layer_table(folder / "mlp.csv", model=QWEN2_7B, gpu=A30)
     attention, error, _ = fit_attention(read_attention_table(folder / "attention.csv"), layer, model=QWEN2_7B, gpu=A30)
@@ -112,7 +112,7 @@ def test_block_attention_and_its_scaling() -> None:
 @needs_data
 @pytest.mark.parametrize("gpu", ["a100_sxm", "h100_sxm", "h200_sxm"])
 def test_iteration_table(gpu: str) -> None:
-    """Steps of Llama-3.1-8B that the fit did not see are told within 2 %."""
+    """Held-out steps of Llama-3.1-8B are predicted within 2 %."""
     steps = read_iteration_table(DATA / "derived/iter_ms_llama31_8b_bf16_tp1.csv", gpu)
     _, error, valid = fit_iteration_table(steps, StepTime(prefill_qq_s=3e-10, prefill_qkv_s=6e-10))
     assert error.mape < 0.02
@@ -121,21 +121,21 @@ def test_iteration_table(gpu: str) -> None:
 
 @needs_data
 def test_unknown_gpu_of_the_iteration_table() -> None:
-    """A GPU without rows is named."""
+    """The error names a GPU without rows."""
     with pytest.raises(ValueError, match=r"^gpu: no row is of 'tpu'"):
         read_iteration_table(DATA / "derived/iter_ms_llama31_8b_bf16_tp1.csv", "tpu")
 
 
 def test_prefill_attention_is_causal() -> None:
-    """What comes before a chunk costs a token twice what the chunk itself does."""
+    """The context before a chunk costs twice as much per token as the chunk itself."""
     chunk = np.array([128.0, 512.0, 1024.0, 2048.0, 4096.0])
     fitted = fit_prefill_attention(chunk, 1e-4 + 1e-7 * chunk + 4e-10 * chunk**2)
     assert fitted.prefill_qq_s == pytest.approx(4e-10, rel=0.01)
     assert fitted.prefill_qkv_s == pytest.approx(8e-10, rel=0.01)
 
 
-def test_attention_beyond_the_peak_is_told() -> None:
-    """A kernel that would need more operations a second than the GPU has is not believed."""
+def test_attention_beyond_the_peak_is_detected() -> None:
+    """Times that need more operations per second than the GPU has are impossible."""
     model = replace(TINY, num_layers=32)
     chunk = np.array([8192.0])
     operations = 2 * 32 * 128 * 32 * chunk**2
@@ -145,7 +145,7 @@ def test_attention_beyond_the_peak_is_told() -> None:
 
 @needs_data
 def test_attention_can_be_replaced() -> None:
-    """Rows without a chunk stay as they are, others change by the difference."""
+    """Rows without a chunk are unchanged, others change by the difference."""
     steps = read_iteration_table(DATA / "derived/iter_ms_llama31_8b_bf16_tp1.csv", "h200_sxm")
     changed = with_attention(steps, counted=StepTime(prefill_qq_s=1e-10), actual=StepTime(prefill_qq_s=3e-10))
     assert changed.seconds - steps.seconds == pytest.approx(2e-10 * steps.prefill_qq, abs=1e-12)
@@ -157,7 +157,7 @@ def test_attention_can_be_replaced() -> None:
     [("meta-llama/Llama-3.1-8B/bf16/tp1", 32, 8), ("Qwen/Qwen3-32B/bf16/tp2", 64, 4)],
 )
 def test_kernel_tables(folder: str, num_layers: int, kv_heads: int) -> None:
-    """Whole steps made of attention rows that the fit did not see are told within 2 %, nine in ten within 5 %."""
+    """Whole steps of held-out attention rows are predicted within 2 %, nine in ten within 5 %."""
     tables = read_kernel_tables(DATA / "profiles/llmservingsim/perf/RTXPRO6000" / folder)
     step_time, error, _ = fit_kernel_tables(tables, num_layers=num_layers, kv_heads_per_gpu=kv_heads, num_sms=188)
     assert error.mape < 0.02
@@ -176,7 +176,7 @@ def test_kv_heads_must_be_shared_evenly() -> None:
 
 @needs_data
 def test_skew_table_sums_its_iterations() -> None:
-    """A uniform batch of the skew table, taken as one of three iterations, is what the attention table has."""
+    """A uniform batch of the skew table, divided by its three iterations, equals the attention table."""
     folder = DATA / "profiles/llmservingsim/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1"
     tables = read_kernel_tables(folder)
     at_64 = tables.attention.where(

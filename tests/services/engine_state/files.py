@@ -1,4 +1,4 @@
-"""State files for tests, of a small engine."""
+"""State files for tests, with a plausible state of a small engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {"engine": asdict(CONFIG), "model": "tiny"}
 
 
 def writer_at(path: object, **sizes: int) -> Writer:
-    """Create the file of an idle engine with room for eight requests, and with its blocks' contents."""
+    """Create an idle engine's file for eight requests, with the contents of blocks."""
     sizes = {"num_slots": 8, "num_blocks": 32, "blocks_per_request": 16, **sizes}
     writer = Writer(str(path), SETTINGS, **sizes)
     writer.state["num_blocks"] = writer.state["num_free_blocks"] = 32
@@ -22,7 +22,7 @@ def writer_at(path: object, **sizes: int) -> Writer:
 
 
 def busy(writer: Writer) -> Writer:
-    """Publish two running requests, a waiting one, and a step under way."""
+    """Publish a state with two running requests, a waiting one, and a step in flight."""
     for slot, prompt_tokens in ((0, 40), (1, 20), (5, 70)):
         writer.put_request(
             slot, serial=slot + 1, request_id=f"cmpl-r{slot}-0-0000000{slot}", arrival_s=slot / 8,

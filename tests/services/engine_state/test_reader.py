@@ -1,4 +1,4 @@
-"""Reading of state files: valid ones, those of engines that have ended, and damaged or foreign files."""
+"""Readers of state files: valid ones, those of engines that have ended, and other files."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return the path for an engine's file."""
+    """The path of an engine's file."""
     return tmp_path / "shared" / "engine.state"
 
 
 @pytest.fixture
 def writer(path: Path) -> Iterator[Writer]:
-    """Write the file of a busy engine."""
+    """A busy engine's file."""
     writer = busy(writer_at(path))
     yield writer
     writer.close()
 
 
 def refused(path: Path, patience_s: float = 0.0) -> UnreadableError:
-    """Return the error of a file that cannot be read; its message is one line with the path."""
+    """Return the error of a reader; its message is one line and names the file."""
     reader = Reader(str(path), patience_s=patience_s)
     with pytest.raises(UnreadableError) as caught:
         reader.read(contents=True)
@@ -64,12 +64,12 @@ def refused(path: Path, patience_s: float = 0.0) -> UnreadableError:
 
 
 def snapshot(path: Path) -> Snapshot:
-    """Return the snapshot of a file, with the contents of blocks."""
+    """Return the file's snapshot, with contents."""
     return snapshot_from_view(Reader(str(path)).read(contents=True))
 
 
-def test_a_written_state_is_read(writer: Writer) -> None:
-    """Order, counts, times, blocks and contents are read; an engine does not know the length of an answer."""
+def test_what_was_written_is_read(writer: Writer) -> None:
+    """Order, counts, times, blocks and contents arrive; the true length, unknown to an engine, does not."""
     seen = snapshot(writer.path)
     assert [item.request.request_id for item in seen.running] == ["cmpl-r1-0-00000001", "cmpl-r0-0-00000000"]
     assert [item.request.request_id for item in seen.waiting] == ["cmpl-r5-0-00000005"]
@@ -88,14 +88,14 @@ def test_a_written_state_is_read(writer: Writer) -> None:
 
 
 def test_the_engine_model_continues_from_a_file(writer: Writer) -> None:
-    """A snapshot read from a file makes an engine model that finishes its requests."""
+    """A snapshot read from a file makes an engine that finishes its requests."""
     engine = engine_from(snapshot(writer.path), constant_profile().step_time)
     engine.advance()
     assert engine.outcome("cmpl-r5-0-00000005").finished_s is not None
 
 
-def test_reported_tags_replace_those_that_requests_carry(writer: Writer) -> None:
-    """They are by the client's id, as an engine's own ids are not known outside."""
+def test_tags_of_schedulers_override_those_of_requests(writer: Writer) -> None:
+    """Tags are given by the client's id, because the engine's ids are not known outside."""
     view = Reader(str(writer.path)).read()
     seen = snapshot_from_view(view, {"r1": Tag(median_tokens=99), "r5": Tag(median_tokens=5)})
     assert [item.request.tag for item in (*seen.running, *seen.waiting)] == [
@@ -105,7 +105,7 @@ def test_reported_tags_replace_those_that_requests_carry(writer: Writer) -> None
 
 @pytest.mark.parametrize("facts", [FACTS, KNOWN_LENGTH])
 def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> None:
-    """Only a length that is certain arrives as a tag: an engine does not know it otherwise."""
+    """Only a certain length arrives as a tag, because an engine does not know it."""
     writer = writer_at(path)
     tag = facts.tag if isinstance(facts.tag, Tag) else Tag(median_tokens=float(facts.output_tokens or 0))
     assert facts.slo is not None
@@ -136,7 +136,7 @@ def test_facts_that_are_not_given_have_their_defaults(writer: Writer) -> None:
 
 
 def test_impossible_facts_are_left_out(path: Path) -> None:
-    """Whatever a writer put into these columns, the engine can be read."""
+    """Invalid values in these columns do not make the engine unreadable."""
     writer = writer_at(path)
     writer.put_request(
         0, serial=1, request_id="r", arrival_s=0.0, prompt_tokens=4, max_tokens=4, min_tokens=-3, ttft_slo_s=-1.0,
@@ -150,7 +150,7 @@ def test_impossible_facts_are_left_out(path: Path) -> None:
 
 
 def test_the_plug_in_and_the_engine_model_agree_on_numbers() -> None:
-    """The shared part of the state file depends on numpy alone, so it repeats what the engine model defines."""
+    """The writer's part needs only numpy, so it repeats definitions of the engine model."""
     assert xargs.CLASSES == CLASSES
     for name in ("", "alice", "\ud800", "x" * 300):
         assert written_tenant_number(name) == tenant_number(name)
@@ -180,13 +180,13 @@ def test_the_plug_in_and_the_engine_model_agree_on_numbers() -> None:
     ],
 )  # fmt: skip
 def test_facts_are_read_from_vllm_xargs(given: dict[str, Any], columns: dict[str, Any], errors: list[str]) -> None:
-    """What is possible fills its column, what is not is named; other arguments are not ours."""
+    """Valid values fill their columns, errors name the others, and other arguments are ignored."""
     assert xargs.facts_in(given) == (columns, errors)
 
 
 @pytest.mark.parametrize(("tokens", "spread"), [(-3.0, 0.0), (np.inf, 0.0), (5.0, np.nan), (5.0, 99.0)])
-def test_an_invalid_tag_is_ignored(path: Path, tokens: float, spread: float) -> None:
-    """Whatever a client sent as a tag, the engine can be read."""
+def test_an_impossible_tag_is_ignored(path: Path, tokens: float, spread: float) -> None:
+    """A client's tag cannot make the engine unreadable."""
     writer = writer_at(path)
     writer.put_request(
         0, serial=1, request_id="r", arrival_s=-5.0, prompt_tokens=4, max_tokens=4, priority=2**40,
@@ -198,7 +198,7 @@ def test_an_invalid_tag_is_ignored(path: Path, tokens: float, spread: float) -> 
 
 
 def test_times_are_on_the_engines_clock(path: Path) -> None:
-    """The clock of an engine at ten times the speed has advanced ten times as far."""
+    """An engine at ten times the speed is ten times as far from its origin."""
     writer = writer_at(path)
     writer.state["clock_origin_s"], writer.state["clock_rate"] = time.monotonic() - 5, 10.0
     writer.publish()
@@ -209,7 +209,7 @@ def test_times_are_on_the_engines_clock(path: Path) -> None:
 
 
 def test_each_record_is_returned_once(writer: Writer) -> None:
-    """Steps and outcomes are in order; the oldest are lost if they are not read in time."""
+    """Steps and outcomes are returned in order; the oldest are lost where a reader is too late."""
     reader = Reader(str(writer.path))
     assert reader.new_steps()["number"].tolist() == [6]
     assert reader.new_steps().tolist() == []
@@ -224,7 +224,7 @@ def test_each_record_is_returned_once(writer: Writer) -> None:
 
 
 def test_a_request_that_runs_again_has_its_new_blocks(path: Path, writer: Writer) -> None:
-    """It has the same number as before its preemption, but others."""
+    """The new blocks are as many as its former ones."""
     reader = Reader(str(path))
     writer.state["num_running"], writer.state["num_waiting"] = 1, 2
     writer.waiting[:2] = (0, 5)
@@ -245,7 +245,7 @@ def test_a_request_that_runs_again_has_its_new_blocks(path: Path, writer: Writer
     reader.close()
 
 
-def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
+def test_a_reader_continues_with_a_larger_file(writer: Writer) -> None:
     """Requests, tables, hashes and records are kept, and records are not returned twice."""
     reader = Reader(str(writer.path))
     before = snapshot_from_view(reader.read(contents=True))
@@ -264,8 +264,8 @@ def test_a_reader_follows_into_a_larger_file(writer: Writer) -> None:
     assert len(reader.new_outcomes()) == 1
 
 
-def test_a_reader_follows_over_a_restart(path: Path) -> None:
-    """A new engine at the same path replaces the old one; its records are read from the first one on."""
+def test_a_reader_continues_after_a_restart(path: Path) -> None:
+    """A new engine at the same path is read instead of the old one, with all its records."""
     writer = busy(writer_at(path))
     reader = Reader(str(path))
     life = reader.read().life
@@ -283,21 +283,21 @@ def test_a_reader_follows_over_a_restart(path: Path) -> None:
     assert reader.new_steps()["number"].tolist() == [0, 1, 2]
 
 
-def test_a_writer_does_not_replace_other_files(path: Path, writer: Writer) -> None:
-    """Two engines cannot write one file, and a file that is not a state file is kept."""
+def test_a_writer_leaves_others_alone(path: Path, writer: Writer) -> None:
+    """Two engines cannot write one file, and other files are not replaced."""
     with pytest.raises(ValueError, match="another engine"):
         writer_at(path)
     assert [item.name for item in path.parent.iterdir()] == [path.name]
     precious = path.with_name("precious")
     precious.write_text("data")
-    with pytest.raises(ValueError, match="is not a state file"):
+    with pytest.raises(ValueError, match="is no state file"):
         writer_at(precious)
     assert precious.read_text() == "data"
     assert writer.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_full_disk_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be written completely is deleted."""
+    """A file that cannot be written completely does not appear at the path."""
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -343,7 +343,7 @@ while True:
     writer.state["num_preemptions"] = writer.state["num_planned"] = number
     writer.blocks["content"][:] = number
     writer.publish()
-    next_s = time.perf_counter() + 0.001  # faster than any engine; without a pause, a reader would never find a stable state
+    next_s = time.perf_counter() + 0.001  # a far faster engine than any; still faster, and no reader would ever get through
     while time.perf_counter() < next_s:
         pass
 """
@@ -379,8 +379,8 @@ def other_process(path: Path) -> Iterator[Start]:
         child.communicate()
 
 
-def test_a_view_is_of_one_publication(path: Path, other_process: Start) -> None:
-    """While another process writes all the time, no view mixes two publications."""
+def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Start) -> None:
+    """While another process writes continuously, every view is of one publication."""
     other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=30.0)
     last = 0
@@ -400,7 +400,7 @@ def test_a_view_is_of_one_publication(path: Path, other_process: Start) -> None:
 
 
 def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: Start) -> None:
-    """The kernel releases a dead writer's lock, so its last state is not used."""
+    """The kernel releases the lock of a killed writer, so its last state is not used."""
     child = other_process(WRITE_FOR_EVER)
     reader = Reader(str(path), patience_s=30.0)
     reader.read()
@@ -409,12 +409,12 @@ def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_proc
     with pytest.raises(UnreadableError) as caught:
         reader.read()
     assert caught.value.reason == ENDED
-    busy(writer_at(path))  # the file of a dead engine is replaced
+    busy(writer_at(path))  # the file of the killed engine is replaced
     assert len(reader.read().running) == 2
 
 
-def test_a_reader_waits_for_a_half_written_file_with_a_limit(path: Path, other_process: Start) -> None:
-    """An odd sequence means busy while its writer lives, and ended after that."""
+def test_a_reader_waits_for_a_writer_that_stops_half_way(path: Path, other_process: Start) -> None:
+    """An odd sequence is reported as busy while its writer runs, and as ended afterwards."""
     child = other_process(WRITE_HALF)
     start_s = time.monotonic()
     assert refused(path, patience_s=0.05).reason == BUSY
@@ -425,7 +425,7 @@ def test_a_reader_waits_for_a_half_written_file_with_a_limit(path: Path, other_p
 
 
 def test_a_process_is_recognised_by_when_it_started() -> None:
-    """A new process with the same pid is not the writer."""
+    """A reused process id is not the process that wrote the file."""
     ticks = process.start_ticks(os.getpid())
     assert ticks is not None
     parent = os.getppid()
@@ -433,12 +433,12 @@ def test_a_process_is_recognised_by_when_it_started() -> None:
     assert started is not None
     assert not process.has_ended(parent, started, process.pid_namespace())
     assert process.has_ended(parent, started + 1, process.pid_namespace())
-    assert not process.has_ended(parent, started + 1, 1)  # pids of another container are not comparable
+    assert not process.has_ended(parent, started + 1, 1)  # process ids of another container are unknown
     assert process.start_ticks(2**22 + 1) is None
 
 
 def held(path: Path, data: bytes) -> int:
-    """Write bytes to the path of a state file, and lock it as a living writer does."""
+    """Write bytes as a state file, locked as by a running writer."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
@@ -458,14 +458,14 @@ def sample(path: Path) -> bytes:
     ("data", "reason"),
     [(b"", CORRUPT), (b"BLKSTATE", CORRUPT), (b"x" * 5000, FOREIGN), (b"BLKSTATE" + b"\xff" * 5000, FOREIGN)],
 )
-def test_a_file_that_is_not_a_state_file_is_refused(path: Path, data: bytes, reason: str) -> None:
-    """The error has the reason."""
+def test_other_files_are_refused(path: Path, data: bytes, reason: str) -> None:
+    """The reason distinguishes a foreign file from a corrupt one."""
     path.parent.mkdir()
     path.write_bytes(data)
     assert refused(path).reason == reason
 
 
-def test_paths_without_a_regular_file_are_refused(path: Path) -> None:
+def test_paths_without_a_file_are_refused(path: Path) -> None:
     """A missing file, a directory, a pipe and a device neither block nor crash a reader."""
     assert refused(path).reason == MISSING
     assert refused(path.parent.parent).reason == FOREIGN
@@ -497,8 +497,8 @@ def test_paths_without_a_regular_file_are_refused(path: Path) -> None:
         (1024 + 24, struct.pack("<d", -1.0), CORRUPT, "clock"),
     ],
 )
-def test_damage_is_named(path: Path, offset: int, patch: bytes, reason: str, message: str) -> None:
-    """Each kind of damage has its own message."""
+def test_damage_has_its_own_error(path: Path, offset: int, patch: bytes, reason: str, message: str) -> None:
+    """Each kind of damage has its own error."""
     data = bytearray(sample(path))
     data[offset : offset + len(patch)] = patch
     descriptor = held(path, bytes(data))
@@ -516,7 +516,7 @@ def test_damage_is_named(path: Path, offset: int, patch: bytes, reason: str, mes
     cut=st.none() | st.integers(0, 400_000),
 )
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path, patches: list[tuple[int, bytes]], cut: int | None) -> None:
-    """No damage crashes a reader or blocks it for long, and a snapshot of it is valid or refused."""
+    """No damage crashes a reader or delays it for long; the result is a valid snapshot or an error."""
     path = tmp_path / "damaged.state"
     data = bytearray(SAMPLE or _keep_sample(tmp_path))
     for offset, patch in patches:
@@ -542,7 +542,7 @@ def _keep_sample(folder: Path) -> bytes:
 
 
 def test_a_file_cut_off_while_it_is_open_is_refused(writer: Writer) -> None:
-    """A truncation while the file is open is an error, and does not kill the reader."""
+    """Truncating an open file raises an error, and does not kill the process."""
     reader = Reader(str(writer.path), patience_s=0.0)
     reader.read()
     os.truncate(writer.path, 1500)
@@ -562,13 +562,13 @@ def test_a_file_cut_off_while_it_is_open_is_refused(writer: Writer) -> None:
         ("cmpl-abc", "cmpl-abc"),
     ],
 )
-def test_the_clients_id_is_extracted(engine_id: str, expected: str) -> None:
-    """Engines wrap the X-Request-Id; reservations are by the id inside."""
+def test_the_clients_id_is_recovered(engine_id: str, expected: str) -> None:
+    """Engines extend the X-Request-Id, which identifies reservations."""
     assert client_id(engine_id) == expected
 
 
-def test_long_ids_stay_distinct() -> None:
-    """Ids too long for their field keep their beginning and a digest."""
+def test_long_ids_stay_different() -> None:
+    """Ids that are too long keep their beginning, and differ where the whole ids differ."""
     assert short_id("x" * 120) == b"x" * 120
     one, other = short_id("x" * 121), short_id("x" * 122)
     assert one != other
@@ -576,7 +576,7 @@ def test_long_ids_stay_distinct() -> None:
     assert short_id("a\0b") == b"a?b"
 
 
-def test_no_content_has_the_name_zero() -> None:
-    """0 means an empty block."""
+def test_no_content_has_the_hash_zero() -> None:
+    """0 means that a block has no content."""
     assert short_hash(bytes(16)) == 1
     assert short_hash(bytes([1, 1]) + bytes(14)) == 257

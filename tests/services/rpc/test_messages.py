@@ -116,7 +116,7 @@ def test_names_of_blocks_have_one_form() -> None:
     ],
 )
 def test_a_bad_request_is_named(message: common_pb2.Request, named: str) -> None:
-    """NaN, negative and missing fields are refused by name."""
+    """The error for a NaN, negative or missing field names it."""
     with pytest.raises(ValueError, match=f"^{named}"):
         messages.request_from(message)
 
@@ -187,7 +187,7 @@ def test_indicators_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_bad_indicators_are_named(fields: dict[str, Any], named: str) -> None:
-    """NaN and negative numbers are refused by name."""
+    """The error for a NaN or negative number names it."""
     with pytest.raises(ValueError, match=rf"^indicators\.{named}"):
         messages.indicators_from(common_pb2.Indicators(**fields))
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from length_tagger import DEFAULT_ORDER, chained
-from predictor.lengths import MOST_TOKENS, Tag
+from predictor.lengths import Tag
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services import logs
 from services.cli import serve_tagger
@@ -208,7 +208,7 @@ def test_any_bytes_are_survived(messages: list[tuple[str, bytes]]) -> None:
                     await channel.unary_unary(f"/block.v1.LengthTagger/{method}")(raw)
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
-            assert 0 < (await stub.Tag(tag_request())).tag.median_tokens <= MOST_TOKENS
+            assert 0 < (await stub.Tag(tag_request())).tag.median_tokens <= MAX_TOKENS
 
     run(test)
 

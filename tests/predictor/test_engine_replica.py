@@ -1,4 +1,4 @@
-"""A twin stands as the engine that shows itself, whatever it stood like before."""
+"""An engine replica has the state that its engine reports, whatever its state was before."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.forecast import Forecaster
-from predictor.forecast_result import Forecast
+from predictor.engine_replica import EngineReplica, ReportedContents, ReportedState, ReportedStep
+from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.request import BEST_EFFORT, CLASSES, RequestFacts, Slo, tenant_number
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from, snapshot_of
-from predictor.twin import Shown, ShownContents, ShownStep, Twin
 from services.engine_state.layout import LIVE, REQUEST
 from tests.strategies import AFFINE, Load, examples, loads
 
@@ -32,8 +31,8 @@ every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 NUM_SLOTS = 40
 
 
-def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
-    """Spell a snapshot in arrays, each request in some slot."""
+def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
+    """Convert a snapshot to arrays, with the requests in random slots."""
     items = (*snapshot.running, *snapshot.waiting)
     slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
     at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
@@ -58,14 +57,14 @@ def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
         if isinstance(request.tag, Tag):
             median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
     running = len(snapshot.running)
-    return Shown(
+    return ReportedState(
         now_s=snapshot.taken_s,
         num_free_blocks=snapshot.num_free_blocks,
         decodes_since_look=snapshot.decodes_since_look,
         running=slots[:running].astype(np.uint32),
         waiting=slots[running:].astype(np.uint32),
         steps=tuple(
-            ShownStep(
+            ReportedStep(
                 start_s=step.start_s,
                 slots=np.array([at[name] for name in step.scheduled], np.int32),
                 tokens=np.array(list(step.scheduled.values()), np.int64),
@@ -82,8 +81,8 @@ def shown(snapshot: Snapshot, *, seed: int = 0) -> Shown:
     )
 
 
-def contents(snapshot: Snapshot) -> ShownContents | None:
-    """Spell what the blocks hold."""
+def contents(snapshot: Snapshot) -> ReportedContents | None:
+    """Convert the contents of blocks."""
     if snapshot.kv_cache is None:
         return None
     items = (*snapshot.running, *snapshot.waiting)
@@ -92,7 +91,7 @@ def contents(snapshot: Snapshot) -> ShownContents | None:
     for block, value in snapshot.kv_cache.contents.items():
         content[block] = number(value)
     reuse[list(snapshot.kv_cache.free_block_ids)] = np.arange(1, 1 + len(snapshot.kv_cache.free_block_ids))
-    return ShownContents(
+    return ReportedContents(
         content=content,
         reuse=reuse,
         tables=tuple(np.array(item.block_ids, np.int32) for item in items),
@@ -101,29 +100,29 @@ def contents(snapshot: Snapshot) -> ShownContents | None:
 
 
 def number(value: int | str) -> int:
-    """Name a content by a number above zero, as engines do that show themselves."""
+    """Return a positive number for a content, as in a state file."""
     return value + 1 if isinstance(value, int) else 1 + hash(value) % 2**60
 
 
 def numbered(request: RequestFacts) -> RequestFacts:
-    """Name the contents of a request's prefix so."""
+    """Convert the contents of a request's prefix."""
     return replace(request, prefix_hashes=tuple(number(value) for value in request.prefix_hashes))
 
 
-def twin_of(snapshot: Snapshot) -> Twin:
-    """An idle twin for a snapshot's engine."""
-    return Twin(snapshot.config, AFFINE, num_slots=NUM_SLOTS, track_blocks=snapshot.kv_cache is not None)
+def replica_of(snapshot: Snapshot) -> EngineReplica:
+    """Return an idle replica for a snapshot's engine."""
+    return EngineReplica(snapshot.config, AFFINE, num_slots=NUM_SLOTS, track_blocks=snapshot.kv_cache is not None)
 
 
 def without_own_contents(snapshot: Snapshot) -> Snapshot:
-    """Leave out what an engine does not show: contents that only one request can hit."""
+    """Remove the contents that only one request can hit, which an engine does not report."""
     if snapshot.kv_cache is None:
         return snapshot
     return replace(snapshot, kv_cache=replace(snapshot.kv_cache, own_contents={}))
 
 
 def expect_same(ours: Forecast, theirs: Forecast) -> None:
-    """Two forecasts agree in everything."""
+    """Compare two forecasts in all fields."""
     for name in ("ttft_s", "e2e_s", "tpot_s", "queue_s", "delay_sum_s", "delay_worst_s"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=CLOSE), name
     for name in ("output_tokens", "num_preemptions", "prefix_hit_tokens", "others_preempted"):
@@ -131,8 +130,8 @@ def expect_same(ours: Forecast, theirs: Forecast) -> None:
 
 
 @every_batcher
-def test_a_twin_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) -> None:
-    """From arrays or from values: the same engine; and what the twin followed before leaves no trace."""
+def test_a_replica_forecasts_like_the_engine_of_the_snapshot(batcher: str) -> None:
+    """A state from arrays equals one from values, and former states of the replica have no effect."""
 
     @examples(30)
     @given(LOADS[batcher], st.lists(st.floats(0.0, 1.05), min_size=1, max_size=3), st.integers(0, 9))
@@ -142,22 +141,22 @@ def test_a_twin_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) -> No
         load = Load(engine=load.engine, requests=others or [first])
         whole = load.loaded(AFFINE)
         whole.advance()
-        twin: Twin | None = None
+        replica: EngineReplica | None = None
         for moment in moments:
             engine = load.loaded(AFFINE)
             engine.advance(moment * whole.now_s)
             snapshot = without_own_contents(snapshot_of(engine, moment * whole.now_s))
-            twin = twin or twin_of(snapshot)
-            promised = [numbered(request) for request in snapshot.reserved]
-            for request in promised:
-                twin.engine.add(request)
-            twin.follow(shown(snapshot, seed=seed))
-            (ours,) = Forecaster(twin.engine).forecast([numbered(candidate)], snapshot.taken_s)
+            replica = replica or replica_of(snapshot)
+            reserved = [numbered(request) for request in snapshot.reserved]
+            for request in reserved:
+                replica.engine.add(request)
+            replica.update(reported_from(snapshot, seed=seed))
+            (ours,) = Forecaster(replica.engine).forecast([numbered(candidate)], snapshot.taken_s)
             (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast([candidate], snapshot.taken_s)
             expect_same(ours, theirs)
-            for request in promised:
-                twin.engine.abort(request.request_id)
-                twin.engine.unplace(request.request_id)
+            for request in reserved:
+                replica.engine.abort(request.request_id)
+                replica.engine.remove(request.request_id)
 
     check()
 
@@ -168,7 +167,7 @@ def test_a_twin_forecasts_as_the_engine_of_the_snapshot_does(batcher: str) -> No
     st.sampled_from(list(RESIDUALS)),
 )
 def test_lengths_of_many_are_the_lengths_of_each(cases: list[tuple[float, float, int]], residual: str) -> None:
-    """What is left is reckoned for all requests at once as for one."""
+    """The vectorised prediction equals that for single requests."""
     medians, spreads, so_far = (np.array(column) for column in zip(*cases, strict=True))
     at_once = expected_lengths(medians, spreads, so_far, residual)
     each = [expected_tokens(Tag(median_tokens=m, spread=s), n, residual) for m, s, n in cases]
@@ -176,7 +175,7 @@ def test_lengths_of_many_are_the_lengths_of_each(cases: list[tuple[float, float,
     assert np.isnan(expected_lengths(np.array([np.nan]), np.zeros(1), np.zeros(1, np.int64), residual)).all()
 
 
-def steady() -> tuple[Snapshot, Shown]:
+def steady() -> tuple[Snapshot, ReportedState]:
     """An engine with two requests that decode and one that waits."""
     config = EngineConfig(max_num_seqs=2, num_gpu_blocks=100, enable_prefix_caching=False)
     engine = Engine(config, AFFINE)
@@ -184,20 +183,20 @@ def steady() -> tuple[Snapshot, Shown]:
         engine.add(RequestFacts(request_id=name, prompt_tokens=20, tag=Tag(median_tokens=50, spread=0.5)))
     engine.advance(10 * engine.next_step().end_s)  # type: ignore[union-attr]
     snapshot = snapshot_of(engine, engine.now_s)
-    return snapshot, shown(snapshot)
+    return snapshot, reported_from(snapshot)
 
 
-def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
-    """No array that an engine shows, however wrong, reaches compiled code; it is named."""
+def test_an_impossible_state_is_refused_and_leaves_an_idle_replica() -> None:
+    """No invalid array reaches compiled code, and the error names the field."""
     snapshot, right = steady()
-    twin = twin_of(snapshot)
+    replica = replica_of(snapshot)
     assert (len(right.running), len(right.waiting), len(right.steps)) == (2, 1, 1)
     slot = int(right.running[0])
 
     def wrong(**changes: object) -> str:
         with pytest.raises(ValueError, match=":") as caught:
-            twin.follow(right._replace(**changes))  # type: ignore[arg-type]
-        head = twin.engine.state.engine[0]
+            replica.update(right._replace(**changes))  # type: ignore[arg-type]
+        head = replica.engine.state.engine[0]
         assert (head.num_running, head.num_waiting, head.num_in_flight) == (0, 0, 0)
         return str(caught.value)
 
@@ -233,8 +232,8 @@ def test_what_cannot_be_is_refused_and_leaves_an_idle_twin() -> None:
     assert wrong(facts=facts("prompt_tokens", 0)).startswith("prompt_tokens")
     assert wrong(facts=facts("prompt_tokens", 2**31 - 1)).startswith("prompt_tokens")
     assert wrong(facts=facts("max_tokens", 0)).startswith("output_tokens")
-    twin.follow(right)
-    (forecast,) = Forecaster(twin.engine).forecast(
+    replica.update(right)
+    (forecast,) = Forecaster(replica.engine).forecast(
         [RequestFacts(request_id="new", prompt_tokens=9, tag=5)], right.now_s
     )
     (theirs,) = Forecaster(engine_from(snapshot, AFFINE)).forecast(
@@ -256,16 +255,16 @@ def test_facts_reach_the_replica() -> None:
     engine.add(RequestFacts(request_id="b", prompt_tokens=20, output_tokens=9))
     engine.next_step()
     snapshot = snapshot_of(engine, engine.now_s)
-    reported = shown(snapshot)
+    reported = reported_from(snapshot)
     first, second = (int(slot) for slot in reported.running)
-    twin = twin_of(snapshot)
-    twin.follow(reported)
-    facts = twin.engine.state.facts
+    replica = replica_of(snapshot)
+    replica.update(reported)
+    facts = replica.engine.state.facts
     assert facts[first].item() == (0.5, 0.125, 4.0, tenant_number("alice"), 1)
     assert np.isnan((facts[second].ttft_slo_s, facts[second].tpot_slo_s)).all()
     assert facts[second].item()[2:] == (1.0, 0, 0)
     for name, value in (("ttft_slo_s", -1.0), ("tpot_slo_s", np.inf), ("weight", np.nan), ("request_class", 7)):
         rows = reported.facts.copy()
         rows[name][first] = value
-        twin.follow(reported._replace(facts=rows))
+        replica.update(reported._replace(facts=rows))
         assert np.array_equal(facts[name][first], facts[name][second], equal_nan=True)
