@@ -30,6 +30,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_reference.py --check
+	$(BIN)/python scripts/generate_metrics_reference.py --check
 
 # the manual as a site in build/site; a dead link, or an option or a file that does not exist, fails
 .venv/docs-ready: .venv/installed

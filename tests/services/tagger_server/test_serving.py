@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from length_tagger import DEFAULT_ORDER, chained
+from length_tagger.estimate import MAX_TOKENS
 from predictor.lengths import Tag
 from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
 from services import logs
