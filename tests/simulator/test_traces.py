@@ -51,9 +51,9 @@ def test_mooncake_blocks_have_512_tokens(tmp_path: Path) -> None:
 
 
 BAD = (
-    ("", "holds no requests"),
+    ("", "has no requests"),
     ("a,b\n1,2\n", "row 2: has neither prompt_tokens nor the columns of a known trace, but a, b"),
-    (AZURE, "holds no requests"),
+    (AZURE, "has no requests"),
     (AZURE + "yesterday,1,2\n", "row 2: TIMESTAMP: must be a time from 0 on, not 'yesterday'"),
     (AZURE + "2023-11-16 18:17:04,1,2\n2023-11-16 18:17:05,0,2\n", "row 3: ContextTokens: must be a whole number of"),
     (AZURE + "2023-11-16 18:17:04,1.5,2\n", "row 2: ContextTokens: must be a whole number"),

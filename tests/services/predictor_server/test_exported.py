@@ -206,7 +206,7 @@ def test_it_follows_an_engine_over_start_end_and_restart(tmp_path: Path) -> None
             assert not response.predictions
             refused = await client.reserve(request())
             assert (refused.result, refused.state) == (REFUSED, STARTING)
-            assert "is not there" in refused.prediction.refusal.reason
+            assert "does not exist" in refused.prediction.refusal.reason
             writer = idle_engine(path)
             await client.until(lambda response: response.state == READY)
             await client.reserve(request("kept"))
