@@ -116,12 +116,15 @@ ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule, "gatewa
 
 @st.composite
 def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = (LATE, DOWN, INVALID, REFUSED, STOPPED)) -> Script:
-    """A few requests that meet a few instances; no two things happen at the same time."""
-    names = "abcd"[: draw(st.integers(1, 4))]
-    number = iter(range(1 << 30))
+    """A few requests that meet a few instances; no two things happen at the same time.
 
-    def after_s(most_ms: int) -> float:
-        return draw(st.integers(1, most_ms)) / 1e3 + next(number) * 1.37e-7
+    Times of events are sums of drawn durations: random fractions keep two different sums from being equal.
+    """
+    names = "abcd"[: draw(st.integers(1, 4))]
+    fraction = np.random.default_rng(0).random
+
+    def after_s(max_ms: int) -> float:
+        return (draw(st.integers(1, max_ms)) + fraction()) / 1e3
 
     def replies(most: int) -> dict[str, list[Reply]]:
         return {name: [reply() for _ in range(draw(st.integers(1, most)))] for name in names if draw(st.booleans())}
