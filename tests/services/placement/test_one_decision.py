@@ -194,6 +194,28 @@ def test_the_asyncio_driver_decides_as_the_reference_does(entry: str, script: Sc
     assert_same(record, reference(script))
 
 
+def test_events_less_than_a_nanosecond_apart_keep_their_order() -> None:
+    """A forecast 0.1 ns after a reservation includes it: asyncio's own clock resolution would merge both."""
+    reserved_s = 0.002
+    script = Script(
+        policy="block",
+        instances=[ScriptedInstance(name="a", e2e_s=1.0)],
+        arrivals=[
+            Arrival(
+                after_s=0.0,
+                forecasts={"a": [Reply(after_s=0.001)]},
+                reservations={"a": [Reply(after_s=reserved_s - 0.001)]},
+            ),
+            Arrival(after_s=0.0005, forecasts={"a": [Reply(after_s=reserved_s + 1e-10 - 0.0005)]}),
+        ],
+    )
+    record = Record()
+    with recording(record):
+        drive(script, by_place)
+    assert_same(record, reference(script))
+    assert record.decisions["r1"].placement.forecast.queue_s == pytest.approx(0.3)  # one reservation before it
+
+
 # The simulator, whose engines are replaced by the script.
 
 
