@@ -36,6 +36,8 @@ RESULTS = {
     "refused": predictor_pb2.RESERVE_RESULT_REFUSED,
 }
 
+CLOCK_RESOLUTION_S = 1e-12  # the loop runs timers that are closer than this at the same time
+
 Entry = Callable[[PlacementDriver, common_pb2.Request, frozenset[str], bool], Awaitable[Any]]
 
 
@@ -46,6 +48,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Start the clock."""
         self.now_s = 0.0
         super().__init__(_NoWait(self))
+        self._clock_resolution = CLOCK_RESOLUTION_S
 
     def time(self) -> float:
         """Return the virtual time."""

@@ -116,12 +116,15 @@ ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule, "gatewa
 
 @st.composite
 def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = (LATE, DOWN, INVALID, REFUSED, STOPPED)) -> Script:
-    """A few requests that meet a few instances; no two things happen at the same time."""
-    names = "abcd"[: draw(st.integers(1, 4))]
-    number = iter(range(1 << 30))
+    """A few requests that meet a few instances; no two things happen at the same time.
 
-    def after_s(most_ms: int) -> float:
-        return draw(st.integers(1, most_ms)) / 1e3 + next(number) * 1.37e-7
+    Times of events are sums of drawn durations: random fractions keep two different sums from being equal.
+    """
+    names = "abcd"[: draw(st.integers(1, 4))]
+    fraction = np.random.default_rng(0).random
+
+    def after_s(max_ms: int) -> float:
+        return (draw(st.integers(1, max_ms)) + fraction()) / 1e3
 
     def replies(most: int) -> dict[str, list[Reply]]:
         return {name: [reply() for _ in range(draw(st.integers(1, most)))] for name in names if draw(st.booleans())}
@@ -189,6 +192,28 @@ def test_the_asyncio_driver_decides_as_the_reference_does(entry: str, script: Sc
     with recording(record):
         drive(script, ENTRIES[entry])
     assert_same(record, reference(script))
+
+
+def test_events_less_than_a_nanosecond_apart_keep_their_order() -> None:
+    """A forecast 0.1 ns after a reservation includes it: asyncio's own clock resolution would merge both."""
+    reserved_s = 0.002
+    script = Script(
+        policy="block",
+        instances=[ScriptedInstance(name="a", e2e_s=1.0)],
+        arrivals=[
+            Arrival(
+                after_s=0.0,
+                forecasts={"a": [Reply(after_s=0.001)]},
+                reservations={"a": [Reply(after_s=reserved_s - 0.001)]},
+            ),
+            Arrival(after_s=0.0005, forecasts={"a": [Reply(after_s=reserved_s + 1e-10 - 0.0005)]}),
+        ],
+    )
+    record = Record()
+    with recording(record):
+        drive(script, by_place)
+    assert_same(record, reference(script))
+    assert record.decisions["r1"].placement.forecast.queue_s == pytest.approx(0.3)  # one reservation before it
 
 
 # The simulator, whose engines are replaced by the script.
