@@ -430,6 +430,8 @@ class Decision:
         status = self.core.instances.by_id.get(candidate.instance_id)
         if status is not None:
             status.engine.allows(now_s)
+            if candidate.forecast is not None:
+                candidate.num_reserved_since = status.versions.since(candidate.version, candidate.epoch)
         if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None)
         return self._reserve(candidate.instance_id, self.core.instances.table.row_of.get(candidate.instance_id, NONE))
@@ -532,6 +534,8 @@ class Decision:
             candidate = self._candidate_at(self._chosen)
             candidate.status, candidate.note = status, note
             self._add_other(candidate)
+            if self._forecasts:  # other reservations may have been made since
+                self._rank_forecasts()
         return self._decide(now_s)
 
     def _fallbacks(self, now_s: float, *, with_left_out: bool = True) -> list[Candidate]:
