@@ -116,7 +116,7 @@ def test_a_file_that_makes_no_sense(text: str, message: str, tmp_path: Path) -> 
         (("--speed", "0"), "speed: must be above 0"),
         (("--noise", "7"), "noise: must lie between 0 and 1"),
         (("--output-median", "0"), "output_median: must lie between 1"),
-        (("--state-file", "/dev/null"), "state file: /dev/null is there"),
+        (("--state-file", "/dev/null"), "state file: /dev/null exists"),
         (("--state-file", "/proc/nowhere/x.state"), "state_file: /proc/nowhere/x.state: No such file"),
         (("--max-num-queued-reqs", "0"), "max_num_queued_reqs: must be at least 1"),
     ],

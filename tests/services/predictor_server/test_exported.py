@@ -208,7 +208,7 @@ def test_it_waits_for_an_engine_knows_its_end_and_takes_up_the_next(tmp_path: Pa
             assert not response.predictions
             refused = await asked.reserve(request())
             assert (refused.result, refused.state) == (REFUSED, STARTING)
-            assert "is not there" in refused.prediction.refusal.reason
+            assert "does not exist" in refused.prediction.refusal.reason
             writer = idle(path)
             await asked.until(lambda answer: answer.state == READY)
             await asked.reserve(request("kept"))
