@@ -122,7 +122,7 @@ def test_iteration_table(gpu: str) -> None:
 @needs_data
 def test_unknown_gpu_of_the_iteration_table() -> None:
     """The error names a GPU without rows."""
-    with pytest.raises(ValueError, match=r"^gpu: no row is of 'tpu'"):
+    with pytest.raises(ValueError, match=r"^gpu: no row is for 'tpu'"):
         read_iteration_table(DATA / "derived/iter_ms_llama31_8b_bf16_tp1.csv", "tpu")
 
 
