@@ -10,13 +10,13 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_replica import ReportedState, ReportedStep
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
-from predictor.state import FINISHED, NOBODY, RUNNING, UNBORN, WAITING
+from predictor.state import FINISHED, NONE, PENDING, RUNNING, WAITING
 from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
-from predictor.twin import Shown, ShownStep
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
 UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; a twin without blocks does not read them
@@ -33,7 +33,7 @@ class PlannedStep(NamedTuple):
 
 
 class ShownRecords(NamedTuple):
-    """The record types of `Shown.live` and `Shown.facts`; all twins of a process take the same compiled types."""
+    """The record types of `ReportedState.live` and `ReportedState.facts`; one pair for the whole process."""
 
     live: np.dtype[Any]
     facts: np.dtype[Any]
@@ -81,7 +81,7 @@ class EditableEngine(Engine):
         head = self.state.engine[0]
         before = int(head.num_steps)
         head.steady = 0  # a batch of repeated steps could not be ended step by step
-        self.drive(self.state, until_s, before + 1, NOBODY)
+        self.drive(self.state, until_s, before + 1, NONE)
         # a request that shared blocks returns more than it held
         head.num_free_blocks = min(int(head.num_free_blocks), self.num_blocks)
         return None if int(head.num_steps) == before else self._step(self.num_steps_under_way - 1)
@@ -235,7 +235,7 @@ class EditableEngine(Engine):
         head, row = state.engine[0], state.requests[slot]
         if row.status != RUNNING:
             self._remove_from_queues(slot)
-            if row.status in (UNBORN, WAITING, FINISHED):
+            if row.status in (PENDING, WAITING, FINISHED):
                 state.running[head.num_running] = slot
                 head.num_running += 1
             row.status = RUNNING
@@ -299,7 +299,9 @@ class EditableEngine(Engine):
 
     # The whole model, for others.
 
-    def shown(self, records: ShownRecords, lengths: Mapping[str, Length], now_s: float, max_requests: int) -> Shown:
+    def shown(
+        self, records: ShownRecords, lengths: Mapping[str, Length], now_s: float, max_requests: int
+    ) -> ReportedState:
         """Return the model in the form that a twin follows; `lengths` has the predicted lengths by request id."""
         state = self.state
         head, rows = state.engine[0], state.requests.view(np.ndarray)
@@ -323,7 +325,7 @@ class EditableEngine(Engine):
                 median[index], spread[index] = tag.median_tokens, tag.spread
         indices = np.full(len(rows), -1)
         indices[slots] = np.arange(num)
-        return Shown(
+        return ReportedState(
             now_s=now_s,
             num_free_blocks=int(head.num_free_blocks),
             decodes_since_look=int(head.decodes_since_look),
@@ -337,11 +339,11 @@ class EditableEngine(Engine):
             tag_spread=spread,
         )
 
-    def _shown_step(self, ahead: int, indices: np.ndarray) -> ShownStep:
+    def _shown_step(self, ahead: int, indices: np.ndarray) -> ReportedStep:
         entries = self._entries(ahead)
         status = self.state.requests["status"][entries["slot"]]
         entries = entries[((status == RUNNING) | (status == WAITING)) & (indices[entries["slot"]] >= 0)]
-        return ShownStep(
+        return ReportedStep(
             start_s=self._step(ahead).start_s,
             slots=indices[entries["slot"]],
             tokens=entries["tokens"],

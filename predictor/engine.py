@@ -157,8 +157,6 @@ class Engine:
         self._requests[slot] = None
         self._free_slots.append(slot)
 
-    unplace = remove  # for callers that have not been renamed yet
-
     def exclude_slots(self, num_slots: int) -> None:
         """Leave the first slots to a caller that fills them in the state itself; the engine must have no requests."""
         assert not self.slots

@@ -160,9 +160,6 @@ class EngineReplica:
             record = state.steps[(head.oldest + ahead) % 2]
             record.end_s = max(record.end_s, now_s)
 
-    # for callers that have not been renamed yet
-    is_worn, follow, let_time_pass = needs_replacement, update, wait_until
-
     def late_s(self, now_s: float) -> float:
         """Return for how long the oldest step in flight has been running beyond its predicted end."""
         return max(0.0, now_s - self._predicted_end_s) if self.engine.state.engine[0].num_in_flight else 0.0

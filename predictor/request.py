@@ -98,9 +98,6 @@ class RequestFacts:
         return None
 
 
-Request = RequestFacts  # callers that have not been renamed yet
-
-
 @lru_cache(maxsize=1 << 14)
 def tenant_number(client_id: str) -> int:
     """Number a tenant, the same in every process: the first eight bytes of the BLAKE2b hash of its client id.

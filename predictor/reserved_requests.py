@@ -29,8 +29,6 @@ class ReportedLengths:
                 del self._lengths[next(iter(self._lengths))]
             self._lengths[request_id] = (tokens or 0, tag)
 
-    expect = add  # for callers that have not been renamed yet
-
     def forget(self, request_ids: Iterable[str]) -> None:
         """Remove the lengths of these requests."""
         for request_id in request_ids:
@@ -88,8 +86,3 @@ class ReservedRequests:
     def as_reserved(self) -> tuple[RequestFacts, ...]:
         """Return the reserved requests with their clients' ids."""
         return tuple(replace(one, request_id=name) for name, one in self._requests.items())
-
-
-# for callers that have not been renamed yet
-LengthLimits = ReportedLengths
-ReservedRequest = ReservedRequests

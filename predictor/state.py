@@ -12,16 +12,13 @@ from predictor.config import EngineConfig
 from predictor.step_time import Costs
 
 NONE = -1  # no request, no block, no time
-NOBODY = NONE  # for callers that have not been renamed yet
 
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
-UNBORN = PENDING  # for callers that have not been renamed yet
 
 # What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
 # down. A block that is not full has no content, because no request can hit it.
 NO_CONTENT = -1
-NOTHING = NO_CONTENT  # for callers that have not been renamed yet
 
 ENGINE = np.dtype(
     [

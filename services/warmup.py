@@ -6,12 +6,12 @@ import time
 
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
+from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag, expected_tokens
 from predictor.profile import constant_profile
 from predictor.request import RequestFacts
 from predictor.transfer import engine_from, snapshot_of
-from predictor.twin import Twin
 from simulator.replay import loaded_engine
 
 
@@ -30,7 +30,7 @@ def warm_up() -> float:
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("running")
-    twin = Twin(config, constant_profile().step_time, num_slots=1, track_blocks=False)
+    twin = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
     twin.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,
         decode_longest=9,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecast import RESULT
-from predictor.state import NOBODY
+from predictor.state import NONE
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.indicators import roots_of
 from scheduler.instance_table import InstanceTable
@@ -84,7 +84,7 @@ def simulation(
     made = schedulers[0].policy
     roots = {root.name for root in roots_of(made.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
-    decisions.instance = NOBODY
+    decisions.instance = NONE
     decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
     simulation = Simulation(
         specs=tuple(specs),
@@ -175,7 +175,7 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
         asked.first_content = lengths.first_content[:-1]
         asked.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
-    outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NOBODY
+    outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NONE
     return kernels.Requests(facts=asked, contents=lengths.contents, outcomes=outcomes)
 
 

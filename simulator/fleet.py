@@ -14,7 +14,7 @@ from scipy.special import log_ndtr, ndtri_exp
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import QUANTILES
-from predictor.state import NOBODY, State, no_facts, stack_like
+from predictor.state import NONE, State, no_facts, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
 from simulator.forecast_kernels import LOOKAHEAD
 from simulator.kernels import INSTANCE, RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, EngineArrays
@@ -132,21 +132,21 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
 def free_all(fleet: EngineArrays, index: int) -> None:
     """Mark all slots of an engine free, except the first, which is reserved for forecasts."""
     num_slots = fleet.slots.shape[1]
-    fleet.slots.number[index] = NOBODY
+    fleet.slots.number[index] = NONE
     fleet.free_slots[index, : num_slots - 1] = np.arange(num_slots - 1, 0, -1)
     fleet.instances[index].num_free_slots = num_slots - 1
 
 
 def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -> list[int]:
     """Restart an engine with empty state; return the numbers of the requests that it loses."""
-    lost = [int(number) for number in fleet.slots.number[index] if number != NOBODY]
+    lost = [int(number) for number in fleet.slots.number[index] if number != NONE]
     fresh = Engine(spec.config, spec.step_time).state
     engine = fleet.stack.engine[index, 0]
     preemptions = int(engine.num_preemptions)
     fleet.stack.engine[index] = fresh.engine
     engine.now_s, engine.num_preemptions = now_s, preemptions
     fleet.stack.blocks[index, : len(fresh.blocks)] = fresh.blocks
-    fleet.stack.cached[index] = NOBODY
+    fleet.stack.cached[index] = NONE
     free_all(fleet, index)
     fleet.instances[index].changed = 1
     fleet.instances[index].has_lookahead = 0
@@ -170,7 +170,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         turns=np.zeros((num, slots), np.int32),
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
-        cached=np.full((num, num_contents), NOBODY, np.int32),
+        cached=np.full((num, num_contents), NONE, np.int32),
         facts=no_facts(num, slots),
         hashes=np.zeros((num, slots, width), np.int64),
         costs=first.costs,
@@ -187,7 +187,7 @@ def _records(shape: tuple[int, ...], like: np.ndarray) -> Any:
 
 def _empty_slots(num: int, slots: int) -> Any:
     empty = np.zeros((num, slots), SLOT).view(np.recarray)
-    empty.number = NOBODY
+    empty.number = NONE
     return empty
 
 

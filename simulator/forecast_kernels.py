@@ -13,7 +13,7 @@ from predictor import loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import compare, read_result
-from predictor.state import NOBODY, State, copy_into, layer
+from predictor.state import NONE, State, copy_into, layer
 from predictor.step_time import step_seconds
 from simulator.kernels import CANDIDATE, EngineArrays, Requests, engine_at, fill_slot, predicted_tokens
 
@@ -99,12 +99,12 @@ def start_lookahead(source: State, lookahead: State) -> None:
     A lookahead contains the requests whose serials are in its slots.
     """
     for slot in range(len(lookahead.requests)):
-        lookahead.requests[slot].serial = NOBODY
+        lookahead.requests[slot].serial = NONE
     copy_into(lookahead, source)
     engine = lookahead.engine[0]
     for position in range(engine.num_pending):
         slot = lookahead.pending[queues.at(engine.pending_head, position, len(lookahead.pending))]
-        lookahead.requests[slot].serial = NOBODY
+        lookahead.requests[slot].serial = NONE
     engine.num_pending = 0
 
 
@@ -129,7 +129,7 @@ def forecast(
     with_delays: bool, results: np.ndarray,
 ) -> None:  # fmt: skip
     """Forecast a request on each of some engines, as their sidecars would."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
+    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
     slot = np.int64(CANDIDATE)
     for row in range(len(indices)):
         index = indices[row]
@@ -158,7 +158,7 @@ def forecast(
 @kernel
 def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
     """Forecast for each engine when all its requests have finished."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
+    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
     for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)

@@ -12,7 +12,7 @@ import numpy as np
 from predictor import blocks, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER
-from predictor.state import FINISHED, NOBODY, UNBORN, State
+from predictor.state import FINISHED, NONE, PENDING, State
 from predictor.step_time import Costs
 
 CANDIDATE = 0  # the slot that is reserved for the request of a forecast
@@ -130,7 +130,7 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
 @kernel
 def advance_one(fleet: EngineArrays, index: int, until_s: float) -> None:
     """Run one engine until a time; with noise, step by step."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NOBODY)
+    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     engine, instance = state.engine[0], fleet.instances[index]
     size = len(fleet.noise)
@@ -173,14 +173,14 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     facts = requests.facts[number]
     engine, request = fleet.stack.engine[index, 0], fleet.stack.requests[index, slot]
     max_tokens = min(facts.max_tokens, engine.max_model_len - facts.prompt_tokens)
-    request.status = UNBORN
+    request.status = PENDING
     request.prompt_tokens = facts.prompt_tokens
     request.output_tokens = request.computed_tokens = request.placeholders = 0
     request.in_flight_tokens = request.stale_tokens = 0
     request.final_tokens = request.expected_tokens = min(facts.output_tokens, max_tokens)
     request.max_tokens = max_tokens
     request.num_blocks = request.full_blocks = request.num_hashes = 0
-    request.scheduled_s = request.first_token_s = request.finished_s = float(NOBODY)
+    request.scheduled_s = request.first_token_s = request.finished_s = float(NONE)
     request.arrival_s = arrives_s
     request.serial = request.tie_break = number
     request.priority = facts.priority
@@ -207,7 +207,7 @@ def collect_finished(fleet: EngineArrays, requests: Requests, index: int) -> Non
         instance.num_finished += 1
         fleet.free_slots[index, instance.num_free_slots] = slot
         instance.num_free_slots += 1
-        entry.number = NOBODY
+        entry.number = NONE
 
 
 @small_kernel
@@ -336,7 +336,7 @@ def count_hits(fleet: EngineArrays, requests: Requests, number: int, hit_tokens:
             limit = min(facts.num_contents, (facts.prompt_tokens - 1) // engine.block_size)
             while num_hits < limit:
                 content = requests.contents[facts.first_content + num_hits]
-                if fleet.stack.cached[index, content] == NOBODY:
+                if fleet.stack.cached[index, content] == NONE:
                     break
                 num_hits += 1
         hit_tokens[index] = num_hits * engine.block_size

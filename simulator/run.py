@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.state import NOBODY
+from predictor.state import NONE
 from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
 from scheduler.indicators import INDEX_OF, Column
@@ -66,7 +66,7 @@ class Simulation:
     samples: list[ClusterSample] = field(default_factory=list)
     events: list[tuple[float, int, int, Any]] = field(default_factory=list)
     num_events: int = 0
-    unsent: tuple[int, int, float, float] = (NOBODY, 0, 0.0, 0.0)
+    unsent: tuple[int, int, float, float] = (NONE, 0, 0.0, 0.0)
     possible: npt.NDArray[np.bool_] | None = None  # per request and instance; None where all can serve all
     rows: npt.NDArray[np.intp] | None = None  # of the instances that are up; None where all are
     up_since: dict[int, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Simulation:
     def _is_over(self) -> bool:
         """Tell whether nothing that still happens can matter to a request."""
         self.look(self.now_s)
-        busy = self.unplaced or self.unsent[0] != NOBODY or self._num_held()
+        busy = self.unplaced or self.unsent[0] != NONE or self._num_held()
         return not busy and all(
             engine.num_running + engine.num_waiting + engine.num_pending == 0
             for engine in self.fleet.stack.engine[:, 0]
@@ -241,7 +241,7 @@ class Simulation:
             self.fleet = with_more_slots(self.fleet)
             self.workspace = None
         if number >= 0:
-            self.unsent = (NOBODY, 0, 0.0, 0.0)
+            self.unsent = (NONE, 0, 0.0, 0.0)
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
@@ -280,7 +280,7 @@ class Simulation:
             self._tick_ready(which, now_s)
             return False
         if look:
-            if self.sees_now or self.unsent[0] != NOBODY:
+            if self.sees_now or self.unsent[0] != NONE:
                 self.look(now_s)
             if self._has_fresh_indicators:
                 self.schedulers[which].core.instances.table.known.reported_s[:] = now_s
@@ -405,8 +405,8 @@ class Simulation:
         for index in range(len(self.specs)):
             kernels.collect_finished(self.fleet, self.requests, index)
             for number in self.fleet.slots.number[index]:
-                if number != NOBODY:  # it can never be served: the engine waits for room that nobody will free
-                    self.requests.outcomes[number].finished_s = NOBODY
+                if number != NONE:  # it can never be served: the engine waits for room that nobody will free
+                    self.requests.outcomes[number].finished_s = NONE
         finished = self.requests.outcomes.finished_s >= 0
         self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)
         ends = self.requests.outcomes.finished_s[finished]

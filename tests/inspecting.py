@@ -9,7 +9,7 @@ import numpy as np
 
 from predictor.batching.lightllm import DECODES_BETWEEN_LOOKS
 from predictor.engine import Engine
-from predictor.state import FINISHED, NOBODY, NOTHING, RUNNING
+from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING
 
 COUNTERS = (
     "num_running", "num_waiting", "num_pending", "num_in_flight", "num_free_blocks", "num_steps", "num_preemptions",
@@ -25,8 +25,8 @@ ROW_TIMES = ("scheduled_s", "first_token_s", "finished_s")
 def free_list(engine: Engine) -> list[int]:
     """Return the free blocks in the order of reuse; the chain must be the same backwards."""
     blocks = engine.state.blocks
-    chain, before, block = [], NOBODY, int(engine.state.engine[0].free_head)
-    while block != NOBODY:
+    chain, before, block = [], NONE, int(engine.state.engine[0].free_head)
+    while block != NONE:
         assert blocks[block].previous_free == before
         chain.append(block)
         assert len(chain) <= len(blocks), "the free list is a circle"
@@ -46,7 +46,7 @@ def held_blocks(engine: Engine, request_id: str) -> list[int]:
 def same_content(engine: Engine, content: int) -> list[int]:
     """Return the blocks with a shared content, the one that is hit first."""
     chain, block = [], int(engine.state.cached[content])
-    while block != NOBODY:
+    while block != NONE:
         chain.append(block)
         assert len(chain) <= len(engine.state.blocks), "a chain of equal blocks is a circle"
         block = int(engine.state.blocks[block].next_same)
@@ -72,7 +72,7 @@ def expect_blocks_conserved(engine: Engine) -> None:
     for name in engine.running():
         slot = engine.slots[name]
         full = held_blocks(engine, name)[: rows[slot].full_blocks]
-        assert all(blocks[block].content != NOTHING for block in full)
+        assert all(blocks[block].content != NO_CONTENT for block in full)
 
 
 def expect_nothing_left(engine: Engine) -> None:

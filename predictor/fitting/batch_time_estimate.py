@@ -26,8 +26,6 @@ class BatchTimeEstimate:
             matrix = np.column_stack((np.ones(len(steps)), steps["num_tokens"], context))
             self._coefficients, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))
 
-    learn = fit  # for callers that have not been renamed yet
-
     def seconds(self, batch: Batch, room: BatchLimits) -> float:
         """Predict the seconds of a batch; 0 before the first fit."""
         if self._coefficients is None:
@@ -39,6 +37,3 @@ class BatchTimeEstimate:
         steps = longest + max(in_turn, prompts / room.step_tokens)
         context = sum((piece.prompt_tokens + piece.output_tokens / 2) * piece.output_tokens for piece in batch.pieces)
         return float(self._coefficients @ (steps, prompts + answers, context)) + in_turn * OVERHEAD_S
-
-
-Rough = BatchTimeEstimate  # for callers that have not been renamed yet

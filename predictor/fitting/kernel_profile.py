@@ -173,6 +173,3 @@ def _steps_of(batches: Sequence[AttentionBatch]) -> Steps:
 def _curve_of(timed: Mapping[int, float]) -> tuple[Array, Array]:
     counts = sorted(timed)
     return np.array(counts, dtype=float), np.array([timed[count] for count in counts])
-
-
-Told = UntimedCosts  # for callers that have not been renamed yet

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
+from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
@@ -34,9 +35,8 @@ from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
 from predictor.request import RequestFacts
-from predictor.reserved_requests import Length, LengthLimits, ReservedRequest
+from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
-from predictor.twin import Twin
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
@@ -72,7 +72,7 @@ class EngineModels:
 
     config: EngineConfig
     tracker: Tracker
-    twin: Twin
+    twin: EngineReplica
     forecaster: Forecaster
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
@@ -94,7 +94,7 @@ class EngineMirror:
     in a thread; `view` applies all events.
     """
 
-    def __init__(self, options: MirrorOptions, lengths: LengthLimits, now_s: float) -> None:
+    def __init__(self, options: MirrorOptions, lengths: ReportedLengths, now_s: float) -> None:
         """Start without a model; `lengths` are those that schedulers reported for requests."""
         self._options = options
         self._lengths = lengths
@@ -108,7 +108,7 @@ class EngineMirror:
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
-        self._reserved = ReservedRequest()
+        self._reserved = ReservedRequests()
         self._num_ended = 0
         self._counters = EngineCounters()
         self._last_event_s = self._last_progress_s = now_s
@@ -132,7 +132,7 @@ class EngineMirror:
             if not models.tracker.requests and at_s - self._last_progress_s > self._options.forget_s:
                 models.tracker.reset_pace()
             models.twin.engine.set_pace(models.tracker.correction.factor)
-            models.twin.follow(
+            models.twin.update(
                 models.tracker.engine.shown(
                     self._options.records, self._predicted_lengths(models), now_s, models.twin.num_slots
                 )
@@ -347,7 +347,7 @@ class EngineMirror:
             tracker = Tracker(config, options.profile.step_time, max(0.0, self._engine_s(self._origin_s)))
         except ValueError as error:
             raise NoModelError(f"engine settings: {error}") from None
-        twin = Twin(
+        twin = EngineReplica(
             config, options.profile.step_time, options.residual, num_slots=2 * options.max_requests, track_blocks=False
         )
         self._reports.append(MirrorStarted(config=config))

@@ -351,5 +351,5 @@ class Tracker:
             if self.engine.is_scheduled(name):
                 kept.append(name)
             else:
-                self.engine.unplace(name)
+                self.engine.remove(name)
         self._leaving = kept

@@ -212,11 +212,11 @@ def timed_kernels(
     Any GPU that torch supports will do, or the CPU. Only the model's config.json is read; the model must be of the
     Llama, Mistral, Qwen2 or Qwen3 family.
     """
-    from predictor.fitting.kernel_profile import Told
+    from predictor.fitting.kernel_profile import UntimedCosts
     from services.profiling.kernels_command import KernelOptions, kernel_profile
     from services.profiling.measure_command import seconds_of
 
-    told = Told(
+    told = UntimedCosts(
         cpu_s=cpu_overhead_ms / 1e3,
         all_reduce_s=all_reduce_us / 1e6,
         link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,

@@ -114,7 +114,7 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
             for policy, url in cluster.gateway_urls.items():
                 print(f"{policy}: {url}/v1", file=sys.stderr)
             for policy, addresses in cluster.scheduler_addresses.items():
-                print(f"{policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
+                print(f"scheduler of {policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
             if cluster.provisioner_address:
                 print(f"provisioner: block provision status --address {cluster.provisioner_address}", file=sys.stderr)
             await stop.wait()

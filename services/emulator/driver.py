@@ -15,7 +15,7 @@ import numpy as np
 
 from predictor.engine import Engine
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FINISHED, NOBODY, STEP
+from predictor.state import FINISHED, NONE, STEP
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy
 from services.emulator.exporter import ContentHashes, EngineStateExporter
@@ -222,7 +222,7 @@ class Driver:
             num_planned = int(head["num_steps"][0])
             head["pace"] = self._next_pace
             head["steady"] = 0  # repeated steps would not be recorded
-            engine.drive(engine.state, now_s, num_planned + 1, NOBODY)
+            engine.drive(engine.state, now_s, num_planned + 1, NONE)
             self._record_ended()
             if int(head["num_steps"][0]) == num_planned:
                 return
@@ -285,7 +285,7 @@ class Driver:
                 still.append((job, reason))
                 continue
             outcome = self.engine.outcome(job.engine_id)
-            self.engine.unplace(job.engine_id)
+            self.engine.remove(job.engine_id)
             del self._jobs[job.slot]
             self.metrics.ended(outcome, reason, job.ask.max_tokens)
             if self._exporter is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
-from predictor.state import NOBODY, State
+from predictor.state import NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
@@ -53,13 +53,13 @@ def forget_contents(engine: Engine) -> None:
     content = state.blocks["content"]
     shared = content >= 0
     kept = np.unique(np.concatenate((content[shared], *rows)))
-    numbers = np.full(len(engine.contents), NOBODY)
+    numbers = np.full(len(engine.contents), NONE)
     numbers[kept] = np.arange(len(kept))
     content[shared] = numbers[content[shared]]
     for row in rows:
         row[:] = numbers[row]
     state.cached[: len(kept)] = state.cached[kept]
-    state.cached[len(kept) :] = NOBODY
+    state.cached[len(kept) :] = NONE
     values = list(engine.contents)
     engine.contents = {values[old]: new for new, old in enumerate(kept.tolist())}
 
@@ -73,8 +73,8 @@ class Copies(NamedTuple):
     live: np.ndarray
     blocks: np.ndarray
     tables: np.ndarray  # blocks of each slot that the file has already
-    new_hashes: np.ndarray  # by slot, the number of blocks with known tokens so far, NOBODY where nothing is new
-    new_blocks: np.ndarray  # by slot, the first changed entry of its table, or NOBODY
+    new_hashes: np.ndarray  # by slot, the number of blocks with known tokens so far, NONE where nothing is new
+    new_blocks: np.ndarray  # by slot, the first changed entry of its table, or NONE
 
 
 @kernel
@@ -115,7 +115,7 @@ def _copy_request(state: State, into: Copies, slot: int) -> None:
     live.prefill_tokens = row.prefill_tokens
     live.scheduled_s = row.scheduled_s
     live.first_token_s = row.first_token_s
-    into.new_hashes[slot] = into.new_blocks[slot] = NOBODY
+    into.new_hashes[slot] = into.new_blocks[slot] = NONE
     if len(into.blocks) == 0 or live.serial == 0:
         live.num_hashes = 0
         return
@@ -128,7 +128,7 @@ def _copy_request(state: State, into: Copies, slot: int) -> None:
         block = state.tables[slot, place]
         if into.tables[slot, place] != block:
             into.tables[slot, place] = block
-            if into.new_blocks[slot] == NOBODY:
+            if into.new_blocks[slot] == NONE:
                 into.new_blocks[slot] = place
 
 
@@ -141,7 +141,7 @@ def _copy_blocks(state: State, into: Copies, hash_of: np.ndarray) -> None:
         if content >= 0:
             into.blocks[block].content = hash_of[content]  # with the 0 in one expression it would be a float
     rank, block = 0, state.engine[0].free_head
-    while block != NOBODY:
+    while block != NONE:
         rank += 1
         into.blocks[block].reuse = rank
         block = state.blocks[block].next_free
@@ -277,10 +277,10 @@ class EngineStateExporter:
     def _put_blocks(self, writer: Writer) -> None:
         """Write the new blocks of requests and their hashes."""
         copies, live = self._copies, writer.live
-        for slot in np.flatnonzero(copies.new_hashes != NOBODY).tolist():
+        for slot in np.flatnonzero(copies.new_hashes != NONE).tolist():
             start = int(copies.new_hashes[slot])
             writer.put_hashes(slot, self._hashes[slot][start : live["num_hashes"][slot]], start)
-        for slot in np.flatnonzero(copies.new_blocks != NOBODY).tolist():
+        for slot in np.flatnonzero(copies.new_blocks != NONE).tolist():
             start = int(copies.new_blocks[slot])
             held = max(live["num_blocks"][slot], live["full_blocks"][slot])
             writer.put_blocks(slot, copies.tables[slot, start:held], start)
@@ -291,9 +291,9 @@ class EngineStateExporter:
 
     def _bind_arrays(self, writer: Writer) -> Copies:
         """Bind the writer's arrays; all tables count as unknown, and are written again."""
-        tables = np.full_like(self._engine.state.tables, NOBODY)
+        tables = np.full_like(self._engine.state.tables, NONE)
         num_slots = len(writer.live)
-        new_hashes, new_blocks = np.full(num_slots, NOBODY), np.full(num_slots, NOBODY)
+        new_hashes, new_blocks = np.full(num_slots, NONE), np.full(num_slots, NONE)
         state, live, blocks = (array.view(np.recarray) for array in (writer.state, writer.live, writer.blocks))
         return Copies(state, writer.running, writer.waiting, live, blocks, tables, new_hashes, new_blocks)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.request import RequestFacts
-from predictor.reserved_requests import LengthLimits
+from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 
@@ -25,7 +25,7 @@ class EngineSource(Protocol):
     """Follows one engine: by the state that it exports, or by mirroring its traffic."""
 
     kind: common_pb2.StateSource.ValueType
-    lengths: LengthLimits  # reported by schedulers
+    lengths: ReportedLengths  # reported by schedulers
 
     def refresh(self) -> EngineView:
         """Return the engine's state now; DownError where it is not known."""

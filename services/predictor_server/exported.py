@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from predictor.correction import Correction
+from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
@@ -19,9 +20,8 @@ from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
 from predictor.request import RequestFacts
-from predictor.reserved_requests import LengthLimits, ReservedRequest
+from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
-from predictor.twin import Twin
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id
 from services.engine_state.layout import REASONS
@@ -51,7 +51,7 @@ class FollowedEngine:
     """
 
     view: View
-    twin: Twin
+    twin: EngineReplica
     forecaster: Forecaster
     serials: np.ndarray
     known_tokens: np.ndarray
@@ -59,7 +59,7 @@ class FollowedEngine:
     tag_spread: np.ndarray
 
     @classmethod
-    def with_twin(cls, view: View, twin: Twin) -> FollowedEngine:
+    def with_twin(cls, view: View, twin: EngineReplica) -> FollowedEngine:
         """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
@@ -84,7 +84,7 @@ class ExportedEngine:
 
     def __init__(self, path: str, profile: Profile | None, residual: str, forget_s: float) -> None:
         """Follow the engine whose state file is at a path; without a profile, use the one that the engine names."""
-        self.lengths = LengthLimits()
+        self.lengths = ReportedLengths()
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
@@ -100,7 +100,7 @@ class ExportedEngine:
         self._counters = EngineCounters()
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
-        self._reserved = ReservedRequest()
+        self._reserved = ReservedRequests()
         self._shown: list[str] = []
 
     def refresh(self) -> EngineView:
@@ -183,14 +183,14 @@ class ExportedEngine:
 
     def _follow(self, followed: FollowedEngine | None, view: View) -> FollowedEngine:
         """Bring the twin to the state of a view; ValueError where the view is inconsistent."""
-        if followed is None or not followed.is_of(view) or followed.twin.is_worn:
+        if followed is None or not followed.is_of(view) or followed.twin.needs_replacement:
             followed = self._start(view)
         elif self._view is not None and view.sequence == followed.view.sequence:
             return followed
         followed.view = view
         self._note_arrivals(followed)
         self._correct_pace(followed)
-        followed.twin.follow(
+        followed.twin.update(
             shown_from_view(
                 view,
                 known_tokens=followed.known_tokens,
@@ -226,7 +226,7 @@ class ExportedEngine:
             self._correction = Correction()
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
-        twin = Twin(
+        twin = EngineReplica(
             config,
             profile.step_time,
             self._residual,
@@ -244,7 +244,7 @@ class ExportedEngine:
         engine_s = (now_s - float(view.state["clock_origin_s"])) * view.clock_rate
         engine_view.now_s = max(engine_view.now_s, engine_s)
         engine_view.overdue_s = followed.twin.late_s(engine_view.now_s) / view.clock_rate
-        followed.twin.let_time_pass(engine_view.now_s)
+        followed.twin.wait_until(engine_view.now_s)
         self._mark_changed()
         if self._correction.ratios and now_s - self._corrected_s > self._forget_s:
             self._forget_pace(followed, engine_view)

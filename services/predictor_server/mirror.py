@@ -28,7 +28,7 @@ from predictor.mirror.mirror import EngineMirror, InconsistentModelError, Mirror
 from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
 from predictor.profile import Profile
 from predictor.request import RequestFacts
-from predictor.reserved_requests import LengthLimits
+from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 from services.engine_state import layout
@@ -55,7 +55,7 @@ class MirroredEngine:
 
     def __init__(self, settings: MirrorSettings, profile: Profile, residual: str, forget_s: float) -> None:
         """Start without any knowledge of the engine but the given settings."""
-        self.lengths = LengthLimits()
+        self.lengths = ReportedLengths()
         options = MirrorOptions(
             profile=profile,
             records=RECORDS,

@@ -171,7 +171,7 @@ class Sidecar:
         if request.request_id not in self.reservations:
             self.source.reserve(_with_short_hashes(request))
             tag = request.tag if not isinstance(request.tag, float | int) else None
-            self.source.lengths.expect(request.request_id, tokens=request.output_tokens, tag=tag)
+            self.source.lengths.add(request.request_id, tokens=request.output_tokens, tag=tag)
             self.health.on_reserved(time.monotonic())
         return self.reservations.reserve(reservation)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from predictor.fitting.engine_profile import profile_name
 from predictor.fitting.kernel_plan import Reach
-from predictor.fitting.kernel_profile import Timings, Told, fit_kernels
+from predictor.fitting.kernel_profile import Timings, UntimedCosts, fit_kernels
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.roofline import BLOCK_SIZE, MEMORY_UTILIZATION
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_dict
@@ -36,7 +36,7 @@ class KernelOptions:
     seed: int = 0
     name: str = ""
     gpu: str = ""
-    told: Told
+    told: UntimedCosts
 
     def __post_init__(self) -> None:
         """Reject a budget that is too short, and link parameters for a single device."""
@@ -129,7 +129,7 @@ def kernel_profile(options: KernelOptions, progress: Callable[[float], None]) ->
     )
 
 
-def notes_of(share: Share, told: Told) -> str:
+def notes_of(share: Share, told: UntimedCosts) -> str:
     """Describe the costs that are not timed: those that were given, or that they are missing."""
     notes = [f"{told.cpu_s * 1e3:g} ms of processor time a step, as given" if told.cpu_s else "No processor time"]
     if share.tensor_parallel > 1:

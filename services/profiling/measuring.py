@@ -11,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.fitting.batch_time_estimate import Rough
+from predictor.fitting.batch_time_estimate import BatchTimeEstimate
 from predictor.fitting.engine_profile import EngineMeasurement
 from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, structured
 from services.engine_state import layout
@@ -84,7 +84,7 @@ class _Measurement:
         self._sender = sender
         self._progress = progress
         self._limits = BatchLimits.of(observer.config)
-        self._estimate = Rough()
+        self._estimate = BatchTimeEstimate()
         self._records = _Records()
         self._start_s = time.monotonic()
         self._end_s = self._start_s + options.budget_s
@@ -155,7 +155,7 @@ class _Measurement:
         self._records.steps.append(steps)
         self._records.num_requests += len(sent)
         self._records.transits += self._transits(sent, observed)
-        self._estimate.learn(np.concatenate(self._records.steps))
+        self._estimate.fit(np.concatenate(self._records.steps))
 
     async def _outcomes_of(self, sent: Sequence[SentRequest]) -> ObservedBatch:
         """Return what was observed, once the outcomes of all answered requests are shown."""

@@ -25,19 +25,19 @@ from predictor.mirror.mirror import SURPLUS_SCRAPES, EngineMirror, InconsistentM
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.unknown_requests import NUM_SCRAPES
 from predictor.request import RequestFacts
-from predictor.reserved_requests import LengthLimits
+from predictor.reserved_requests import ReportedLengths
 from tests.predictor.mirror.tracked_engine import A30, RECORDS
 
 START_S = 100.0
 ENGINE = {"num_gpu_blocks": 257, "max_model_len": 1024, "enable_prefix_caching": False}
 
 
-def mirror_with(lengths: LengthLimits | None = None, **changes: Any) -> EngineMirror:
+def mirror_with(lengths: ReportedLengths | None = None, **changes: Any) -> EngineMirror:
     """Make a mirror whose engine's settings are all given, unless changed."""
     options = {"engine": ENGINE, "speed": 1.0, "forget_s": 30.0, "max_requests": 64, **changes}
     return EngineMirror(
         MirrorOptions(profile=A30, records=RECORDS, residual="conditional_median", **options),
-        lengths or LengthLimits(),
+        lengths or ReportedLengths(),
         START_S,
     )
 
@@ -189,8 +189,8 @@ def test_reserved_requests_are_part_of_the_view_until_they_arrive() -> None:
 
 def test_the_best_known_length_is_used() -> None:
     """The length that a scheduler reported replaces the one that the request carries."""
-    lengths = LengthLimits()
-    lengths.expect("reported", tokens=None, tag=Tag(median_tokens=15.0))
+    lengths = ReportedLengths()
+    lengths.add("reported", tokens=None, tag=Tag(median_tokens=15.0))
     mirror = mirror_with(lengths)
     for name in ("reported", "carried", "known"):
         tokens = 7 if name == "known" else None

@@ -17,7 +17,7 @@ from predictor.mirror.mirror import EngineMirror, MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.profile import profile_from_dict
 from predictor.request import RequestFacts
-from predictor.reserved_requests import LengthLimits
+from predictor.reserved_requests import ReportedLengths
 from tests.predictor.mirror.tracked_engine import RECORDS
 
 # Of vLLM 0.32's CPU build, one of two engines that shared two cores with other load, under ShareGPT-like load: the
@@ -49,7 +49,7 @@ def comparison() -> Comparison:
         profile=profile_from_dict(head["profile"]), records=RECORDS, engine=head["engine"],
         residual="conditional_median", speed=1.0, forget_s=30.0, max_requests=1024,
     )  # fmt: skip
-    mirror = EngineMirror(options, LengthLimits(), START_S)
+    mirror = EngineMirror(options, ReportedLengths(), START_S)
     result = Comparison()
     for at_ms, kind, *values in lines:
         at_s = START_S + at_ms / 1000

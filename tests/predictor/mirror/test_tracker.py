@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from predictor.config import EngineConfig
+from predictor.engine_replica import EngineReplica
 from predictor.mirror.tracker import Tracker
 from predictor.mirror.unknown_requests import NUM_SCRAPES, UnknownRequests
 from predictor.request import RequestFacts
-from predictor.twin import Twin
 from tests.predictor.mirror.tracked_engine import (
     A30,
     CONFIG,
@@ -253,7 +253,7 @@ def test_the_model_stays_consistent_whatever_is_observed(seed: int, is_async: bo
     )  # fmt: skip
     draw = random.Random(seed)
     tracker, now_s = Tracker(config, A30.step_time, 0.0), 0.0
-    twin = Twin(config, A30.step_time, num_slots=256, track_blocks=False)
+    twin = EngineReplica(config, A30.step_time, num_slots=256, track_blocks=False)
     unknown = UnknownRequests(tracker)
     for number in range(400):
         now_s += draw.choice([0.0, 0.001, 0.02, 0.3])
@@ -282,7 +282,7 @@ def test_the_model_stays_consistent_whatever_is_observed(seed: int, is_async: bo
         elif what < 0.95:
             tracker.set_waiting(tracker.silent_since_first_token(now_s, 0.1))
         tracker.advance(now_s)
-        twin.follow(tracker.engine.shown(RECORDS, unknown.lengths(), now_s, 256))
+        twin.update(tracker.engine.shown(RECORDS, unknown.lengths(), now_s, 256))
         tracker.engine.snapshot(unknown.lengths(), (), now_s)
     for name in list(tracker.requests):
         tracker.remove(name, now_s)

@@ -11,7 +11,7 @@ from predictor.editable_engine import ShownRecords
 from predictor.engine import Engine
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
-from predictor.state import FINISHED, NOBODY
+from predictor.state import FINISHED, NONE
 from services.engine_state.layout import LIVE, REQUEST
 
 A30 = load_profile("llama-2-7b-a30")
@@ -63,7 +63,7 @@ def moments_of(config: EngineConfig, requests: list[RequestFacts], pace: float) 
     while True:
         before = int(head.num_steps)
         head.steady = 0
-        engine.drive(state, float("inf"), before + 1, NOBODY)
+        engine.drive(state, float("inf"), before + 1, NONE)
         rows = {one.request_id: state.requests[engine.slots[one.request_id]] for one in requests}
         yield EngineMoment(
             at_s=float(head.now_s),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.fitting.kernel_plan import AttentionBatch, Reach
-from predictor.fitting.kernel_profile import Timings, Told, composed, fit_kernels, times_a_step
+from predictor.fitting.kernel_profile import Timings, UntimedCosts, composed, fit_kernels, times_a_step
 from predictor.fitting.model_shard import share_of
 from predictor.fitting.regression import predict
 from predictor.step_time import StepTime
@@ -86,9 +86,9 @@ def timed() -> TimedKernels:
 def test_the_composed_profile_predicts_a_real_stack_of_layers(timed: TimedKernels) -> None:
     """Given Python's time for a step of one token, all other steps are predicted within a factor of two."""
     stack, smallest = RealStack(SHARE, REACH.kv_tokens), AttentionBatch(num_decodes=1, context=16)
-    kernels, _, _ = fit_kernels(timed.timings, SHARE, Told())
+    kernels, _, _ = fit_kernels(timed.timings, SHARE, UntimedCosts())
     python_s = seconds_of(stack, smallest) - predicted_s(kernels, [smallest])[0]
-    step_time, _, _ = fit_kernels(timed.timings, SHARE, Told(cpu_s=max(0.0, python_s)))
+    step_time, _, _ = fit_kernels(timed.timings, SHARE, UntimedCosts(cpu_s=max(0.0, python_s)))
     ratios = predicted_s(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
     assert np.all((ratios > 0.5) & (ratios < 2.0)), ratios
     assert 0.67 < np.median(ratios) < 1.5
@@ -154,7 +154,7 @@ def test_kernels_beyond_the_budget_are_left_out(timed: TimedKernels) -> None:
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     with pytest.raises(ValueError, match="budget: .* too few"):
-        fit_kernels(first_only.timings, SHARE, Told())
+        fit_kernels(first_only.timings, SHARE, UntimedCosts())
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0.5, 5000.0), st.floats(0.1, 1.0))

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from predictor.fitting.kernel_profile import Told
+from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.fitting.model_shard import share_of
 from predictor.profile import profile_from_json
 from services.profiling.kernels_command import notes_of
@@ -130,7 +130,7 @@ def test_without_a_gpu(folder: Path) -> None:
 def test_costs_that_are_not_timed_are_described() -> None:
     """A profile's source names processor time and all-reduces that were given, or that they are missing."""
     one, two = share_of(CONFIG), share_of(CONFIG, tensor_parallel=2)
-    assert notes_of(one, Told()) == "No processor time."
-    assert "no all-reduces" in notes_of(two, Told())
-    notes = notes_of(two, Told(cpu_s=2e-3, all_reduce_s=1.2e-5, link_bytes_per_s=3e11))
+    assert notes_of(one, UntimedCosts()) == "No processor time."
+    assert "no all-reduces" in notes_of(two, UntimedCosts())
+    notes = notes_of(two, UntimedCosts(cpu_s=2e-3, all_reduce_s=1.2e-5, link_bytes_per_s=3e11))
     assert notes == "2 ms of processor time a step, as given; all-reduces of 12 us and 300 GB/s, as given."
