@@ -253,25 +253,29 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
             (refused,) = (await mirrored.rpc.predict(request("long", LONGEST))).predictions
             assert "max_model_len" in refused.refusal.reason
             mirror = mirrored.mirror.source
-            asking = [
-                asyncio.create_task(
-                    mirrored.complete(
-                        model=MODEL, prompt=f"{number:03}" * 30, max_tokens=120 + number, stream=number % 2 == 0
+            for turn in range(10):  # on a busy machine one round gives few samples
+                asking = [
+                    asyncio.create_task(
+                        mirrored.complete(
+                            model=MODEL, prompt=f"{number:03}" * 30, max_tokens=120 + number, stream=number % 2 == 0
+                        )
                     )
-                )
-                for number in range(4 * NUM_SEATS)
-            ]
-            while not all(task.done() for task in asking):
-                await asyncio.sleep(0.02)
-                if mirror.refresh() and exported.refresh().engine.state.engine[0].num_running == NUM_SEATS:
-                    ours, theirs = forecast_by(mirror, candidate), forecast_by(exported, candidate)
-                    ratios.append(ours.e2e_s / theirs.e2e_s)
-                    differences.append(abs(num_there(mirror.refresh()) - num_there(exported.refresh())))
-            answers = await asyncio.gather(*asking)
-            assert {answer.status_code for answer in answers} == {200}
+                    for number in range(4 * NUM_SEATS)
+                ]
+                while not all(task.done() for task in asking):
+                    await asyncio.sleep(0.02)
+                    if mirror.refresh() and exported.refresh().engine.state.engine[0].num_running == NUM_SEATS:
+                        ours, theirs = forecast_by(mirror, candidate), forecast_by(exported, candidate)
+                        ratios.append(ours.e2e_s / theirs.e2e_s)
+                        differences.append(abs(num_there(mirror.refresh()) - num_there(exported.refresh())))
+                answers = await asyncio.gather(*asking)
+                assert {answer.status_code for answer in answers} == {200}
+                if turn == 0:
+                    ratios.clear()  # it was still learning the engine's real speed
+                elif len(ratios) >= 20:
+                    break
             assert len(ratios) > 5
-            learnt = ratios[len(ratios) // 2 :]  # by then it has learned the engine's real speed
-            assert 0.4 < median(learnt) < 2.5, ratios
+            assert 0.4 < median(ratios) < 2.5, ratios
             assert median(differences) <= 1, differences
             await mirrored.until(lambda: num_there(mirror.refresh()) == 0)
         exported.close()
