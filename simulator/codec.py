@@ -104,7 +104,7 @@ def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
         seen.add(request.request_id)
         requests.append(request)
     if not requests:
-        raise ValueError(f"{path}: holds no requests")
+        raise ValueError(f"{path}: has no requests")
     return requests
 
 
