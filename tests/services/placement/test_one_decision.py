@@ -332,7 +332,7 @@ def simulate(script: Script) -> None:
         run.leaving.update(row for row in gone if row % 2 == 0)
         run.find_places()
         run.possible = np.array(
-            [[one.name not in arrival.excluded for one in script.instances] for arrival in script.arrivals]
+            [[one.name not in arrival.excluded - always for one in script.instances] for arrival in script.arrivals]
         )
         core = run.schedulers[0].core
         core.policy = policy_from(script.policy, script.seed)
