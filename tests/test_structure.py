@@ -1,4 +1,4 @@
-"""The structure of the code: one public class of a name, and decisions in one place."""
+"""The structure of the code: one public class of a name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,3 @@ def test_there_is_one_public_class_of_a_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
-
-
-def test_only_the_decision_core_ranks_and_queues() -> None:
-    """Drivers use no ranking, no admission queue and no fallback order of their own."""
-    core = {"scheduler.admission.queue", "scheduler.shortlist", "scheduler.hotspots"}
-    ranking = {"fallback_key", "FALLBACK_ORDER", "RecentRefusals", "AdmissionQueue", "retry_pause_s"}
-    for path, tree in trees("services", "simulator"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                assert node.module not in core, f"{path} imports {node.module}"
-                assert not ranking & {alias.name for alias in node.names}, f"{path}: {node.lineno}"

@@ -160,7 +160,13 @@ class Sidecar:
             "num_running": float(self.instance.num_running),
             "num_waiting": 0.0,
             "num_reserved": float(self.num_held),
+            "num_total_blocks": 100.0,
+            "num_free_blocks": 100.0 - 7.0 * self.instance.num_running - self.num_held,
+            "num_reserved_blocks": float(self.num_held),
+            "num_waiting_blocks": 0.0,
             "queued_prefill_tokens": float(PROMPT_TOKENS * self.num_held),
+            "context_tokens": 100.0 * self.instance.num_running,
+            "requests_per_minute": float(self.num_held + self.num_finished),
             "num_finished_total": float(self.num_finished),
         }
 

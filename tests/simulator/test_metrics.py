@@ -25,7 +25,7 @@ def one_at_a_time() -> InstanceSpec:
     return InstanceSpec(config=config(max_num_seqs=1), step_time=SECOND)
 
 
-def test_latencies_of_a_case_worked_by_one_at_a_time() -> None:
+def test_latencies_of_a_case_worked_out_by_hand() -> None:
     """Two requests, one at a time: a prompt takes a step, each further token another."""
     work = workload(
         RequestLengths(prompt_tokens=np.array([5, 5]), output_tokens=np.array([3, 1])), np.array([0.0, 0.5])

@@ -207,7 +207,7 @@ def test_profiles_are_listed_and_shown() -> None:
 
 
 SLOW = (
-    "numba", "scipy", "sklearn", "torch", "transformers", "kubernetes", "ray", "pyarrow", "pydantic", "grpc_reflection.v1alpha",
+    "numba", "scipy", "sklearn", "torch", "transformers", "kubernetes_asyncio", "ray", "pyarrow", "pydantic", "grpc_reflection.v1alpha",
 )  # fmt: skip
 STARTS = (  # a module of a command, and what it must start without
     ("services.cli", (*SLOW, "grpc", "numpy", "google.protobuf", "uvicorn")),
@@ -220,7 +220,7 @@ STARTS = (  # a module of a command, and what it must start without
     ("services.scheduler_server", SLOW[:-1]),
     ("services.provisioner_server.server", SLOW[:-1]),
     ("services.tagger_server.server", ("numba", *SLOW[2:-1])),
-    ("services.predictor_server.server", ("sklearn", "torch", "pydantic", "kubernetes")),
+    ("services.predictor_server.server", ("sklearn", "torch", "pydantic", "kubernetes_asyncio")),
 )
 
 
