@@ -120,7 +120,7 @@ class SchedulerCore:
     def wake(self, number: int) -> None:
         """Have a waiting decision ticked now."""
         decision = self.waiting[number]
-        if decision.wakes():
+        if decision.wake():
             self.ready.append(decision)
 
     @property
