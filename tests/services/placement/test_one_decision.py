@@ -386,7 +386,7 @@ def test_the_grpc_service_decides_as_the_reference_does(name: str) -> None:
         for stub in stubs:
             await stub.start()
         try:
-            settings = {"policy": script.policy, "most_conflicts": script.max_conflicts, "failures_to_open": 1000}
+            settings = {"policy": script.policy, "max_conflicts": script.max_conflicts, "failures_to_open": 1000}
             async with scheduler(stubs, **settings) as client:
                 for number, (request_id, kind, *details) in enumerate(expected):
                     arrival = script.arrivals[number]
