@@ -63,7 +63,7 @@ class InstanceStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing speaks against sending requests there."""
+        """Whether it accepts requests and none of its circuits is open."""
         return not (
             self.connection.is_open()
             or self.sidecar.is_open()

@@ -147,7 +147,7 @@ class PlacementDriver:
             ),
             policy,
         )
-        handles: dict[str, InstanceHandle] = {}  # of the instances it dealt with, one of which may be removed meanwhile
+        handles: dict[str, InstanceHandle] = {}  # of the instances that it reserved at; one may be removed meanwhile
         placement = await self._drive(decision, request, handles)
         placement.decision_s = time.monotonic() - start_s - placement.held_s
         self._metrics.decision_s.labels(chosen_policy.name).observe(placement.decision_s)
