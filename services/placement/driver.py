@@ -369,11 +369,11 @@ class PlacementDriver:
 
     def ended(self, outcome: common_pb2.Outcome) -> None:
         """Learn from the outcome of a request that was streamed here, and release it in the background."""
+        self._learn(outcome)
         handle = self.registry.find(outcome.instance_id)
-        if handle is None:
+        if handle is None:  # it was removed meanwhile
             self._metrics.releases.labels("unknown_instance").inc()
             return
-        self._learn(outcome)
         request = common_pb2.ReleaseRequest(
             request_id=outcome.request_id, instance_id=outcome.instance_id, outcome=outcome
         )
