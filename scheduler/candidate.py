@@ -17,9 +17,9 @@ from scheduler.indicators import Column
 
 
 class CandidateStatus(Enum):
-    """How far an instance came in a decision."""
+    """What a decision knows of an instance: how it was compared, or why it was not."""
 
-    UNASKED = "unasked"  # the policy reads no state
+    NOT_QUERIED = "not_queried"  # the policy reads no state
     FORECAST = "forecast"  # compared by its forecast
     INDICATORS = "indicators"  # compared by its last known indicators
     LAST_INDICATORS = "last_indicators"  # no instance had a forecast: compared by its last known indicators
@@ -33,7 +33,7 @@ class CandidateStatus(Enum):
     STOPPED = "stopped"  # its engine does not run
 
 
-COMPARED = frozenset({CandidateStatus.UNASKED, CandidateStatus.FORECAST, CandidateStatus.INDICATORS})
+COMPARED_STATUSES = frozenset({CandidateStatus.NOT_QUERIED, CandidateStatus.FORECAST, CandidateStatus.INDICATORS})
 
 # Instances that no policy compared, but whose engines may well work: a lower number is tried first.
 FALLBACK_ORDER = {
@@ -57,7 +57,7 @@ class Candidate:
     """
 
     instance_id: str
-    status: CandidateStatus = CandidateStatus.UNASKED
+    status: CandidateStatus = CandidateStatus.NOT_QUERIED
     forecast: Forecast | None = None
     version: int = 0
     epoch: int = 0
@@ -75,7 +75,7 @@ class Candidate:
     @property
     def is_compared(self) -> bool:
         """Whether the policy compares it with others."""
-        return self.status in COMPARED and not self.engine_failed
+        return self.status in COMPARED_STATUSES and not self.engine_failed
 
     @property
     def predicted(self) -> Forecast | None:
@@ -87,7 +87,7 @@ class Candidate:
     @property
     def may_be_fallback(self) -> bool:
         """Whether the request may go there when no compared instance is left."""
-        return self.status in FALLBACK_ORDER or self.status in COMPARED
+        return self.status in FALLBACK_ORDER or self.status in COMPARED_STATUSES
 
 
 def fallback_key(candidate: Candidate) -> tuple[bool, int, bool, float, str]:

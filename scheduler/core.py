@@ -81,7 +81,7 @@ class SchedulerCore:
     # Decisions.
 
     def decision(self, request: PlacementRequest, policy: str = "") -> Decision:
-        """Make the decision for one request; `start` begins it."""
+        """Return a new decision for one request, not yet started."""
         return Decision(self, request, self.policy_named(policy) if policy else self.policy)
 
     # The admission queue.
@@ -120,7 +120,7 @@ class SchedulerCore:
     def wake(self, number: int) -> None:
         """Have a waiting decision ticked now."""
         decision = self.waiting[number]
-        if decision.wakes():
+        if decision.wake():
             self.ready.append(decision)
 
     @property

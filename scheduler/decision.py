@@ -1,4 +1,4 @@
-"""One request's way to a placement: a state machine without I/O.
+"""The decision for one request: a state machine without I/O.
 
 A driver starts a decision and carries out the intention that it returns; it feeds back the result and gets the next
 intention, until the request is placed or shed:
@@ -53,7 +53,7 @@ MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators ar
 SENT_UNRESERVED = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
 
 BASIS_OF = {
-    CandidateStatus.UNASKED: DecisionBasis.BLIND,
+    CandidateStatus.NOT_QUERIED: DecisionBasis.BLIND,
     CandidateStatus.INDICATORS: DecisionBasis.INDICATORS,
     CandidateStatus.FORECAST: DecisionBasis.FORECAST,
 }
@@ -123,7 +123,7 @@ class Decision:
     """The decision for one request. `ranking` and `candidates` explain it, as things were when it was made."""
 
     # An attempt's state, as it is before the attempt: most decisions need little of it.
-    _looked: Candidates | None = None  # what the policy shortlisted
+    _shortlisted: Candidates | None = None  # by the policy
     _compared: Candidates | None = None  # of these, what it compares
     _scores: Column | None = None
     _order: list[int] | None = None  # positions among the compared, best first
@@ -136,7 +136,7 @@ class Decision:
     _reads: Mapping[str, Column] = EMPTY
     _answers: Mapping[str, Answer] = EMPTY
     _indicators: Mapping[str, tuple[Mapping[str, float], float, float, int]] = EMPTY  # age, time, `num_unseen`
-    _seen_s = 0.0  # when these were kept
+    _indicators_s = 0.0  # the time at which these were kept
 
     # The decision's state.
     num_conflicts = 0
@@ -159,7 +159,7 @@ class Decision:
 
     def _reset(self) -> None:
         """Forget an attempt."""
-        self._looked = self._compared = self._scores = self._order = self._admits = self._since = None
+        self._shortlisted = self._compared = self._scores = self._order = self._admits = self._since = None
         self._forecasts = self._asked = None
         self._others, self._chosen = NO_CANDIDATES, NONE
         self._reads, self._answers, self._indicators = EMPTY, EMPTY, EMPTY
@@ -167,7 +167,7 @@ class Decision:
     # Events.
 
     def start(self, now_s: float) -> Intention:
-        """Begin: compare instances, ask them, or join the admission queue behind others."""
+        """Start: compare instances, ask them, or join the admission queue behind others."""
         if self.policy.holds and not self.request.dry_run:
             self._may_wait = True
             if self.core.queue(self.request.model):
@@ -177,25 +177,25 @@ class Decision:
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take what the asked instances answered, by instance id; one that is missing is late."""
         if self._asked is None:
-            return self._forecast_of_chosen(answers, now_s)
-        looked, others = self._asked.candidates, self._asked.others
+            return self._reserve_with_forecast(answers)
+        shortlisted, others = self._asked.candidates, self._asked.others
         self._asked = None
         self._answers = answers
         try:
-            compared = list(map(answers.__getitem__, looked.instance_ids))
+            compared = list(map(answers.__getitem__, shortlisted.instance_ids))
         except KeyError:
-            compared = [answers.get(name, NO_ANSWER) for name in looked.instance_ids]
+            compared = [answers.get(name, NO_ANSWER) for name in shortlisted.instance_ids]
         for name in others:
             self._answer_of_other(self._others[name], answers.get(name, NO_ANSWER))
         if list(map(STATUS_OF, compared)).count(CandidateStatus.FORECAST) == len(compared):
-            self._forecasts, self._compared = compared, looked
+            self._forecasts, self._compared = compared, shortlisted
         else:
             for position, answer in enumerate(compared):
                 if answer.status is not CandidateStatus.FORECAST:
-                    self._set_aside(looked.instance_id(position), answer, now_s)
+                    self._set_aside(shortlisted.instance_id(position), answer, now_s)
             kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
             self._forecasts = [compared[position] for position in kept]
-            self._compared = looked.only(np.array(kept, np.intp))
+            self._compared = shortlisted.only(np.array(kept, np.intp))
         if self.core.rules.explains:
             self._keep_indicators(self._compared.instance_ids, now_s)
         self._rank_forecasts()
@@ -258,7 +258,7 @@ class Decision:
         if self._queue is not None:
             self._leave_queue(now_s)
 
-    def wakes(self) -> bool:
+    def wake(self) -> bool:
         """Make a waiting decision due now; False where it is not waiting, or due already."""
         if self._queue is None or self._wait_until_s == -math.inf or not self.is_waiting:
             return False
@@ -297,7 +297,7 @@ class Decision:
     # From candidates to a choice.
 
     def _attempt(self, now_s: float) -> Intention:
-        """Look at the instances as they are now."""
+        """Compare the instances as they are now, or ask them first."""
         core, request, policy = self.core, self.request, self.policy
         instances = core.instances
         rows = request.rows
@@ -322,25 +322,25 @@ class Decision:
             num_known = len(known)
             if not num_known:
                 return self._wait(now_s)
-        self._looked = looked = policy.shortlist(known) if num_known else known
+        self._shortlisted = shortlisted = policy.shortlist(known) if num_known else known
         if policy.needs_forecast:
-            return self._ask(looked, now_s)
-        self._compared = looked
+            return self._ask(shortlisted, now_s)
+        self._compared = shortlisted
         if num_known:
             self._score()
             if core.rules.explains:
-                self._keep_what_was_read(looked)
+                self._copy_read_indicators(shortlisted)
         return self._decide(now_s)
 
-    def _ask(self, looked: Candidates, now_s: float) -> Intention:
+    def _ask(self, shortlisted: Candidates, now_s: float) -> Intention:
         """Ask for forecasts: also engines that failed, which are compared with none."""
         others: Sequence[str] = ()
         if self._others:
-            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.UNASKED]
-        if len(looked) or others:
-            self._asked = Ask(looked, others, self.policy.needs_delays)
+            others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.NOT_QUERIED]
+        if len(shortlisted) or others:
+            self._asked = Ask(shortlisted, others, self.policy.needs_delays)
             return self._asked
-        self._compared = looked
+        self._compared = shortlisted
         return self._decide(now_s)
 
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
@@ -357,14 +357,14 @@ class Decision:
             self._admits = policy.admits(compared)
 
     def _rank_forecasts(self) -> None:
-        """Score by forecasts, corrected for the reservations that were made since; anew after every conflict."""
+        """Score by forecasts, corrected for the reservations that were made since; again after every conflict."""
         compared, answers, policy = self._compared, self._forecasts, self.policy
         assert compared is not None
         assert answers is not None
         if not answers:
             return
         self._since = self.core.instances.reserved_since(compared, answers)
-        if self._scores is not None or policy.needs_prefix:  # what is derived from forecasts is derived anew
+        if self._scores is not None or policy.needs_prefix:  # what was derived from earlier forecasts is outdated
             compared = self._compared = replace(
                 compared, columns={name: column for name, column in compared.columns.items() if name in INDEX_OF}
             )
@@ -436,13 +436,12 @@ class Decision:
             return self._placed(None)
         return self._reserve(candidate.instance_id, self.core.instances.table.row_of.get(candidate.instance_id, NONE))
 
-    def _forecast_of_chosen(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
-        """Take the forecast of an instance that was chosen without one."""
+    def _reserve_with_forecast(self, answers: Mapping[str, Answer]) -> Reserve:
+        """Reserve at an instance that was chosen without a forecast, and asked for one since."""
         assert isinstance(self._chosen, int)
         assert self._compared is not None
         instance_id, row = self._compared.instance_id(self._chosen), self._compared.row(self._chosen)
-        self._answers = {instance_id: answers.get(instance_id, Answer(CandidateStatus.LATE, note="no answer"))}
-        del now_s
+        self._answers = {instance_id: answers.get(instance_id, NO_ANSWER)}
         return self._reserve(instance_id, row)
 
     # The best of the compared.
@@ -482,7 +481,7 @@ class Decision:
         return ordered
 
     def _never_finishes(self, position: int) -> bool:
-        """Whether, by its forecast, the request would never be done there."""
+        """Whether, by its forecast, the request would never finish there."""
         if not self.policy.needs_forecast:
             return False
         assert self._compared is not None
@@ -493,7 +492,9 @@ class Decision:
         compared, admits = self._compared, self._admits
         assert compared is not None
         assert admits is not None
-        if self._may_wait and compared.known is self.core.instances.table.known:  # else these rows are of another list
+        if (
+            self._may_wait and compared.known is self.core.instances.table.known
+        ):  # otherwise the rows are of another list
             rows = _rows(compared)
             self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
 
@@ -542,8 +543,8 @@ class Decision:
         """Return the instances that no policy compared but that may work, the most likely one first."""
         by_id = self.core.instances.by_id
         candidates = dict(self._others)
-        if self._looked is not None and with_left_out:
-            for name, note in self._looked.left_out():
+        if self._shortlisted is not None and with_left_out:
+            for name, note in self._shortlisted.left_out():
                 if name in by_id and name not in candidates:
                     candidates[name] = by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note, now_s)
         return sorted((one for one in candidates.values() if one.may_be_fallback), key=fallback_key)
@@ -557,7 +558,7 @@ class Decision:
         return fallbacks[0]
 
     def _refusal(self) -> Exception:
-        """Say why the request can be sent nowhere: because of the request itself, or of the instances."""
+        """Return why no instance can take the request: because of the request itself, or of the instances."""
         candidates = self.candidates()
         refused = [one for one in candidates if one.status is CandidateStatus.REFUSED]
         final = (CandidateStatus.REFUSED, CandidateStatus.EXCLUDED)
@@ -686,11 +687,13 @@ class Decision:
         named = {one.instance_id for one in compared}
         others = [one for one in self._others.values() if one.instance_id not in named]
         named.update(one.instance_id for one in others)
-        looked = self._looked
-        left_out = [] if looked is None else list(looked.left_out())
+        shortlisted = self._shortlisted
+        left_out = [] if shortlisted is None else list(shortlisted.left_out())
         by_id = self.core.instances.by_id
         rest = [
-            by_id[name].candidate(CandidateStatus.NOT_SHORTLISTED, note, 0.0 if looked is None else looked.now_s)
+            by_id[name].candidate(
+                CandidateStatus.NOT_SHORTLISTED, note, 0.0 if shortlisted is None else shortlisted.now_s
+            )
             if name in by_id
             else Candidate(instance_id=name, status=CandidateStatus.NOT_SHORTLISTED, note=note)
             for name, note in left_out
@@ -709,7 +712,7 @@ class Decision:
     def _status_of_compared(self) -> CandidateStatus:
         if self.policy.needs_forecast:
             return CandidateStatus.FORECAST
-        return CandidateStatus.UNASKED if self.policy.is_blind else CandidateStatus.INDICATORS
+        return CandidateStatus.NOT_QUERIED if self.policy.is_blind else CandidateStatus.INDICATORS
 
     def _candidate_at(self, position: int) -> Candidate:
         compared = self._compared
@@ -718,7 +721,7 @@ class Decision:
         candidate = Candidate(instance_id=name, status=self._status_of_compared())
         if name in self._indicators:
             candidate.indicators, age_s, reported_s, candidate.num_unseen = self._indicators[name]
-            candidate.age_s = age_of(candidate.indicators, age_s, reported_s, self._seen_s)
+            candidate.age_s = age_of(candidate.indicators, age_s, reported_s, self._indicators_s)
         if self._scores is not None:
             candidate.score = float(self._scores[position])
         if self._admits is not None:
@@ -737,26 +740,26 @@ class Decision:
     def _keep_indicators(self, names: Sequence[str], now_s: float) -> None:
         """Keep the last known indicators of some instances; each report replaces them by another object."""
         by_id = self.core.instances.by_id
-        self._seen_s = now_s
+        self._indicators_s = now_s
         self._indicators = {
             name: (one.indicators, one.age_s, one.reported_s, one.num_unseen)
             for name in names
             if (one := by_id.get(name)) is not None
         }
 
-    def _keep_what_was_read(self, looked: Candidates) -> None:
+    def _copy_read_indicators(self, shortlisted: Candidates) -> None:
         """Copy the indicators that the policy read: the table is updated in place."""
-        reads = {name: _own(looked[name]) for name in self.policy.needs}
-        looked.add(reads)  # a tie-break may be read again
+        reads = {name: _own(shortlisted[name]) for name in self.policy.needs}
+        shortlisted.add(reads)  # a tie-break may be read again
         if self._scores is not None:
             self._scores = _own(self._scores)
-        age_s = looked["age_s"]
+        age_s = shortlisted["age_s"]
         self._reads = {**reads, "age_s": np.where(age_s < math.inf, age_s, 0.0)} if reads else {}
-        names = looked.instance_ids
+        names = shortlisted.instance_ids
         if self._scores is not None and len(names) > MAX_EXPLAINED:
-            best = self.policy.order(looked, self._scores)[:MAX_EXPLAINED].tolist()
+            best = self.policy.order(shortlisted, self._scores)[:MAX_EXPLAINED].tolist()
             names = tuple(names[position] for position in best)
-        self._keep_indicators(names, looked.now_s)
+        self._keep_indicators(names, shortlisted.now_s)
 
 
 def _rows(candidates: Candidates) -> Rows:

@@ -10,7 +10,7 @@ MAX_NAMED = 4  # instances that could not be compared
 
 
 def why(placement: Placement, num_candidates: int) -> str:
-    """Return one line that says what a placement rests on."""
+    """Return one line that explains a placement."""
     decision, forecast = placement.decision, placement.forecast
     skipped = decision.skipped()
     num = num_candidates - len(skipped)

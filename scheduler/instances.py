@@ -63,7 +63,7 @@ class InstanceStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing speaks against sending requests there."""
+        """Whether it accepts requests and none of its circuits is open."""
         return not (
             self.connection.is_open()
             or self.sidecar.is_open()
@@ -101,7 +101,7 @@ class InstanceStatus:
         elif self.connection.is_open() or self.sidecar.is_open():
             candidate = self.candidate(CandidateStatus.DOWN, "its sidecar failed recently, circuit open", now_s)
         else:
-            candidate = self.candidate(CandidateStatus.UNASKED, "", now_s)
+            candidate = self.candidate(CandidateStatus.NOT_QUERIED, "", now_s)
         if not self.engine.may_try(now_s):
             candidate.engine_failed = True
             candidate.note = candidate.note or "its engine failed recently, circuit open"

@@ -1,4 +1,4 @@
-"""What a scheduler is asked, and what it decides: a request to place, and the legs on which it runs."""
+"""The input and the output of a decision: a request to place, and the legs on which it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DecisionBasis(Enum):
-    """What a decision rests on."""
+    """The information that a decision is based on."""
 
     FORECAST = "forecast"
     INDICATORS = "indicators"
@@ -60,7 +60,7 @@ class Leg(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
-    """Where a request goes, and what that rests on."""
+    """Where a request goes, and the basis of that decision."""
 
     legs: tuple[Leg, ...]
     policy: str

@@ -1,4 +1,4 @@
-"""Decides the number of instances: rules, one per file, and a planner that applies limits to their targets.
+"""Decides the number of instances: rules, and a planner that applies limits to their targets.
 
 Nothing here reads a clock or starts an instance: time is an argument, and the results are decisions.
 """
@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from scheduler.provisioning.headroom import headroom
 from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
-from scheduler.provisioning.preempt import preempt
-from scheduler.provisioning.relief import relief
 from scheduler.provisioning.schedule import parse_schedule, schedule
+from scheduler.provisioning.threshold import preempt, relief
 
 RULES: Mapping[str, Callable[[ScalingObjectives], Rule]] = {
     "headroom": headroom,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
+from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.settings import Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
@@ -75,19 +76,10 @@ class GatewaySettings:
     bytes_per_token: Annotated[
         float, "Bytes per prompt token, used until the engines' own counts give a better estimate."
     ] = 4.0
-    tokenizer: Annotated[
-        str,
-        Option(
-            "The model's tokenizer.json: counts prompt tokens and finds prompts in the engines' prefix caches.",
-            metavar="FILE",
-        ),
-    ] = ""
-    chat_template: Annotated[
-        str,
-        Option("Chat template that the engines use.", metavar="FILE", unset="the one beside the tokenizer"),
-    ] = ""
-    block_tokens: Annotated[int, "Tokens per KV block of the engines."] = 16
-    hash_seed: Annotated[str, "PYTHONHASHSEED of the engines, if they have one."] = SEED
+    tokenizer: TokenizerFile = ""
+    chat_template: ChatTemplateFile = ""
+    block_tokens: BlockTokens = 16
+    hash_seed: HashSeed = SEED
     releases_kept: int = 4096  # releases that wait to be sent to a scheduler
 
     def __post_init__(self) -> None:

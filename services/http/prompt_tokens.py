@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.http.chat_template import template_beside
 from services.http.openai_body import MAX_TOKEN_IDS, MESSAGE_TOKENS, OpenAIRequest
+from services.settings import Option
 
 PRIOR_BYTES = 4096.0  # of observed prompts, which the ratio from the settings weighs as much as
 DECAY = 0.99  # per prompt
 MAX_MODELS = 1024
 MAX_BYTES = 32 * 1024  # of a text that are tokenised
 LONG_BYTES = 2 * 1024  # a longer text is tokenised in a thread
+
+# The settings of every component that reads prompts.
+TokenizerFile = Annotated[
+    str,
+    Option(
+        "The model's tokenizer.json: counts prompt tokens and finds prompts in the engines' prefix caches.",
+        metavar="FILE",
+    ),
+]
+ChatTemplateFile = Annotated[
+    str, Option("Chat template that the engines use.", metavar="FILE", unset="the one beside the tokenizer")
+]
+BlockTokens = Annotated[int, "Tokens per KV block of the engines."]
+HashSeed = Annotated[str, "PYTHONHASHSEED of the engines, if they have one."]
 
 
 class PromptSizes:

@@ -1,4 +1,4 @@
-"""The last decisions, kept for those who ask for an explanation."""
+"""The last decisions, kept to explain them on request."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from services.rpc.messages import forecast_message, indicators_message
 MAX_NEXT_BEST = 3
 
 FATES = {
-    CandidateStatus.UNASKED: common_pb2.CANDIDATE_FATE_UNSPECIFIED,
+    CandidateStatus.NOT_QUERIED: common_pb2.CANDIDATE_FATE_UNSPECIFIED,
     CandidateStatus.FORECAST: common_pb2.CANDIDATE_FATE_FORECAST,
     CandidateStatus.INDICATORS: common_pb2.CANDIDATE_FATE_INDICATORS,
     CandidateStatus.NOT_SHORTLISTED: common_pb2.CANDIDATE_FATE_NOT_SHORTLISTED,

@@ -147,7 +147,7 @@ class PlacementDriver:
             ),
             policy,
         )
-        handles: dict[str, InstanceHandle] = {}  # of the instances it dealt with, one of which may be removed meanwhile
+        handles: dict[str, InstanceHandle] = {}  # of the instances that it reserved at; one may be removed meanwhile
         placement = await self._drive(decision, request, handles)
         placement.decision_s = time.monotonic() - start_s - placement.held_s
         self._metrics.decision_s.labels(chosen_policy.name).observe(placement.decision_s)
@@ -369,11 +369,11 @@ class PlacementDriver:
 
     def ended(self, outcome: common_pb2.Outcome) -> None:
         """Learn from the outcome of a request that was streamed here, and release it in the background."""
+        self._learn(outcome)
         handle = self.registry.find(outcome.instance_id)
-        if handle is None:
+        if handle is None:  # it was removed meanwhile
             self._metrics.releases.labels("unknown_instance").inc()
             return
-        self._learn(outcome)
         request = common_pb2.ReleaseRequest(
             request_id=outcome.request_id, instance_id=outcome.instance_id, outcome=outcome
         )

@@ -19,8 +19,8 @@ MAX_PENDING = 1 << 14
 class ForecastCalibration(PlacementListener):
     """Keeps every forecast, as it was made, until its request ends; a restart only makes it learn again."""
 
-    def __init__(self, metrics: SchedulerMetrics, pace_of: Callable[[str], float]) -> None:
-        """Start without corrections; `pace_of` gives an instance's ratio of real to predicted step time."""
+    def __init__(self, metrics: SchedulerMetrics, pace_of: Callable[[str], float | None]) -> None:
+        """Start without corrections; `pace_of` gives an instance's ratio of real to predicted step time, if known."""
         self._metrics = metrics
         self._pace_of = pace_of
         self._calibration = Calibration()
@@ -33,7 +33,7 @@ class ForecastCalibration(PlacementListener):
             return
         if len(self._pending) >= MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        self._pending[request.request_id] = forecast, self._pace_of(placement.instance_id)
+        self._pending[request.request_id] = forecast, self._pace_of(placement.instance_id) or 1.0
         message.forecast.CopyFrom(forecast_message(self._calibration.corrected(forecast)))
 
     def on_outcome(self, outcome: common_pb2.Outcome) -> None:
@@ -44,7 +44,8 @@ class ForecastCalibration(PlacementListener):
         forecast, pace_before = pending
         ttft_s = outcome.ttft_s if outcome.HasField("ttft_s") else None
         e2e_s = outcome.e2e_s if outcome.HasField("e2e_s") else None
-        self._calibration.observe(forecast, ttft_s, e2e_s, self._pace_of(outcome.instance_id) / pace_before)
+        pace = self._pace_of(outcome.instance_id) or pace_before
+        self._calibration.observe(forecast, ttft_s, e2e_s, pace / pace_before)
         if e2e_s and math.isfinite(forecast.e2e_s):
             error = abs(forecast.e2e_s - e2e_s) / e2e_s
             self._metrics.forecast_error.labels(outcome.instance_id).observe(error)

@@ -1,4 +1,4 @@
-"""How far a generated answer has come, and its outcome."""
+"""Progress and outcome of one generated answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GenerationTracker:
 
     decision: common_pb2.Decision
     request: common_pb2.Request
-    born_s: float  # when the request entered the system, by the monotonic clock
+    entered_s: float  # when the request entered the system, by the monotonic clock
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_CANCELLED
     num_chunks: int = 0
     num_tokens: int = 0
@@ -66,7 +66,7 @@ class GenerationTracker:
 
     def outcome(self) -> common_pb2.Outcome:
         """Return the outcome so far."""
-        request, born_s = self.request, self.born_s
+        request, entered_s = self.request, self.entered_s
         outcome = common_pb2.Outcome(
             request_id=request.request_id,
             instance_id=self.decision.instance.instance_id,
@@ -83,6 +83,6 @@ class GenerationTracker:
             finished_unix_s=time.time(),
         )
         if self.first_s is not None and self.last_s is not None:
-            outcome.ttft_s, outcome.e2e_s = self.first_s - born_s, self.last_s - born_s
+            outcome.ttft_s, outcome.e2e_s = self.first_s - entered_s, self.last_s - entered_s
             outcome.tpot_s = (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
         return outcome

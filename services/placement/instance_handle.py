@@ -33,7 +33,7 @@ class ReserveError(Exception):
     """The call to reserve failed, so that it is unknown whether there is a reservation."""
 
     def __init__(self, status: CandidateStatus, note: str) -> None:
-        """Keep what the failure says about the instance."""
+        """Keep the status and the note for the candidate."""
         super().__init__(note)
         self.status = status
         self.note = note

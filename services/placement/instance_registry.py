@@ -1,4 +1,4 @@
-"""The instances that there are now, with a handle each and a connection per sidecar address."""
+"""The current instances, with a handle each and a connection per sidecar address."""
 
 from __future__ import annotations
 

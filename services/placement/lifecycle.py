@@ -41,9 +41,9 @@ async def placement_driver(
             if not isinstance(source, FromName):
                 raise
 
-        def pace_of(instance_id: str) -> float:
+        def pace_of(instance_id: str) -> float | None:
             status = instances.directory.by_id.get(instance_id)
-            return 1.0 if status is None else status.pace
+            return None if status is None else status.pace
 
         listeners: list[PlacementListener] = [ForecastCalibration(metrics, pace_of), lengths, reports]
         if recorder is not None:

@@ -1,4 +1,4 @@
-"""What listens to decisions and outcomes: one protocol for recorders, reports, calibration and whatever comes later."""
+"""The interface of components that follow placements and outcomes: recorder, reports, calibration, decision log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlacementListener:
         """Take a placement and its wire form, which a listener may complete before the caller gets it."""
 
     def on_outcome(self, outcome: common_pb2.Outcome) -> None:
-        """Take what came of a request."""
+        """Take the outcome of a request."""
 
     def on_release(self, request_id: str, instance_id: str) -> None:
         """Take the end of a request whose outcome is unknown."""

@@ -60,7 +60,7 @@ class SchedulerMetrics:
             "block_tagger_failures", "Calls of the tagger that failed.", ("kind",), registry=registry
         )
         self.outcomes = Counter(
-            "block_scheduler_outcomes", "Outcomes for the tagger, by what became of them.", ("told",), registry=registry
+            "block_scheduler_outcomes", "Outcomes for the tagger, by result.", ("told",), registry=registry
         )
         self.recorded = Counter(
             "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry

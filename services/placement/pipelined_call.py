@@ -47,7 +47,7 @@ class PipelinedCall:
         self._open: Any = channel.stream_stream(f"/{PREDICTOR}/{method}Stream")
         self._call: Any = channel.unary_unary(f"/{PREDICTOR}/{method}")
         self._deadline_s = deadline_s
-        self._can_stream = True  # until the server says that it cannot
+        self._can_stream = True  # until the server reports that it cannot
         self._has_ended = False
         self._stream: Any = None
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -20,7 +20,7 @@ STATE_NAMES = {
     common_pb2.INSTANCE_STATE_DOWN: "down",
 }
 
-# What an error status says about its sender; any other one is a failure of the connection.
+# The status of a candidate whose sidecar returned an error status; any other one is a failure of the connection.
 CODES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: CandidateStatus.LATE,
     grpc.StatusCode.FAILED_PRECONDITION: CandidateStatus.INVALID,  # another instance answers there
@@ -114,7 +114,7 @@ def require_consistent(
 
 
 def status_of(error: BaseException) -> CandidateStatus:
-    """Return what an error says about its sender."""
+    """Return the status of a candidate whose sidecar failed with an error."""
     if isinstance(error, grpc.aio.AioRpcError):
         return CODES.get(error.code(), CandidateStatus.DOWN)
     if isinstance(error, TimeoutError):

@@ -22,7 +22,7 @@ from services.instances import Instance
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_tracker import GenerationTracker
-from services.placement.upstream_engine import EngineError, EngineRequest, answer, question_from
+from services.placement.upstream_engine import EngineError, EngineRequest, engine_request_from, stream_answer
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
 
@@ -43,7 +43,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._settings = settings
         self._client = client
         self._attempts = Counter(
-            "block_generate_attempts", "Engines tried for streams, by how it ended.", ("result",), registry=registry
+            "block_generate_attempts", "Engines tried for streams, by result.", ("result",), registry=registry
         )
         self._prompts = PromptTokens(
             PromptSizes(BYTES_PER_TOKEN),
@@ -73,8 +73,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
         """Decide, send the request, and stream its answer; until the first token another engine may be tried."""
         arrived_s = time.monotonic()
-        question = question_from(request)
-        ask = question.read()
+        engine_request = engine_request_from(request)
+        ask = engine_request.read()
         facts = request.request
         waited_s = facts.waited_s
         await self._measure(facts, ask)
@@ -83,7 +83,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             facts.waited_s = waited_s
             placement, decision = await self._driver.place(
                 facts,
-                prompt=question.prompt,
+                prompt=engine_request.prompt,
                 policy=request.policy,
                 excluded=excluded,
                 explain=request.explain,
@@ -91,18 +91,18 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             )
             instance_id = placement.instance_id
             handle = self._driver.registry.find(instance_id)
-            progress = GenerationTracker(decision=decision, request=facts, born_s=arrived_s - waited_s)
+            tracker = GenerationTracker(decision=decision, request=facts, entered_s=arrived_s - waited_s)
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
                 if handle is None:
                     raise EngineError("instance was removed from the list")
-                async with aclosing(self._streamed(handle.instance, question, progress)) as chunks:
+                async with aclosing(self._streamed(handle.instance, engine_request, tracker)) as chunks:
                     async for chunk in chunks:
                         yield scheduler_pb2.GenerateResponse(chunk=chunk)
             except (ConnectionError, TimeoutError) as error:
-                progress.failed()
-                self._attempts.labels("broken" if progress.num_chunks else "failed").inc()
-                if progress.num_chunks or attempt == self._settings.attempts or not placement.next_best:
+                tracker.failed()
+                self._attempts.labels("broken" if tracker.num_chunks else "failed").inc()
+                if tracker.num_chunks or attempt == self._settings.attempts or not placement.next_best:
                     raise EngineError(f"{instance_id}: {error}") from None
                 log_event(
                     log, logging.INFO, "engine failed, trying another", request_id=facts.request_id,
@@ -111,11 +111,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 excluded = excluded | {instance_id}
             else:
                 self._attempts.labels("ended").inc()
-                self._prompts.sizes.learn(ask, progress.prompt_tokens)
-                yield scheduler_pb2.GenerateResponse(outcome=progress.outcome())
+                self._prompts.sizes.learn(ask, tracker.prompt_tokens)
+                yield scheduler_pb2.GenerateResponse(outcome=tracker.outcome())
                 return
             finally:
-                self._driver.ended(progress.outcome())
+                self._driver.ended(tracker.outcome())
 
     async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
         """Find out the length of a prompt and the names of its blocks, as far as the client did not give them."""
@@ -128,13 +128,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             request.prefix_block_tokens = self._settings.block_tokens
 
     async def _streamed(
-        self, instance: Instance, question: EngineRequest, progress: GenerationTracker
+        self, instance: Instance, engine_request: EngineRequest, tracker: GenerationTracker
     ) -> AsyncGenerator[scheduler_pb2.Chunk]:
         waits = (self._settings.first_token_s, self._settings.idle_s)
-        pieces = answer(self._client, instance, question, waits)
+        pieces = stream_answer(self._client, instance, engine_request, waits)
         async with aclosing(pieces) as open_pieces:
             async for piece in open_pieces:
-                progress.received(piece)
+                tracker.received(piece)
                 if piece.is_answer():
                     yield scheduler_pb2.Chunk(
                         text=piece.text,
@@ -142,7 +142,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                         num_tokens=len(piece.token_ids),
                         finish_reason=piece.finish_reason,
                     )
-        progress.require_end()
+        tracker.require_end()
 
     async def Release(
         self,

@@ -12,12 +12,13 @@ from scheduler.core import DecisionRules
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
+from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
 MAX_RECORD_MIB = 2.0**20
-MINIMA = {"most_conflicts": 0, "most_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
+MINIMA = {"max_conflicts": 0, "max_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
 POLICY_HELP = (
     "Policy that ranks instances, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', or a formula: "
     f"'expr: p_tokens * batch_size'. Known policies: {', '.join(POLICIES)}; `block policies` describes them."
@@ -44,20 +45,18 @@ class SchedulerSettings:
     reservation_s: Annotated[
         float, "Lifetime of a reservation whose request the engine has not shown yet, in seconds."
     ] = 10.0
-    most_conflicts: Annotated[
+    max_conflicts: Annotated[
         int,
         Option(
             "Maximum number of times that a request is decided again because another scheduler was faster; then it "
             "reserves regardless.",
-            name="max_conflicts",
             deprecated=("most_conflicts",),
         ),
     ] = 10
-    most_held: Annotated[
+    max_held: Annotated[
         int,
         Option(
             "Maximum number of requests of a model in the admission queue.",
-            name="max_held",
             deprecated=("most_held",),
         ),
     ] = 1000
@@ -89,19 +88,10 @@ class SchedulerSettings:
     )
     record_candidates: Annotated[bool, "Record all candidates of each decision."] = False
 
-    tokenizer: Annotated[
-        str,
-        Option(
-            "The model's tokenizer.json: counts prompt tokens and finds prompts in the engines' prefix caches.",
-            metavar="FILE",
-        ),
-    ] = ""
-    chat_template: Annotated[
-        str,
-        Option("Chat template that the engines use.", metavar="FILE", unset="the one beside the tokenizer"),
-    ] = ""
-    block_tokens: Annotated[int, "Tokens per KV block of the engines."] = 16
-    hash_seed: Annotated[str, "PYTHONHASHSEED of the engines, if they have one."] = SEED
+    tokenizer: TokenizerFile = ""
+    chat_template: ChatTemplateFile = ""
+    block_tokens: BlockTokens = 16
+    hash_seed: HashSeed = SEED
     attempts: Annotated[int, "Maximum number of engines that Generate tries for one request."] = 3
     first_token_s: Annotated[float, "Maximum time that Generate waits for the first token, in seconds."] = 120.0
     idle_s: Annotated[float, "Maximum pause between two tokens of a stream, in seconds."] = 60.0
@@ -151,5 +141,5 @@ class SchedulerSettings:
     def rules(self) -> DecisionRules:
         """Make the rules by which decisions deal with conflicts and waiting requests."""
         return DecisionRules(
-            max_conflicts=self.most_conflicts, max_held=self.most_held, forecast_always=self.forecast_always
+            max_conflicts=self.max_conflicts, max_held=self.max_held, forecast_always=self.forecast_always
         )

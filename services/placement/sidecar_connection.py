@@ -73,10 +73,10 @@ class SidecarConnection:
         """Send a serialised PredictRequest that names no instance; concatenated messages are merged by protobuf."""
         if names != self._asked[0]:
             if len(names) == 1:
-                whom = predictor_pb2.PredictRequest(instance_id=names[0])
+                target = predictor_pb2.PredictRequest(instance_id=names[0])
             else:
-                whom = predictor_pb2.PredictRequest(instance_ids=names)
-            self._asked = (names, whom.SerializeToString())
+                target = predictor_pb2.PredictRequest(instance_ids=names)
+            self._asked = (names, target.SerializeToString())
         return ForecastCall(names, self._predict.send(request + self._asked[1]), self._deadline_s)
 
     def note(self, call: ForecastCall) -> None:

@@ -46,7 +46,7 @@ class StreamChunk:
     usage: Mapping[str, Any] | None = None
 
     def is_answer(self) -> bool:
-        """Tell whether it contains a part of the answer, or its end."""
+        """Return whether it contains a part of the answer, or its end."""
         return bool(self.text or self.token_ids or self.finish_reason)
 
 
@@ -70,7 +70,7 @@ class EngineRequest:
         return json.dumps(body).encode()
 
 
-def question_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest:
+def engine_request_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest:
     """Read a request; errors name the field as it is on the wire."""
     request = message.request
     parameters = _plain(MessageToDict(message.parameters)) if message.HasField("parameters") else {}
@@ -132,8 +132,8 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-async def answer(
-    client: HttpClient, instance: Instance, question: EngineRequest, waits_s: tuple[float, float]
+async def stream_answer(
+    client: HttpClient, instance: Instance, request: EngineRequest, waits_s: tuple[float, float]
 ) -> AsyncGenerator[StreamChunk]:
     """Send a request to an engine and yield its answer; closing the generator closes the connection.
 
@@ -142,17 +142,17 @@ async def answer(
     """
     first_s, idle_s = waits_s
     origin = origin_of(instance.engine_url)
-    body = question.body_for(instance.models)
+    body = request.body_for(instance.models)
     headers: Headers = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
-    if question.request_id.isascii():
-        headers.append((b"x-request-id", question.request_id.encode()))
-    if question.output_tokens is not None:
-        headers.append((b"x-block-output-tokens", b"%d" % question.output_tokens))
-    head = request_head(b"POST", origin, question.path, headers, len(body))
+    if request.request_id.isascii():
+        headers.append((b"x-request-id", request.request_id.encode()))
+    if request.output_tokens is not None:
+        headers.append((b"x-block-output-tokens", b"%d" % request.output_tokens))
+    head = request_head(b"POST", origin, request.path, headers, len(body))
     connection = await client.send(origin, head, body, first_s)
     try:
         if connection.status != 200:
-            await _refuse(connection, idle_s)
+            await _raise_error(connection, idle_s)
         async for event in _events(connection, first_s, idle_s):
             chunk = _chunk(event)
             if chunk is not None:
@@ -161,7 +161,7 @@ async def answer(
         connection.release()
 
 
-async def _refuse(connection: Connection, within_s: float) -> None:
+async def _raise_error(connection: Connection, within_s: float) -> None:
     """Raise the error that an engine returns."""
     body = await connection.read_all(within_s, MAX_ERROR_BYTES)
     try:

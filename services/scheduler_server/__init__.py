@@ -45,7 +45,7 @@ async def _serve(settings: SchedulerSettings, server: ServerSettings, source: In
 async def scheduling(
     settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
 ) -> AsyncIterator[SchedulerService]:
-    """Have a scheduler over the instances of a source while the block runs."""
+    """Make the service over the instances of a source; it ends with the context."""
     async with placement_driver(settings, source, registry, poll_s) as driver:
         client = HttpClient()
         try:

@@ -324,7 +324,7 @@ def test_candidates_of_which_nothing_is_known_have_no_age() -> None:
     assert (first.status, first.age_s) == (CandidateStatus.INDICATORS, 0.0)
     decision, _ = begun(core_over("ab", "round_robin"), 5.0)
     first = decision.candidates()[0]
-    assert (first.status, first.age_s, first.read) == (CandidateStatus.UNASKED, 0.0, {})
+    assert (first.status, first.age_s, first.read) == (CandidateStatus.NOT_QUERIED, 0.0, {})
 
 
 def test_instances_that_were_not_compared_are_explained_with_the_age_at_the_decision() -> None:
@@ -698,13 +698,13 @@ def test_a_decision_is_made_ready_once() -> None:
     """And not at all while an attempt is under way."""
     core = core_over("a", HOLD)
     decision, _ = held(core)
-    assert decision.wakes()
-    assert not decision.wakes()
+    assert decision.wake()
+    assert not decision.wake()
     decision.tick(1.0)
     assert not decision.is_waiting
-    assert not decision.wakes()
+    assert not decision.wake()
     other, _ = begun(core_over("a"))
-    assert not other.wakes()
+    assert not other.wake()
 
 
 def test_another_order_makes_another_request_the_head() -> None:

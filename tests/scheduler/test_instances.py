@@ -130,11 +130,11 @@ def test_an_engine_that_failed_is_left_alone_until_its_trial() -> None:
     assert unhealthy(directory, 10.0) == {}
     directory.engine_failed("a", 10.0)
     (candidate,) = directory.unhealthy(None, (), 10.1)
-    assert (candidate.status, candidate.engine_failed) == (CandidateStatus.UNASKED, True)
+    assert (candidate.status, candidate.engine_failed) == (CandidateStatus.NOT_QUERIED, True)
     assert candidate.note == "its engine failed recently, circuit open"
     assert unhealthy(directory, 10.3) == {}
     assert engine.allows(10.3)
-    assert unhealthy(directory, 10.3) == {"a": "unasked"}, "one request is the trial"
+    assert unhealthy(directory, 10.3) == {"a": "not_queried"}, "one request is the trial"
     assert directory.suspects == {"a"}
     directory.engine_succeeded("a")
     assert unhealthy(directory, 10.3) == {}

@@ -178,7 +178,7 @@ def test_one_command_takes_the_settings_of_two(tmp_path: Path) -> None:
     decider = made(*arguments, settings=DECIDING, values=SchedulerSettings, **environment)
     assert (gateway.attempts, gateway.idle_s) == (7, 5.0)
     assert (decider.policy, decider.seed, decider.attempts, decider.idle_s) == ("jsq", 2, 2, 5.0)
-    assert (decider.watch_s, decider.reservation_s, decider.most_held, decider.tagger) == (0.2, 3.0, 6, "t:1")
+    assert (decider.watch_s, decider.reservation_s, decider.max_held, decider.tagger) == (0.2, 3.0, 6, "t:1")
     instances = made(*arguments, settings=DECIDING, values=InstanceSourceSettings)
     assert instances.listed == ("a=http://h:1,h:2",)
     file.write_text("[scheduler]\npolcy = 'jsq'\n")

@@ -222,8 +222,8 @@ async def _driven(script: Script, entry: Entry) -> None:
         policy=script.policy,
         seed=script.seed,
         sidecar_deadline_s=script.deadline_s,
-        most_conflicts=script.max_conflicts,
-        most_held=script.max_held,
+        max_conflicts=script.max_conflicts,
+        max_held=script.max_held,
         forecast_always=script.forecast_always,
         failures_to_open=1 << 30,
     )

@@ -46,7 +46,7 @@ def test_after_enough_conflicts_a_request_is_placed_regardless() -> None:
     """The number of conflicts is limited, even if another reservation always comes first."""
 
     async def test() -> None:
-        async with sidecars("a") as stubs, scheduler(stubs, most_conflicts=3) as client:
+        async with sidecars("a") as stubs, scheduler(stubs, max_conflicts=3) as client:
             stubs[0].always_conflicts = True
             decision = await client.decide()
             assert decision.HasField("reserved_for_s")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.instances import Instance, Instances, InstanceSource
 from tests.services.scheduler_server.running import (
     CANCELLED,
     FAILED,
@@ -192,6 +195,45 @@ def test_a_cancelled_call_stops_the_engine() -> None:
             assert not stubs[0].held
 
     run(test)
+
+
+def test_the_outcome_of_a_stream_whose_instance_was_removed_is_recorded(tmp_path: Path) -> None:
+    """The list drops instances that still stream; only their reservations can no longer be released."""
+
+    async def test() -> None:
+        path, source = tmp_path / "decisions.jsonl", ChangingSource()
+        async with cluster(1) as (_, stubs, behind):
+            source.instances = [stubs[0].instance]
+            async with scheduler(source, record=str(path)) as client:
+                behind[0].hold = asyncio.Event()
+                request = client.request(max_tokens=9, output_tokens=None)
+                call = client.stub.Generate(scheduler_pb2.GenerateRequest(request=request, prompt="Tell me"))
+                assert (await call.read()).HasField("decision")
+                assert (await call.read()).chunk.text == "Once"
+                source.instances = []
+                await until(lambda: client.count("block_instances") == 0)
+                behind[0].hold.set()
+                while not (event := await call.read()).HasField("outcome"):
+                    pass
+                assert event.outcome.finish_reason == LENGTH
+                await until(lambda: client.count("block_releases_total", released="unknown_instance") == 1)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["event"] for line in lines] == ["decision", "outcome"]
+        assert lines[1]["outcome"]["finish_reason"] == "FINISH_REASON_LENGTH"
+
+    run(test)
+
+
+class ChangingSource(InstanceSource):
+    """A list of instances that a test replaces."""
+
+    def __init__(self) -> None:
+        """Start with no instance."""
+        self.instances: list[Instance] = []
+
+    async def poll(self) -> Instances:
+        """Return the current list."""
+        return tuple(self.instances)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_full_queue_releases_its_first_request() -> None:
     """The queue is bounded, and no request is refused."""
 
     async def test() -> None:
-        async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT, most_held=2) as client:
+        async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT, max_held=2) as client:
             stub.per_reservation_s = 10.0
             await client.decide()
             waiting = []
