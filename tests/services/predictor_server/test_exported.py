@@ -364,3 +364,18 @@ def test_watch_returns_changes_and_that_there_are_none(tmp_path: Path) -> None:
 
     run(test())
     writer.close()
+
+
+def test_watch_with_snapshots_reports_an_engine_that_ends_while_its_view_is_fresh(tmp_path: Path) -> None:
+    """A snapshot reads the state again, so it can be the first to show that the engine is down."""
+    writer = idle_engine(tmp_path / "state")
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S, poll_s=NEVER_S, fresh_s=NEVER_S) as client:
+            assert (await client.predict()).state == READY
+            writer.close()
+            response = await client.stub.Watch(predictor_pb2.WatchRequest(with_snapshots=True)).read()
+            assert response.state == DOWN
+            assert not response.snapshot_json
+
+    run(test())
