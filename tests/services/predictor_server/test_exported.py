@@ -40,7 +40,7 @@ DOWN = common_pb2.INSTANCE_STATE_DOWN
 
 
 def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
-    """The twin gives the forecasts of an engine model that is made from the same state's snapshot."""
+    """The engine replica gives the forecasts of an engine model that is made from the same state's snapshot."""
     writer = busy(writer_at(tmp_path / "state"))
 
     async def test() -> None:
