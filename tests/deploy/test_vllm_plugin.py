@@ -29,7 +29,7 @@ from services.predictor_server.exported import ExportedEngine
 
 ROOT = Path(__file__).parents[2]
 PLUGIN, ENGINE_STATE = ROOT / "deploy" / "vllm_plugin", Path(services.engine_state.__file__).parent
-SHARED = ("layout.py", "process.py", "writer.py", "xargs.py")
+SHARED = ("identity.py", "layout.py", "process.py", "writer.py", "xargs.py")
 NUM_BLOCKS, BLOCK_SIZE = 17, 4
 
 
@@ -259,7 +259,7 @@ def test_a_copy_of_the_plug_in_alone_cannot_be_built(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
     done = subprocess.run(build, cwd=alone, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "layout.py: is missing; build from a checkout of Block" in done.stderr
+    assert f"{SHARED[0]}: is missing; build from a checkout of Block" in done.stderr
 
 
 def test_it_depends_on_nothing_of_ours(installed: Path) -> None:
