@@ -370,7 +370,7 @@ def test_a_cache_that_is_reset_is_exported_as_empty(path: Path, wrapping: Module
 
 
 @pytest.mark.parametrize("broken", ["running", "queue"])
-def test_a_failure_is_logged_once_and_the_engine_runs_on(
+def test_a_failure_is_logged_once_and_the_engine_continues(
     path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture, broken: str
 ) -> None:
     """After any failure the scheduler's results are unchanged, and sidecars see that the file is closed."""
@@ -387,7 +387,7 @@ def test_a_failure_is_logged_once_and_the_engine_runs_on(
         scheduler.update_from_output(output, None)
     assert request.num_output_tokens == 1
     assert len(warnings.records) == 1
-    assert "runs on" in warnings.records[0].message
+    assert "the engine continues" in warnings.records[0].message
     with pytest.raises(UnreadableError) as refusal:
         reader.read()
     assert refusal.value.reason == ENDED
