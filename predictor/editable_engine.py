@@ -19,7 +19,7 @@ from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
-UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; a twin without blocks does not read them
+UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; not read where blocks are not tracked
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
 NO_LENGTH: Length = (0, None)
 
@@ -302,7 +302,7 @@ class EditableEngine(Engine):
     def shown(
         self, records: ShownRecords, lengths: Mapping[str, Length], now_s: float, max_requests: int
     ) -> ReportedState:
-        """Return the model in the form that a twin follows; `lengths` has the predicted lengths by request id."""
+        """Return the state for an engine replica; `lengths` has the predicted lengths by request id."""
         state = self.state
         head, rows = state.engine[0], state.requests.view(np.ndarray)
         running = state.running[: head.num_running]

@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor import blocks
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, NONE, RUNNING, WAITING, State
+from predictor.state import FINISHED, RUNNING, WAITING, State
 
 # vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
 # one and preemption the other. An engine model stops after this many preemptions without a token.
@@ -230,12 +230,3 @@ def lowest_ranked(state: State) -> int:
         if a.priority > b.priority or (a.priority == b.priority and a.arrival_s > b.arrival_s):
             worst = position
     return worst
-
-
-@kernel
-def position_running(state: State, slot: int) -> int:
-    """Return the position of a slot in the running list."""
-    for position in range(state.engine[0].num_running):
-        if state.running[position] == slot:
-            return position
-    return NONE

@@ -30,8 +30,8 @@ def warm_up() -> float:
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("running")
-    twin = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
-    twin.step_seconds(
+    replica = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
+    replica.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,
         decode_longest=9,
     )  # fmt: skip

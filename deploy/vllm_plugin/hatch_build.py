@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = "block_vllm_export"
-SHARED = ("layout.py", "process.py", "writer.py", "xargs.py")
+SHARED = ("identity.py", "layout.py", "process.py", "writer.py", "xargs.py")
 
 
 class SharedSource(BuildHookInterface):

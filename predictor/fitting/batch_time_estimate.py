@@ -26,14 +26,14 @@ class BatchTimeEstimate:
             matrix = np.column_stack((np.ones(len(steps)), steps["num_tokens"], context))
             self._coefficients, _ = nnls(matrix.astype(float), steps["seconds"].astype(float))
 
-    def seconds(self, batch: Batch, room: BatchLimits) -> float:
+    def seconds(self, batch: Batch, limits: BatchLimits) -> float:
         """Predict the seconds of a batch; 0 before the first fit."""
         if self._coefficients is None:
             return 0.0
-        prompts = sum(piece.prompt_tokens for piece in batch.pieces)
-        answers = sum(piece.output_tokens for piece in batch.pieces)
+        prompts = sum(item.prompt_tokens for item in batch.items)
+        answers = sum(item.output_tokens for item in batch.items)
         in_turn = max(len(stream) for stream in batch.streams)
-        longest = max(sum(piece.output_tokens for piece in stream) for stream in batch.streams)
-        steps = longest + max(in_turn, prompts / room.step_tokens)
-        context = sum((piece.prompt_tokens + piece.output_tokens / 2) * piece.output_tokens for piece in batch.pieces)
+        longest = max(sum(item.output_tokens for item in stream) for stream in batch.streams)
+        steps = longest + max(in_turn, prompts / limits.step_tokens)
+        context = sum((item.prompt_tokens + item.output_tokens / 2) * item.output_tokens for item in batch.items)
         return float(self._coefficients @ (steps, prompts + answers, context)) + in_turn * OVERHEAD_S

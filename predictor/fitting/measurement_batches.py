@@ -38,9 +38,9 @@ class Batch:
     streams: tuple[tuple[BatchItem, ...], ...]
 
     @property
-    def pieces(self) -> Iterator[BatchItem]:
+    def items(self) -> Iterator[BatchItem]:
         """All requests of the batch."""
-        return (piece for stream in self.streams for piece in stream)
+        return (item for stream in self.streams for item in stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class BatchLimits:
 
     def holds(self, batch: Batch) -> bool:
         """Return whether the batch fits at once, whichever requests of its streams run together."""
-        largest = [max(piece.prompt_tokens + piece.output_tokens for piece in stream) for stream in batch.streams]
+        largest = [max(item.prompt_tokens + item.output_tokens for item in stream) for stream in batch.streams]
         blocks = sum(-(-tokens // self.block_size) for tokens in largest)
         return len(largest) <= self.sequences and blocks <= self.blocks and max(largest) <= self.longest
 
 
-def structured(room: BatchLimits) -> list[Batch]:
+def structured(limits: BatchLimits) -> list[Batch]:
     """Return batches of single prompts by length, and of decodes by number and context; extremes come first."""
-    longest = min(room.longest_of(1) - 1, 4 * room.step_tokens)
+    longest = min(limits.longest_of(1) - 1, 4 * limits.step_tokens)
     if longest < 1:
         return []
     alone = [
@@ -87,24 +87,24 @@ def structured(room: BatchLimits) -> list[Batch]:
     together = [
         Batch(
             kind="together",
-            streams=((BatchItem(prompt_tokens=context, output_tokens=answer_of(room, num, context)),),) * num,
+            streams=((BatchItem(prompt_tokens=context, output_tokens=answer_of(limits, num, context)),),) * num,
         )
-        for num in extremes_first(doubled(1, room.sequences))
-        for context in contexts(room, num)
+        for num in extremes_first(doubled(1, limits.sequences))
+        for context in contexts(limits, num)
     ]
     merged = [batch for pair in zip_longest(together, alone) for batch in pair if batch is not None]
-    return [batch for batch in merged if room.holds(batch)]
+    return [batch for batch in merged if limits.holds(batch)]
 
 
-def answer_of(room: BatchLimits, num: int, context: int) -> int:
+def answer_of(limits: BatchLimits, num: int, context: int) -> int:
     """Return the output tokens that `num` requests need to decode together for `DECODE_STEPS`."""
-    return DECODE_STEPS + int(STEPS_PER_ARRIVAL * (num - 1)) + num * context // room.step_tokens
+    return DECODE_STEPS + int(STEPS_PER_ARRIVAL * (num - 1)) + num * context // limits.step_tokens
 
 
-def contexts(room: BatchLimits, num: int) -> list[int]:
+def contexts(limits: BatchLimits, num: int) -> list[int]:
     """Return prompt lengths for `num` requests that decode together: the shortest, the longest, and one between."""
-    longest = room.longest_of(num)
-    while longest > 0 and longest + answer_of(room, num, longest) > room.longest_of(num):
+    longest = limits.longest_of(num)
+    while longest > 0 and longest + answer_of(limits, num, longest) > limits.longest_of(num):
         longest -= max(1, longest // 64)
     if longest < 1:
         return []
@@ -112,12 +112,12 @@ def contexts(room: BatchLimits, num: int) -> list[int]:
     return sorted({shortest, round((shortest * longest) ** 0.5), longest})
 
 
-def mixed(room: BatchLimits, generator: np.random.Generator) -> Batch:
+def mixed(limits: BatchLimits, generator: np.random.Generator) -> Batch:
     """Draw requests of all lengths, in streams, so that prompts arrive while other requests decode."""
-    num = max(1, round(float(np.exp(generator.uniform(0.0, np.log(room.sequences))))))
-    while num > 1 and room.longest_of(num) < SHORTEST + 2:
+    num = max(1, round(float(np.exp(generator.uniform(0.0, np.log(limits.sequences))))))
+    while num > 1 and limits.longest_of(num) < SHORTEST + 2:
         num //= 2
-    longest = room.longest_of(num)
+    longest = limits.longest_of(num)
     answers = max(1, min(LONGEST_ANSWER, longest // 2))
     prompts = longest - answers
 

@@ -109,14 +109,14 @@ class StateFile:
     def _read_header(self) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise self._error(FOREIGN, "is no regular file")
+            raise self._error(FOREIGN, "is not a regular file")
         header = self._pread(0, HEADER_SIZE)
         (
             magic, version, header_size, self.generation, self.life, self._pid, self._start_ticks, self._namespace,
             boot, _, size,
         ) = layout.IDENTITY.unpack_from(header)  # fmt: skip
         if magic != layout.MAGIC:
-            raise self._error(FOREIGN, "is no engine's state file")
+            raise self._error(FOREIGN, "is not an engine's state file")
         if version != layout.VERSION:
             raise self._error(FOREIGN, _other_version(version))
         if header_size != HEADER_SIZE or size != status.st_size or size > layout.MAX_FILE_BYTES:
@@ -134,7 +134,7 @@ class StateFile:
         except (ValueError, RecursionError):
             raise self._error(CORRUPT, "has settings that are not JSON") from None
         if not isinstance(self._settings, dict):
-            raise self._error(CORRUPT, "has settings that are no object")
+            raise self._error(CORRUPT, "has settings that are not a JSON object")
         live = self._sections["live"]
         self._core_size = live.offset + live.size - HEADER_SIZE
 
@@ -311,7 +311,7 @@ class StateFile:
 
 
 def _other_version(version: int) -> str:
-    """Say how a file's format version differs from the one that is read here, and what to do."""
+    """Return how a file's format version differs from the one that is read here, and what to do."""
     if version < layout.VERSION:
         return (
             f"has format version {version}, older than the {layout.VERSION} read here: "

@@ -133,12 +133,11 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. Every publication writes the first five, as one.
+# In this order in the file and in the header's table. Every publication writes the first five, together.
 SECTIONS = (
     "state", "running", "waiting", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
 )  # fmt: skip
-CORE = SECTIONS[:5]
 
 # magic, version, header size, generation, life, pid, pid's start, pid namespace, boot, created, file size
 IDENTITY = struct.Struct("<8sIIQQqQQ16sqQ")

@@ -171,6 +171,3 @@ def reported_state(
             hashes=contents.hashes,
         ),
     )
-
-
-shown_from_view = reported_state  # for callers that have not been renamed yet

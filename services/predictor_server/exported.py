@@ -26,7 +26,7 @@ from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id
 from services.engine_state.layout import REASONS
 from services.engine_state.reader import Reader
-from services.engine_state.snapshot import config_of, shown_from_view, snapshot_from_view
+from services.engine_state.snapshot import config_of, reported_state, snapshot_from_view
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
@@ -45,13 +45,13 @@ COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
 
 @dataclass(slots=True)
 class FollowedEngine:
-    """One engine process, with one size of its state file, and the twin that follows it.
+    """One engine process, with one size of its state file, and the replica that follows it.
 
     By slot, `serials` has the request that was there at the last read; the other arrays have the length of its answer.
     """
 
     view: View
-    twin: EngineReplica
+    replica: EngineReplica
     forecaster: Forecaster
     serials: np.ndarray
     known_tokens: np.ndarray
@@ -59,13 +59,13 @@ class FollowedEngine:
     tag_spread: np.ndarray
 
     @classmethod
-    def with_twin(cls, view: View, twin: EngineReplica) -> FollowedEngine:
+    def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
         """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
             view=view,
-            twin=twin,
-            forecaster=Forecaster(twin.engine),
+            replica=replica,
+            forecaster=Forecaster(replica.engine),
             serials=np.zeros(num_slots, np.uint64),
             known_tokens=np.zeros(num_slots, np.int64),
             tag_median=np.full(num_slots, np.nan),
@@ -78,7 +78,7 @@ class FollowedEngine:
 
 
 class ExportedEngine:
-    """An engine source that reads a state file whenever it has changed, and lets a twin follow it."""
+    """An engine source that reads a state file whenever it has changed, and lets an engine replica follow it."""
 
     kind = common_pb2.STATE_SOURCE_EXPORTED
 
@@ -136,7 +136,7 @@ class ExportedEngine:
         """Remove a reserved request from the view."""
         if self._followed is None:
             self._reserved.drop(request_id)
-        elif self._reserved.withdraw(request_id, self._followed.twin.engine):
+        elif self._reserved.withdraw(request_id, self._followed.replica.engine):
             self._mark_changed()
 
     def take_shown(self) -> Sequence[str]:
@@ -167,7 +167,7 @@ class ExportedEngine:
 
     def _read(self, followed: FollowedEngine | None) -> FollowedEngine:
         """Read the file and follow it; if what the blocks hold is inconsistent, without that."""
-        view = self._reader.read(contents=followed is None or followed.twin.engine.tracks_blocks)
+        view = self._reader.read(contents=followed is None or followed.replica.engine.tracks_blocks)
         try:
             return self._follow(followed, view)
         except UnreadableError:
@@ -182,16 +182,16 @@ class ExportedEngine:
         raise UnreadableError(CORRUPT, reason)
 
     def _follow(self, followed: FollowedEngine | None, view: View) -> FollowedEngine:
-        """Bring the twin to the state of a view; ValueError where the view is inconsistent."""
-        if followed is None or not followed.is_of(view) or followed.twin.needs_replacement:
+        """Bring the replica to the state of a view; ValueError where the view is inconsistent."""
+        if followed is None or not followed.is_of(view) or followed.replica.needs_replacement:
             followed = self._start(view)
         elif self._view is not None and view.sequence == followed.view.sequence:
             return followed
         followed.view = view
         self._note_arrivals(followed)
         self._correct_pace(followed)
-        followed.twin.update(
-            shown_from_view(
+        followed.replica.update(
+            reported_state(
                 view,
                 known_tokens=followed.known_tokens,
                 tag_median=followed.tag_median,
@@ -200,7 +200,7 @@ class ExportedEngine:
         )
         self._counters.update(view.state, time.monotonic())
         self._view = EngineView(
-            engine=followed.twin.engine,
+            engine=followed.replica.engine,
             forecaster=followed.forecaster,
             now_s=view.now_s,
             clock_rate=view.clock_rate,
@@ -213,7 +213,7 @@ class ExportedEngine:
         return followed
 
     def _start(self, view: View) -> FollowedEngine:
-        """Make a twin for an engine that is new, or has changed the size of its file."""
+        """Make a replica for an engine that is new, or has changed the size of its file."""
         config = config_of(view)
         profile = self._profile or _profile_of(view)
         if self._profile is not None:
@@ -226,15 +226,15 @@ class ExportedEngine:
             self._correction = Correction()
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
-        twin = EngineReplica(
+        replica = EngineReplica(
             config,
             profile.step_time,
             self._residual,
             num_slots=len(view.live),
             track_blocks=view.contents is not None,
         )
-        self._reserved.move_to(twin.engine)
-        return FollowedEngine.with_twin(view, twin)
+        self._reserved.move_to(replica.engine)
+        return FollowedEngine.with_replica(view, replica)
 
     def _advance(self, followed: FollowedEngine, now_s: float) -> EngineView:
         """Let the time since the last publication pass in the view."""
@@ -243,8 +243,8 @@ class ExportedEngine:
             raise UnreadableError(CORRUPT, f"{self._reader.path}: has not been followed yet")
         engine_s = (now_s - float(view.state["clock_origin_s"])) * view.clock_rate
         engine_view.now_s = max(engine_view.now_s, engine_s)
-        engine_view.overdue_s = followed.twin.late_s(engine_view.now_s) / view.clock_rate
-        followed.twin.wait_until(engine_view.now_s)
+        engine_view.overdue_s = followed.replica.late_s(engine_view.now_s) / view.clock_rate
+        followed.replica.wait_until(engine_view.now_s)
         self._mark_changed()
         if self._correction.ratios and now_s - self._corrected_s > self._forget_s:
             self._forget_pace(followed, engine_view)
@@ -282,7 +282,7 @@ class ExportedEngine:
             self._corrected_s = time.monotonic()
             records = self._reader.new_steps()
             for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
-                predicted_s = followed.twin.step_seconds(**dict(zip(STEP_SUMS, sums, strict=True)))
+                predicted_s = followed.replica.step_seconds(**dict(zip(STEP_SUMS, sums, strict=True)))
                 if predicted_s is not None:
                     self._correction = self._correction.observe(predicted_s=predicted_s, real_s=real_s)
                     if self._check is not None:
@@ -291,12 +291,12 @@ class ExportedEngine:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
             _require(self._check.require_close)
-        followed.twin.engine.set_pace(self._correction.factor)
+        followed.replica.engine.set_pace(self._correction.factor)
 
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = Correction()
-        followed.twin.engine.set_pace(self._correction.factor)
+        followed.replica.engine.set_pace(self._correction.factor)
         view.counters["pace"] = self._correction.factor
 
 

@@ -279,16 +279,16 @@ class InstanceEndpoint:
         response = predictor_pb2.WatchResponse(
             instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch
         )
+        response.indicators.source = sidecar.source.kind
         try:
             view = sidecar.view()
+            if with_snapshot:  # this reads the state again, so the engine can be down although its view is fresh
+                response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
         except DownError as error:
             response.state = error.state
-            response.indicators.source = sidecar.source.kind
             return response, {}
         response.state = sidecar.state()
-        response.indicators.age_s, response.indicators.source = view.age_s, sidecar.source.kind
-        if with_snapshot:
-            response.snapshot_json = snapshot_json(sidecar.snapshot()).encode()
+        response.indicators.age_s = view.age_s
         return response, sidecar.indicators(view)
 
     def _indicators_of(self, view: EngineView) -> common_pb2.Indicators:

@@ -80,7 +80,7 @@ class SidecarSettings:
     engine_url: Annotated[str, "URL of the engine, for health checks; required to mirror the engine."] = ""
     residual: Annotated[
         str,
-        Option("How the rest of a response is predicted once it has begun.", choices=tuple(RESIDUALS)),
+        Option("How the rest of a response is predicted once it has started.", choices=tuple(RESIDUALS)),
     ] = DEFAULT_RESIDUAL
 
     poll_s: Annotated[
@@ -88,7 +88,9 @@ class SidecarSettings:
         Option("Interval at which the state is read between requests, in milliseconds.", name="poll_ms", unit="ms"),
     ] = 0.1
     fresh_s: float = 0.15  # maximum age of a state for a forecast: the engine model continues from it
-    health_s: Annotated[float, "Interval between two health checks of the engine, and their timeout, in seconds."] = 1.0
+    health_s: Annotated[
+        float, "Interval between two health checks of the engine, in seconds; one may take three intervals."
+    ] = 1.0
     stall_s: Annotated[
         float, "Delay of a step beyond its predicted end after which the engine counts as down, in seconds."
     ] = 10.0

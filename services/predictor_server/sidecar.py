@@ -112,10 +112,10 @@ class Sidecar:
 
     def _set_down(self, reason: str) -> None:
         """Report that the engine does not run, for a reason, or that it runs."""
+        self.metrics.up.set(not reason)
         if bool(reason) == bool(self._down_reason):
             return
         self._down_reason = reason
-        self.metrics.up.set(not reason)
         if reason:
             log_event(log, logging.WARNING, "engine is down", reason=reason)
         else:

@@ -25,7 +25,7 @@ def register() -> None:
         from .wrapping import wrap_scheduler_choice
 
         wrap_scheduler_choice(SchedulerConfig)
-    except Exception:
+    except Exception:  # whatever fails, the engine must start
         log.exception("block-vllm-export: cannot be set up; nothing is exported")
 
 

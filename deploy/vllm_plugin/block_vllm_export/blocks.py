@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-
-def short_hash(digest: bytes) -> int:
-    """Return a block's content as state files have it: the first eight bytes of its hash, never 0."""
-    return int.from_bytes(digest[:8], "little") or 1
+from .identity import short_hash
 
 
 class BlockContents:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from . import layout
-from .blocks import BlockContents, short_hash
+from .blocks import BlockContents
+from .identity import short_hash
 from .settings import require_supported, settings_of
 from .writer import NEVER, UNKNOWN, Writer
 from .xargs import facts_in

@@ -24,7 +24,7 @@ class Guard:
             self.exporter = Exporter(path, scheduler)
         except UnsupportedError as error:
             log.warning("block-vllm-export: %s; nothing is exported", error)
-        except Exception:
+        except Exception:  # whatever fails, the engine must start
             log.exception("block-vllm-export: cannot start; nothing is exported")
         else:
             atexit.register(self, "close")
@@ -41,7 +41,7 @@ class Guard:
             failed = error
         if failed is not None:
             self.exporter = None
-            log.error("block-vllm-export: the export has failed and is stopped; the engine runs on", exc_info=failed)
+            log.error("block-vllm-export: the export has failed and is stopped; the engine continues", exc_info=failed)
             with suppress(Exception):
                 exporter.close()
         elif action == "close":

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .layout import MAX_STEPS_IN_FLIGHT
+
 DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer creates as private
-MAX_STEPS_IN_FLIGHT = 2
 
 
 class UnsupportedError(ValueError):

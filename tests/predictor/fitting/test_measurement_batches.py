@@ -26,7 +26,7 @@ def test_every_planned_batch_fits_without_preemptions(room: BatchLimits) -> None
     """Each request has room for its response, and all of a batch fit together."""
     for batch in structured(room):
         assert room.holds(batch)
-        assert all(piece.prompt_tokens >= 1 and piece.output_tokens >= 1 for piece in batch.pieces)
+        assert all(item.prompt_tokens >= 1 and item.output_tokens >= 1 for item in batch.items)
 
 
 @given(ROOMS, st.integers(0, 2**32))
@@ -37,7 +37,7 @@ def test_mixes_fit_too(room: BatchLimits, seed: int) -> None:
         return
     generator = np.random.default_rng(seed)
     batches = [mixed(room, generator) for _ in range(20)]
-    assert all(piece.prompt_tokens >= 1 and piece.output_tokens >= 1 for batch in batches for piece in batch.pieces)
+    assert all(item.prompt_tokens >= 1 and item.output_tokens >= 1 for batch in batches for item in batch.items)
     assert all(room.holds(batch) for batch in batches)
 
 

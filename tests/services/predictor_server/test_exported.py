@@ -40,7 +40,7 @@ DOWN = common_pb2.INSTANCE_STATE_DOWN
 
 
 def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
-    """The twin gives the forecasts of an engine model that is made from the same state's snapshot."""
+    """The engine replica gives the forecasts of an engine model that is made from the same state's snapshot."""
     writer = busy(writer_at(tmp_path / "state"))
 
     async def test() -> None:
@@ -364,3 +364,18 @@ def test_watch_returns_changes_and_that_there_are_none(tmp_path: Path) -> None:
 
     run(test())
     writer.close()
+
+
+def test_watch_with_snapshots_reports_an_engine_that_ends_while_its_view_is_fresh(tmp_path: Path) -> None:
+    """A snapshot reads the state again, so it can be the first to show that the engine is down."""
+    writer = idle_engine(tmp_path / "state")
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S, poll_s=NEVER_S, fresh_s=NEVER_S) as client:
+            assert (await client.predict()).state == READY
+            writer.close()
+            response = await client.stub.Watch(predictor_pb2.WatchRequest(with_snapshots=True)).read()
+            assert response.state == DOWN
+            assert not response.snapshot_json
+
+    run(test())

@@ -35,6 +35,7 @@ def test_an_engine_that_its_requests_do_not_reach_is_draining_until_one_does(tmp
         async with sidecar_of(tmp_path / "state", stall_s=NEVER_S) as client:
             await let_reservations_expire(client, 2)
             assert (await client.predict(request())).state == READY
+            assert client.sample("block_engine_up") == 1
             await let_reservations_expire(client, 1)
             hanging = await client.until(lambda response: response.state == DRAINING)
             assert not hanging.predictions
