@@ -1,4 +1,4 @@
-"""A client of several schedulers: asked in turn, each guarded by a circuit breaker."""
+"""Decisions for the gateway: by schedulers, called in turn behind circuit breakers, or in the gateway's own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.circuit import CircuitState
 from services.http.errors import ApiError
 from services.logs import log_event
+from services.placement.driver import PlacementDriver
+from services.placement.service import patience_s
 from services.rpc.channels import open_channel
+from services.rpc.errors import message_of, status_of
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,8 @@ UNWILLING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
-MAX_PAUSE_S = 2.0  # so that a scheduler that returns is soon asked again
+MAX_PAUSE_S = 2.0  # so that a scheduler that returns is called again soon
+IN_PROCESS = "in-process"  # as the scheduler's address in metrics
 
 AbandonedDecision = Callable[[scheduler_pb2.ScheduleResponse], None]
 
@@ -219,6 +223,69 @@ async def _settle(
         abandoned(await call)
     except grpc.aio.AioRpcError as error:
         log_event(log, logging.DEBUG, "no decision for a client that left", code=error.code().name)
+
+
+class InProcessScheduler:
+    """Has the interface of `Schedulers`; a decision costs a function call instead of a remote one."""
+
+    def __init__(self, driver: PlacementDriver, *, within_s: float, failures: Counter) -> None:
+        """Decide by a driver, within a time for each request."""
+        self._driver = driver
+        self._within_s = within_s
+        self._patience_s = patience_s(within_s, driver.settings.sidecar_deadline_s)
+        self._failures = failures
+
+    def __len__(self) -> int:
+        """Return the number of schedulers."""
+        return 1
+
+    def reachable(self) -> bool:
+        """Return whether decisions can be made."""
+        return bool(self._driver.registry.directory.by_id)
+
+    async def schedule(
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        *,
+        abandoned: AbandonedDecision | None = None,
+        insist: bool = True,
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide; a caller that is cancelled meanwhile leaves no reservation behind."""
+        del abandoned, insist  # for decisions that are made elsewhere
+        try:
+            async with asyncio.timeout(self._within_s):
+                decision = await self._driver.schedule(request, self._patience_s)
+        except (ValueError, LookupError, ConnectionError, TimeoutError) as error:
+            raise self._refused(error) from None
+        except Exception as error:
+            if status_of(error).grpc_code not in REFUSALS:
+                raise
+            raise self._refused(error) from None
+        return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    def _refused(self, error: Exception) -> ApiError:
+        code = status_of(error).grpc_code
+        if code in REFUSALS:
+            return refusal(code, message_of(error))
+        self._failures.labels(IN_PROCESS, code.name).inc()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ApiError(503, f"no decision within {self._within_s:g} s")
+        return ApiError(UNWILLING.get(code, 503), message_of(error))
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> bool:
+        """Release a request at its instance, and report its outcome."""
+        try:
+            await self._driver.release(request)
+        except ValueError:
+            return False
+        return True
+
+    async def instances(self) -> Sequence[common_pb2.Instance]:
+        """Return all instances."""
+        return [handle.message for handle in self._driver.registry.handles()]
+
+    async def close(self) -> None:
+        """Do nothing: the driver ends with its own context."""
 
 
 def refusal(code: grpc.StatusCode, details: str) -> ApiError:

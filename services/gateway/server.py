@@ -15,15 +15,13 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
 from services.gateway.app import Gateway
-from services.gateway.context import GatewayContext
+from services.gateway.context import GatewayContext, RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
-from services.gateway.in_process import InProcessScheduler
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
-from services.gateway.retry_budget import RetryBudget
-from services.gateway.schedulers import SchedulerClient, Schedulers
+from services.gateway.schedulers import InProcessScheduler, SchedulerClient, Schedulers
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens

@@ -21,7 +21,7 @@ from scheduler.candidates import Candidates
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
 from scheduler.policy import policy_from
-from services.gateway.in_process import InProcessScheduler
+from services.gateway.schedulers import InProcessScheduler
 from services.http.errors import ApiError
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
