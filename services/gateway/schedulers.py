@@ -17,7 +17,7 @@ from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.service import patience_s
 from services.rpc.channels import open_channel
-from services.rpc.errors import message_of, status_of
+from services.rpc.errors import INTERNAL, message_of, status_of
 
 log = logging.getLogger(__name__)
 
@@ -255,11 +255,9 @@ class InProcessScheduler:
         try:
             async with asyncio.timeout(self._within_s):
                 decision = await self._driver.schedule(request, self._patience_s)
-        except (ValueError, LookupError, ConnectionError, TimeoutError) as error:
-            raise self._refused(error) from None
         except Exception as error:
-            if status_of(error).grpc_code not in REFUSALS:
-                raise
+            if status_of(error) is INTERNAL:
+                log.exception("decision failed", extra={"fields": {"request_id": request.request.request_id}})
             raise self._refused(error) from None
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
