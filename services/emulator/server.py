@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -26,7 +25,7 @@ from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
 from services.http.server import answering, listening
 from services.logs import log_event
-from services.rpc.server import stop_signal
+from services.rpc.server import freeze_imported_objects, stop_signal
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,7 @@ async def _serve_until_signalled(
 ) -> None:
     stop = stop_signal()
     async with serving(settings, config, profile, own) as here:
-        gc.collect()
-        gc.freeze()  # modules need not be collected again and again
+        freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server="engine", host=settings.host, port=here.port,
             state_file=settings.state_file,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,7 +30,7 @@ from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
-from services.rpc.server import metrics_served, stop_signal
+from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 
@@ -73,8 +72,7 @@ async def serve_until_signalled(
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
     async with serving(settings, server, keys, decisions) as here:
-        gc.collect()
-        gc.freeze()  # modules need not be collected again and again
+        freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port,
             scheduler_port=here.scheduler_port,
