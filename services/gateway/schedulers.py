@@ -85,7 +85,7 @@ class _Scheduler:
 
 
 class Schedulers:
-    """Asks one scheduler after the other until one replies; needs a running event loop."""
+    """Calls one scheduler after the other until one replies; needs a running event loop."""
 
     def __init__(self, addresses: Sequence[str], *, within_s: float, failures: Counter) -> None:
         """Connect to all of them."""
@@ -108,7 +108,7 @@ class Schedulers:
     async def schedule(
         self, request: scheduler_pb2.ScheduleRequest, *, abandoned: AbandonedDecision | None = None, insist: bool = True
     ) -> scheduler_pb2.ScheduleResponse:
-        """Get a decision from any scheduler; while all circuits are open, ask one nevertheless only with `insist`.
+        """Get a decision from any scheduler; while all circuits are open, call one nevertheless only with `insist`.
 
         A caller that is cancelled meanwhile does not cancel the call: the decision then goes to `abandoned`.
         """
@@ -136,9 +136,8 @@ class Schedulers:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Report the end of a request to any scheduler; False where none took it."""
-        for one in self._in_turn(
-            "release", CircuitState.may_try, insist=True
-        ):  # not a trial: a scheduler that takes it may still hang at decisions
+        # not a trial of its circuit: a scheduler that takes a release may still hang at decisions
+        for one in self._in_turn("release", CircuitState.may_try, insist=True):
             try:
                 await one.stub.Release(request, timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -175,13 +174,13 @@ class Schedulers:
         """Yield those whose circuits allow a call, another one first each time; with `insist` at least one."""
         turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
-        was_asked = False
+        was_called = False
         for step in range(count):
             one = self._all[(turn + step) % count]
             if may(one.circuit, self._loop.time()):
-                was_asked = True
+                was_called = True
                 yield one
-        if insist and not was_asked and count:
+        if insist and not was_called and count:
             yield min(self._all, key=lambda one: one.circuit.retry_at_s)
 
     async def _call(
