@@ -71,14 +71,14 @@ async def serve_until_signalled(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, server, keys, decisions) as here:
+    async with serving(settings, server, keys, decisions) as running:
         freeze_imported_objects()
         log_event(
-            log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port,
-            scheduler_port=here.scheduler_port,
+            log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
+            scheduler_port=running.scheduler_port,
         )  # fmt: skip
         await stop.wait()
-        log_event(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
+        log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.gateway))
     log_event(log, logging.INFO, "stopped", server=NAME)
 
 
@@ -107,8 +107,8 @@ async def deciding(
         service = SchedulerService(driver, client, registry)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
-            async with rpc_serving(decisions.rpc, [register], registry) as here:
-                yield local, here.port
+            async with rpc_serving(decisions.rpc, [register], registry) as running:
+                yield local, running.port
         finally:
             client.close()
 
@@ -129,7 +129,7 @@ async def serving(
         seed=settings.hash_seed,
     )
     async with AsyncExitStack() as stack:
-        own = stack.enter_context(listening(server.host, server.port))
+        listener = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))
         schedulers, scheduler_port = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
         releases = ReleaseQueue(
@@ -154,8 +154,8 @@ async def serving(
         )
         gateway = Gateway(context, keys)
         try:
-            async with answering(gateway, own, server.drain_s):
-                port = own.getsockname()[1]
+            async with answering(gateway, listener, server.drain_s):
+                port = listener.getsockname()[1]
                 yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port)
         finally:
             engines.close()
