@@ -21,7 +21,7 @@ def key(kind: str, *parts: str) -> int:
 def prompt_keys(model: str, prompt: str) -> tuple[int, ...]:
     """Return the keys of a prompt for one model: its template, if the prompt is long enough, then the whole prompt.
 
-    Keys of templates are even and keys of whole prompts are odd, so that they can be told apart later.
+    Keys of templates are even and keys of whole prompts are odd, so that they can be distinguished later.
     """
     if not prompt:
         return ()

@@ -34,7 +34,7 @@ class Accuracy:
         return abs(self.bias) > DRIFT
 
     def learn(self, error: float) -> None:
-        """Accuracy the logarithm of real over estimated length."""
+        """Record an error: the logarithm of real over estimated length."""
         rate = max(MIN_RATE, 1 / (self.num + PRIOR))
         deviation = error - self.bias
         self.error += max(MIN_RATE, 1 / (self.num + 1)) * (min(abs(deviation), 2 * MAX_ERROR) - self.error)

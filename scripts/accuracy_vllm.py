@@ -54,7 +54,8 @@ from services.http.client import Origin, origin_of
 from services.load.request_format import RequestFormat, body_of
 from services.load.running import LoadLimits, LoadSender, run_plan
 from services.logs import configure
-from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine, seconds_of
+from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine
+from services.settings import seconds_of
 from simulator.load_plan import Planned, Timing, arrival_times
 from simulator.load_report import RequestResult
 from simulator.replay import replay

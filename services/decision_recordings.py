@@ -1,6 +1,6 @@
 """Recordings of schedulers: their decisions, and their requests for the simulator.
 
-`services/scheduler_server/decision_recorder.py` defines the lines.
+`services/placement/decision_recorder.py` defines the lines.
 """
 
 from __future__ import annotations

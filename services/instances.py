@@ -63,7 +63,7 @@ REQUIRED = ("instance_id", "engine_url", "sidecar_address")
 def require_address(field: str, address: str) -> None:
     """Raise ValueError for an address that is not host:port."""
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536 and " " not in host):
+    if not (host and colon and _is_port(port) and " " not in host):
         raise ValueError(f"{field}: {address!r} must be host:port")
 
 

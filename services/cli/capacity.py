@@ -51,7 +51,7 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 @click.option(
     "--max-seeds",
     "--most-seeds",
-    "most_seeds",
+    "max_seeds",
     type=int,
     default=None,
     help="Maximum number of samples, added until --precision is reached.  [default: the value of --seeds]",
@@ -86,7 +86,7 @@ def capacity(
     percentile: float,
     limit_s: float,
     seeds: int,
-    most_seeds: int | None,
+    max_seeds: int | None,
     precision: float,
     resolution: float,
     first_rate: float | None,
@@ -110,7 +110,7 @@ def capacity(
         resolution=resolution,
         precision=precision,
         seeds=seeds,
-        max_seeds=max(seeds, most_seeds or seeds),
+        max_seeds=max(seeds, max_seeds or seeds),
         first_rate=first_rate or 2.5 * num,
         paired=len(chosen) > 1,
     )

@@ -48,7 +48,7 @@ COLUMNS = (
     type=click.Choice(tuple(RESIDUALS)),
     default=DEFAULT_RESIDUAL,
     show_default=True,
-    help="How the rest of a response is predicted once it has begun.",
+    help="How the rest of a response is predicted once it has started.",
 )
 @click.option(
     "--pace", type=float, default=NEUTRAL_PACE, show_default=True, help="Ratio of real to predicted step times."

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import click
 
+from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from services.cli.engine_options import profile_named
-from services.profiling.kernels_command import KernelOptions
-from services.profiling.measure_command import MeasureOptions
+from services.profiling.kernels_command import KernelOptions, kernel_profile
+from services.profiling.measure_command import MeasureOptions, measured_profile
 from services.settings import default_of, duration_text, seconds_of
 from simulator.codec import read_json
 
@@ -108,8 +109,6 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
     The engine must serve no other requests meanwhile. An API key is read from BLOCK_ENGINE_API_KEY.
     """
     import uvloop
-
-    from services.profiling.measure_command import measured_profile
 
     options = MeasureOptions(
         budget_s=seconds_of(budget, "budget"),
@@ -212,19 +211,15 @@ def timed_kernels(
     Any GPU that torch supports will do, or the CPU. Only the model's config.json is read; the model must be of the
     Llama, Mistral, Qwen2 or Qwen3 family.
     """
-    from predictor.fitting.kernel_profile import UntimedCosts
-    from services.profiling.kernels_command import KernelOptions, kernel_profile
-    from services.profiling.measure_command import seconds_of
-
-    told = UntimedCosts(
+    untimed = UntimedCosts(
         cpu_s=cpu_overhead_ms / 1e3,
         all_reduce_s=all_reduce_us / 1e6,
         link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
     )
-    given = KernelOptions(budget_s=seconds_of(budget, "budget"), told=told, **fields)
+    options = KernelOptions(budget_s=seconds_of(budget, "budget"), untimed=untimed, **fields)
     _require_folder(output)
     with _bar("timing") as progress:
-        report = kernel_profile(given, progress)
+        report = kernel_profile(options, progress)
     if output is not None:
         _save(report.profile, output)
     if as_json:

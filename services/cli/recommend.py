@@ -48,7 +48,7 @@ ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filte
 @click.option(
     "--max-instances",
     "--most-instances",
-    "most_instances",
+    "max_instances",
     type=int,
     default=256,
     show_default=True,
@@ -73,7 +73,7 @@ def recommend_command(
     slo_tpot_s: float | None,
     slo_e2e_s: float | None,
     percentile: float,
-    most_instances: int,
+    max_instances: int,
     seeds: int,
     workers: int | None,
     as_json: bool,
@@ -81,7 +81,7 @@ def recommend_command(
 ) -> None:
     """Rank policies, with tuned parameters, by the smallest cluster with which the SLO holds."""
     chosen = policies_in(policies or (ALL,))
-    for name, value in (("seeds", seeds), ("most_instances", most_instances)):
+    for name, value in (("seeds", seeds), ("max_instances", max_instances)):
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, not {value}")
     for name, limit in (("slo_ttft_s", slo_ttft_s), ("slo_tpot_s", slo_tpot_s), ("slo_e2e_s", slo_e2e_s)):
@@ -101,7 +101,7 @@ def recommend_command(
     with runner_for(workers, None) as runner:
         for profile, scenario in kinds.items():
             answers = recommend(
-                scenario, chosen, target, rate=rate, seeds=seeds, max_instances=most_instances, runner=runner,
+                scenario, chosen, target, rate=rate, seeds=seeds, max_instances=max_instances, runner=runner,
                 on_progress=partial(_show, profile),
             )  # fmt: skip
             found += [(profile, answer) for answer in answers]

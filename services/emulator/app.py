@@ -20,7 +20,7 @@ from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, unavailable
 from services.emulator.jobs import Job
 from services.emulator.metrics import Exposition
-from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, ask_from, parsed, prompt_of
+from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, parsed, prompt_of, request_from
 from services.emulator.replies import CompletionReply
 from services.emulator.tokens import VOCABULARY, text_of, token_text
 from services.http.application import JSON, Application, Call, while_client_stays
@@ -141,17 +141,18 @@ class Emulator(Application):
             raise unavailable("The engine refuses requests: the fault `refuse` is set.")
         data = await self._json(call)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
-        job = self.driver.submit(ask_from(kind, data, headers, call.request_id, self._served))
+        job = self.driver.submit(request_from(kind, data, headers, call.request_id, self._served))
         try:
             with self.admitted():
-                reply = self._stream(call, job) if job.ask.stream else self._reply_whole(call, job)
+                reply = self._stream(call, job) if job.request.stream else self._reply_whole(call, job)
                 await while_client_stays(reply, call.receive)
         finally:
             self.driver.abort(job)
 
     async def _stream(self, call: Call, job: Job) -> None:
-        reply, connection = CompletionReply(job.ask, int(time.time())), call.scope["extensions"][CONNECTION]["protocol"]
-        num_tokens = job.ask.answer.num_tokens
+        reply = CompletionReply(job.request, int(time.time()))
+        connection = call.scope["extensions"][CONNECTION]["protocol"]
+        num_tokens = job.request.answer.num_tokens
 
         def push() -> bool:
             """Send events that are neither the first nor the last, without waking this task."""
@@ -172,10 +173,10 @@ class Emulator(Application):
             await (call.write(body) if job.num_sent < num_tokens else call.end(body))
 
     async def _reply_whole(self, call: Call, job: Job) -> None:
-        num_tokens = job.ask.answer.num_tokens
+        num_tokens = job.request.answer.num_tokens
         await job.more(lambda: job.num_ready < num_tokens)
         if job.num_ready == num_tokens:
-            await call.reply(200, JSON, CompletionReply(job.ask, int(time.time())).whole(job.cached_tokens))
+            await call.reply(200, JSON, CompletionReply(job.request, int(time.time())).whole(job.cached_tokens))
 
     # Everything else.
 

@@ -94,7 +94,7 @@ class Driver:
             lag_s=late_s,
         )
 
-    def submit(self, ask: ParsedRequest) -> Job:
+    def submit(self, request: ParsedRequest) -> Job:
         """Add a request now; VllmError where the engine cannot take it."""
         if self.failure is not None:
             raise self.failure
@@ -102,33 +102,33 @@ class Driver:
             self.metrics.num_refused += 1
             raise busy()
         self._serial += 1
-        engine_id = f"chatcmpl-{ask.request_id}" if ask.kind == CHAT else f"cmpl-{ask.request_id}-0"
+        engine_id = f"chatcmpl-{request.request_id}" if request.kind == CHAT else f"cmpl-{request.request_id}-0"
         engine_id = f"{engine_id}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
-            hashes = content_hashes([*ask.prompt, *ask.answer.token_ids()], self.engine.config.block_size)
+            hashes = content_hashes([*request.prompt, *request.answer.token_ids()], self.engine.config.block_size)
             self._contents.learn(hashes)
         arrival_s = self.clock.now_s()
         try:
             slot = self.engine.add(
                 RequestFacts(
                     request_id=engine_id,
-                    model=ask.model,
-                    prompt_tokens=len(ask.prompt),
-                    output_tokens=ask.answer.num_tokens,
-                    max_tokens=ask.max_tokens,
-                    priority=ask.priority,
+                    model=request.model,
+                    prompt_tokens=len(request.prompt),
+                    output_tokens=request.answer.num_tokens,
+                    max_tokens=request.max_tokens,
+                    priority=request.priority,
                     arrival_s=arrival_s,
                     prefix_hashes=hashes,
-                    min_tokens=ask.min_tokens or None,
-                    **self._service_facts(ask.facts),
+                    min_tokens=request.min_tokens or None,
+                    **self._service_facts(request.facts),
                 )
             )
         except ValueError as error:
             raise bad_value(str(error)) from None
         self._bind_arrays()
         self._seen[slot] = 0
-        job = self._jobs[slot] = Job(ask=ask, engine_id=engine_id, slot=slot, serial=self._serial)
+        job = self._jobs[slot] = Job(request=request, engine_id=engine_id, slot=slot, serial=self._serial)
         if self._exporter is not None:
             self._exporter.arrived(job, hashes)
         if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
@@ -264,7 +264,7 @@ class Driver:
         for slot in changed[rows["status"][changed] == FINISHED].tolist():
             job = self._jobs[slot]
             job.is_over = True
-            self._ending.append((job, job.ask.answer.finish_reason))
+            self._ending.append((job, job.request.answer.finish_reason))
 
     def _note_first(self, slots: np.ndarray) -> None:
         rows = self._rows[slots]
@@ -287,7 +287,7 @@ class Driver:
             outcome = self.engine.outcome(job.engine_id)
             self.engine.remove(job.engine_id)
             del self._jobs[job.slot]
-            self.metrics.ended(outcome, reason, job.ask.max_tokens)
+            self.metrics.ended(outcome, reason, job.request.max_tokens)
             if self._exporter is not None:
                 self._exporter.ended(job, outcome, reason)
         self._ending = still

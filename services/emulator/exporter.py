@@ -185,7 +185,7 @@ class EngineStateExporter:
             self._guarded(partial(self._grow, self._writer, num_slots))
         if self._writer is None:
             return
-        ask = job.ask
+        parsed = job.request
         request, facts = self._engine.request_in(job.slot), self._engine.state.facts[job.slot]
         self._writer.put_request(
             job.slot,
@@ -193,11 +193,11 @@ class EngineStateExporter:
             request_id=job.engine_id,
             arrival_s=request.arrival_s,
             prompt_tokens=request.prompt_tokens,
-            max_tokens=ask.max_tokens,
-            min_tokens=ask.min_tokens,
+            max_tokens=parsed.max_tokens,
+            min_tokens=parsed.min_tokens,
             priority=request.priority,
-            tag_tokens=ask.facts.get("tag_tokens", math.nan),
-            tag_spread=ask.facts.get("tag_spread", 0.0),
+            tag_tokens=parsed.facts.get("tag_tokens", math.nan),
+            tag_spread=parsed.facts.get("tag_spread", 0.0),
             ttft_slo_s=float(facts.ttft_slo_s),
             tpot_slo_s=float(facts.tpot_slo_s),
             request_class=int(facts.request_class),

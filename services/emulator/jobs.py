@@ -18,7 +18,7 @@ class Job:
     returns False, and the task is woken.
     """
 
-    ask: ParsedRequest
+    request: ParsedRequest
     engine_id: str
     slot: int
     serial: int

@@ -102,7 +102,7 @@ def parsed(data: bytes) -> Any:
         raise malformed(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
 
 
-def ask_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
+def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
     """Check a request, and make its answer."""
     body = _body(kind, data)
     if body.model not in (None, served.model):

@@ -15,16 +15,16 @@ TEXT = "\0"  # placeholder of an event's text while the rest of the event is wri
 class CompletionReply:
     """Writes one response; the parts that do not change from token to token are written once."""
 
-    def __init__(self, ask: ParsedRequest, created_s: int) -> None:
+    def __init__(self, request: ParsedRequest, created_s: int) -> None:
         """Write the constant parts."""
-        self._ask = ask
-        self._answer = ask.answer
-        self._is_chat = ask.kind == CHAT
+        self._request = request
+        self._answer = request.answer
+        self._is_chat = request.kind == CHAT
         prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         self._common: dict[str, Any] = {
-            "id": f"{prefix}-{ask.request_id}", "object": kind, "created": created_s, "model": ask.model,
+            "id": f"{prefix}-{request.request_id}", "object": kind, "created": created_s, "model": request.model,
         }  # fmt: skip
-        if ask.stream:
+        if request.stream:
             if self._is_chat:
                 self._common["object"] = "chat.completion.chunk"
             self._head, self._tail = self._around_text(is_last=False)
@@ -34,7 +34,7 @@ class CompletionReply:
         if not self._is_chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        usage = {"usage": self._usage_after(0)} if self._ask.continuous_usage else {}
+        usage = {"usage": self._usage_after(0)} if self._request.continuous_usage else {}
         return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": None, "prompt_text": None})
 
     def events(self, start: int, end: int, cached_tokens: int = 0) -> bytes:
@@ -45,7 +45,7 @@ class CompletionReply:
         events = [self._token(place) for place in range(start, min(end, num_tokens - 1))]
         if end >= num_tokens:
             events.append(self._last_token())
-            if self._ask.include_usage:
+            if self._request.include_usage:
                 cached = {"cached_tokens": cached_tokens, **({"created_cache_tokens": 0} if self._is_chat else {})}
                 usage = {**self._usage(num_tokens), "prompt_tokens_details": cached}
                 events.append(
@@ -80,16 +80,16 @@ class CompletionReply:
 
     def _token(self, place: int) -> bytes:
         text = self._answer.text(place, place + 1).encode()
-        if not self._ask.continuous_usage:
+        if not self._request.continuous_usage:
             return self._head + text + self._tail
         return self._head + text + _with(self._tail, "usage", self._usage_after(place + 1))
 
     def _last_token(self) -> bytes:
         num_tokens = self._answer.num_tokens
         head, tail = self._around_text(is_last=True)
-        if self._ask.continuous_usage:
+        if self._request.continuous_usage:
             tail = _with(tail, "usage", self._usage_after(num_tokens))
-        elif not self._ask.include_usage:
+        elif not self._request.include_usage:
             tail = _with(tail, "system_fingerprint", FINGERPRINT)
         return head + self._answer.text(num_tokens - 1, num_tokens).encode() + tail
 
@@ -108,7 +108,7 @@ class CompletionReply:
         return head, tail
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
-        num_prompt = len(self._ask.prompt)
+        num_prompt = len(self._request.prompt)
         return {
             "prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens, "completion_tokens": num_tokens,
         }  # fmt: skip

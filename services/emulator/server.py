@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -26,7 +25,7 @@ from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
 from services.http.server import answering, listening
 from services.logs import log_event
-from services.rpc.server import stop_signal
+from services.rpc.server import freeze_imported_objects, stop_signal
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +42,18 @@ class RunningEmulator:
 
 def serve(settings: EmulatorSettings, config: EngineConfig, profile: Profile) -> None:
     """Serve until SIGTERM or SIGINT; then finish the requests under way."""
-    with listening(settings.host, settings.port) as own:
-        uvloop.run(_serve_until_signalled(settings, config, profile, own))
+    with listening(settings.host, settings.port) as listener:
+        uvloop.run(_serve_until_signalled(settings, config, profile, listener))
 
 
 async def _serve_until_signalled(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, own: socket.socket
+    settings: EmulatorSettings, config: EngineConfig, profile: Profile, listener: socket.socket
 ) -> None:
     stop = stop_signal()
-    async with serving(settings, config, profile, own) as here:
-        gc.collect()
-        gc.freeze()  # modules need not be collected again and again
+    async with serving(settings, config, profile, listener) as running:
+        freeze_imported_objects()
         log_event(
-            log, logging.INFO, "serving", server="engine", host=settings.host, port=here.port,
+            log, logging.INFO, "serving", server="engine", host=settings.host, port=running.port,
             state_file=settings.state_file,
         )  # fmt: skip
         await stop.wait()
@@ -64,15 +62,15 @@ async def _serve_until_signalled(
 
 @asynccontextmanager
 async def serving(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, own: socket.socket
+    settings: EmulatorSettings, config: EngineConfig, profile: Profile, listener: socket.socket
 ) -> AsyncIterator[RunningEmulator]:
     """Serve on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
     warm(config, profile)
     app = application(settings, config, profile)
     driving = asyncio.create_task(app.driver.run())
     try:
-        async with answering(app, own, settings.drain_s, protocol=ConnectionProtocol, keep_alive_s=KEEP_ALIVE_S):
-            yield RunningEmulator(app=app, port=own.getsockname()[1])
+        async with answering(app, listener, settings.drain_s, protocol=ConnectionProtocol, keep_alive_s=KEEP_ALIVE_S):
+            yield RunningEmulator(app=app, port=listener.getsockname()[1])
     finally:
         driving.cancel()
         with suppress(asyncio.CancelledError):

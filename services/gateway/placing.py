@@ -32,9 +32,9 @@ class Placing:
 
     async def place(self) -> Destination:
         """Return the next destination; ApiError where there is none."""
-        asked_s = time.monotonic()
+        start_s = time.monotonic()
         destination = await self._find()
-        took_s = time.monotonic() - asked_s
+        took_s = time.monotonic() - start_s
         self.took_s += took_s
         self.shared.metrics.decision.observe(took_s)
         self._tried.append(destination.instance_id)
@@ -75,14 +75,14 @@ class Placing:
     async def _decided(self, excluded: list[str]) -> Destination:
         request = self.incoming.request
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
-        question = scheduler_pb2.ScheduleRequest(
+        message = scheduler_pb2.ScheduleRequest(
             request=request,
             prompt=self.incoming.openai.prompt,
             exclude_instance_ids=excluded,
             explain=self.incoming.explain,
         )
         elsewhere = bool(self.shared.last_resort)  # otherwise the request waits even for schedulers that do not reply
-        response = await self.shared.schedulers.schedule(question, abandoned=self._give_back, insist=not elsewhere)
+        response = await self.shared.schedulers.schedule(message, abandoned=self._give_back, insist=not elsewhere)
         decision = response.decision
         try:
             destination = destination_of(decision)

@@ -1,4 +1,4 @@
-"""A client of several schedulers: asked in turn, each guarded by a circuit breaker."""
+"""Decisions for the gateway: by schedulers, called in turn behind circuit breakers, or in the gateway's own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.circuit import CircuitState
 from services.http.errors import ApiError
 from services.logs import log_event
+from services.placement.driver import PlacementDriver
+from services.placement.service import patience_s
 from services.rpc.channels import open_channel
+from services.rpc.errors import INTERNAL, message_of, status_of
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,8 @@ UNWILLING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
-MAX_PAUSE_S = 2.0  # so that a scheduler that returns is soon asked again
+MAX_PAUSE_S = 2.0  # so that a scheduler that returns is called again soon
+IN_PROCESS = "in-process"  # as the scheduler's address in metrics
 
 AbandonedDecision = Callable[[scheduler_pb2.ScheduleResponse], None]
 
@@ -81,7 +85,7 @@ class _Scheduler:
 
 
 class Schedulers:
-    """Asks one scheduler after the other until one replies; needs a running event loop."""
+    """Calls one scheduler after the other until one replies; needs a running event loop."""
 
     def __init__(self, addresses: Sequence[str], *, within_s: float, failures: Counter) -> None:
         """Connect to all of them."""
@@ -104,7 +108,7 @@ class Schedulers:
     async def schedule(
         self, request: scheduler_pb2.ScheduleRequest, *, abandoned: AbandonedDecision | None = None, insist: bool = True
     ) -> scheduler_pb2.ScheduleResponse:
-        """Get a decision from any scheduler; while all circuits are open, ask one nevertheless only with `insist`.
+        """Get a decision from any scheduler; while all circuits are open, call one nevertheless only with `insist`.
 
         A caller that is cancelled meanwhile does not cancel the call: the decision then goes to `abandoned`.
         """
@@ -132,9 +136,8 @@ class Schedulers:
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Report the end of a request to any scheduler; False where none took it."""
-        for one in self._in_turn(
-            "release", CircuitState.may_try, insist=True
-        ):  # not a trial: a scheduler that takes it may still hang at decisions
+        # not a trial of its circuit: a scheduler that takes a release may still hang at decisions
+        for one in self._in_turn("release", CircuitState.may_try, insist=True):
             try:
                 await one.stub.Release(request, timeout=self._within_s)
             except grpc.aio.AioRpcError as error:
@@ -171,13 +174,13 @@ class Schedulers:
         """Yield those whose circuits allow a call, another one first each time; with `insist` at least one."""
         turn = self._turns[call] = self._turns[call] + 1
         count = len(self._all)
-        was_asked = False
+        was_called = False
         for step in range(count):
             one = self._all[(turn + step) % count]
             if may(one.circuit, self._loop.time()):
-                was_asked = True
+                was_called = True
                 yield one
-        if insist and not was_asked and count:
+        if insist and not was_called and count:
             yield min(self._all, key=lambda one: one.circuit.retry_at_s)
 
     async def _call(
@@ -219,6 +222,67 @@ async def _settle(
         abandoned(await call)
     except grpc.aio.AioRpcError as error:
         log_event(log, logging.DEBUG, "no decision for a client that left", code=error.code().name)
+
+
+class InProcessScheduler:
+    """Has the interface of `Schedulers`; a decision costs a function call instead of a remote one."""
+
+    def __init__(self, driver: PlacementDriver, *, within_s: float, failures: Counter) -> None:
+        """Decide by a driver, within a time for each request."""
+        self._driver = driver
+        self._within_s = within_s
+        self._patience_s = patience_s(within_s, driver.settings.sidecar_deadline_s)
+        self._failures = failures
+
+    def __len__(self) -> int:
+        """Return the number of schedulers."""
+        return 1
+
+    def reachable(self) -> bool:
+        """Return whether decisions can be made."""
+        return bool(self._driver.registry.directory.by_id)
+
+    async def schedule(
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        *,
+        abandoned: AbandonedDecision | None = None,
+        insist: bool = True,
+    ) -> scheduler_pb2.ScheduleResponse:
+        """Decide; a caller that is cancelled meanwhile leaves no reservation behind."""
+        del abandoned, insist  # for decisions that are made elsewhere
+        try:
+            async with asyncio.timeout(self._within_s):
+                decision = await self._driver.schedule(request, self._patience_s)
+        except Exception as error:
+            if status_of(error) is INTERNAL:
+                log.exception("decision failed", extra={"fields": {"request_id": request.request.request_id}})
+            raise self._refused(error) from None
+        return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    def _refused(self, error: Exception) -> ApiError:
+        code = status_of(error).grpc_code
+        if code in REFUSALS:
+            return refusal(code, message_of(error))
+        self._failures.labels(IN_PROCESS, code.name).inc()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ApiError(503, f"no decision within {self._within_s:g} s")
+        return ApiError(UNWILLING.get(code, 503), message_of(error))
+
+    async def release(self, request: common_pb2.ReleaseRequest) -> bool:
+        """Release a request at its instance, and report its outcome."""
+        try:
+            await self._driver.release(request)
+        except ValueError:
+            return False
+        return True
+
+    async def instances(self) -> Sequence[common_pb2.Instance]:
+        """Return all instances."""
+        return [handle.message for handle in self._driver.registry.handles()]
+
+    async def close(self) -> None:
+        """Do nothing: the driver ends with its own context."""
 
 
 def refusal(code: grpc.StatusCode, details: str) -> ApiError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,15 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
 from services.gateway.app import Gateway
-from services.gateway.context import GatewayContext
+from services.gateway.context import GatewayContext, RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
-from services.gateway.in_process import InProcessScheduler
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
-from services.gateway.retry_budget import RetryBudget
-from services.gateway.schedulers import SchedulerClient, Schedulers
+from services.gateway.schedulers import InProcessScheduler, SchedulerClient, Schedulers
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
@@ -33,7 +30,7 @@ from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
-from services.rpc.server import metrics_served, stop_signal
+from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 
@@ -74,15 +71,14 @@ async def serve_until_signalled(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, server, keys, decisions) as here:
-        gc.collect()
-        gc.freeze()  # modules need not be collected again and again
+    async with serving(settings, server, keys, decisions) as running:
+        freeze_imported_objects()
         log_event(
-            log, logging.INFO, "serving", server=NAME, host=server.host, port=here.port,
-            scheduler_port=here.scheduler_port,
+            log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
+            scheduler_port=running.scheduler_port,
         )  # fmt: skip
         await stop.wait()
-        log_event(log, logging.INFO, "draining", server=NAME, requests=len(here.gateway))
+        log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.gateway))
     log_event(log, logging.INFO, "stopped", server=NAME)
 
 
@@ -111,8 +107,8 @@ async def deciding(
         service = SchedulerService(driver, client, registry)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
-            async with rpc_serving(decisions.rpc, [register], registry) as here:
-                yield local, here.port
+            async with rpc_serving(decisions.rpc, [register], registry) as running:
+                yield local, running.port
         finally:
             client.close()
 
@@ -133,7 +129,7 @@ async def serving(
         seed=settings.hash_seed,
     )
     async with AsyncExitStack() as stack:
-        own = stack.enter_context(listening(server.host, server.port))
+        listener = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))
         schedulers, scheduler_port = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
         releases = ReleaseQueue(
@@ -158,8 +154,8 @@ async def serving(
         )
         gateway = Gateway(context, keys)
         try:
-            async with answering(gateway, own, server.drain_s):
-                port = own.getsockname()[1]
+            async with answering(gateway, listener, server.drain_s):
+                port = listener.getsockname()[1]
                 yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port)
         finally:
             engines.close()

@@ -9,6 +9,7 @@ from typing import Annotated
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
+from services.instances import require_address
 from services.settings import Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
@@ -85,9 +86,7 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         """Refuse settings that no gateway can have."""
         for address in self.schedulers:
-            host, colon, port = address.rpartition(":")
-            if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"scheduler: {address!r} must be host:port")
+            require_address("scheduler", address)
         for url in self.engine_urls:
             try:
                 origin_of(url)

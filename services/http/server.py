@@ -34,7 +34,7 @@ class Draining(Protocol):
 @asynccontextmanager
 async def answering(
     app: Draining,
-    own: socket.socket,
+    listener: socket.socket,
     drain_s: float,
     *,
     protocol: type[asyncio.Protocol] | None = None,
@@ -58,7 +58,7 @@ async def answering(
     config.load()
     http = uvicorn.Server(config)
     http.lifespan = config.lifespan_class(config)
-    await http.startup(sockets=[own])
+    await http.startup(sockets=[listener])
     ticking = asyncio.create_task(http.main_loop())
     try:
         yield
@@ -66,7 +66,7 @@ async def answering(
         app.draining = True
         too_late = asyncio.get_running_loop().call_later(drain_s, app.cut_off)
         ticking.cancel()
-        await http.shutdown(sockets=[own])
+        await http.shutdown(sockets=[listener])
         too_late.cancel()
 
 
@@ -74,9 +74,9 @@ def listening(host: str, port: int, field: str = "port") -> socket.socket:
     """Bind a socket; ValueError names what is wrong. It accepts connections once it is served."""
     refuse_taken(host, port, field)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    own = socket.socket(family, kind, protocol)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
-    own.bind(address)
-    own.setblocking(False)
-    return own
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+    listener.bind(address)
+    listener.setblocking(False)
+    return listener

@@ -36,13 +36,13 @@ class KernelOptions:
     seed: int = 0
     name: str = ""
     gpu: str = ""
-    told: UntimedCosts
+    untimed: UntimedCosts
 
     def __post_init__(self) -> None:
         """Reject a budget that is too short, and link parameters for a single device."""
         if not MIN_BUDGET_S <= self.budget_s < 1e6:
             raise ValueError(f"budget: must be at least {MIN_BUDGET_S:g} s, not {self.budget_s:g} s")
-        if self.tensor_parallel == 1 and (self.told.all_reduce_s or self.told.link_bytes_per_s):
+        if self.tensor_parallel == 1 and (self.untimed.all_reduce_s or self.untimed.link_bytes_per_s):
             raise ValueError("tensor_parallel: must be above 1 with all-reduce parameters")
 
 
@@ -100,7 +100,7 @@ def kernel_profile(options: KernelOptions, progress: Callable[[float], None]) ->
         timed = time_kernels(timing, progress)
     except OutOfMemoryError:
         raise ValueError("device: has too little memory; lower max_num_batched_tokens or max_num_seqs") from None
-    step_time, error, valid = fit_kernels(timed.timings, share, options.told)
+    step_time, error, valid = fit_kernels(timed.timings, share, options.untimed)
     gpu = options.gpu or device.name
     made = Profile(
         name=options.name or profile_name(model, gpu),
@@ -114,7 +114,7 @@ def kernel_profile(options: KernelOptions, progress: Callable[[float], None]) ->
         error=error,
         source=f"one layer's kernels and the head's, timed with random weights in {timed.took_s:.0f} s on {device.name}"
         f" ({device.description}), {len(timed.timings.attention)} batches of {timed.attention}; the error is that of"
-        f" steps composed of them. {notes_of(share, options.told)}",
+        f" steps composed of them. {notes_of(share, options.untimed)}",
         engine=NO_SUGGESTION
         if kv_tokens is None
         else SuggestedEngine(num_gpu_blocks=max(1, kv_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE),
@@ -129,13 +129,13 @@ def kernel_profile(options: KernelOptions, progress: Callable[[float], None]) ->
     )
 
 
-def notes_of(share: Share, told: UntimedCosts) -> str:
+def notes_of(share: Share, untimed: UntimedCosts) -> str:
     """Describe the costs that are not timed: those that were given, or that they are missing."""
-    notes = [f"{told.cpu_s * 1e3:g} ms of processor time a step, as given" if told.cpu_s else "No processor time"]
+    notes = [f"{untimed.cpu_s * 1e3:g} ms of processor time a step, as given" if untimed.cpu_s else "No processor time"]
     if share.tensor_parallel > 1:
-        link = f" and {told.link_bytes_per_s / 1e9:g} GB/s" if told.link_bytes_per_s else ""
-        all_reduces = f"all-reduces of {told.all_reduce_s * 1e6:g} us{link}, as given"
-        notes.append(all_reduces if told.all_reduce_s or link else "no all-reduces, which one device cannot time")
+        link = f" and {untimed.link_bytes_per_s / 1e9:g} GB/s" if untimed.link_bytes_per_s else ""
+        all_reduces = f"all-reduces of {untimed.all_reduce_s * 1e6:g} us{link}, as given"
+        notes.append(all_reduces if untimed.all_reduce_s or link else "no all-reduces, which one device cannot time")
     return "; ".join(notes) + "."
 
 

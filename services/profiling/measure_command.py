@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from predictor.profile import Profile
 from services.http.client import HttpClient, origin_of
 from services.profiling.measuring import MeasurementOptions, Progress, measure
 
-SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 NVIDIA_SMI_TIMEOUT_S = 10.0
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 5.0
@@ -80,24 +78,16 @@ async def measured_profile(options: MeasureOptions, progress: Progress) -> tuple
     return profile, measured
 
 
-def seconds_of(text: str, field: str) -> float:
-    """Parse a time such as 90, 90s, 3m or 1h."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None:
-        raise ValueError(f"{field}: {text!r} is not a time such as 90s or 3m")
-    return float(found[1]) * SECONDS[found[2]]
-
-
 def _gpu() -> str:
     """Return the name of this machine's GPU, or CPU."""
     try:
-        asked = subprocess.run(
+        listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],  # noqa: S607 - wherever it is
             capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT_S,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return "CPU"
-    return (asked.stdout.splitlines() or ["CPU"])[0].strip() or "CPU"
+    return (listed.stdout.splitlines() or ["CPU"])[0].strip() or "CPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,9 +173,9 @@ class PagedAttention:
         )
         attended = torch.empty_like(queries)
         first_queries, first_keys, num_keys = (
-            self._there(counts) for counts in (layout.first_queries, layout.first_keys, layout.num_keys)
+            self._on_device(counts) for counts in (layout.first_queries, layout.first_keys, layout.num_keys)
         )
-        tables = [self._there(table) for table in layout.tables]
+        tables = [self._on_device(table) for table in layout.tables]
         return lambda number: varlen_attn_out(
             attended,
             queries,
@@ -191,7 +191,7 @@ class PagedAttention:
             block_table=tables[number % len(tables)],
         )
 
-    def _there(self, counts: Counts) -> torch.Tensor:
+    def _on_device(self, counts: Counts) -> torch.Tensor:
         return torch.from_numpy(counts).to(self._device)
 
 
@@ -228,7 +228,7 @@ class ContiguousAttention:
     def _in_full(self, sequences: int, queries: int, keys: int) -> Run:
         share, head_dim = self._share, self._share.model.head_dim
         rows = queries * (share.num_heads // share.num_kv_heads)
-        asking = _random(share, self._device, sequences, share.num_kv_heads, rows, head_dim)
+        attending = _random(share, self._device, sequences, share.num_kv_heads, rows, head_dim)
         taken = sequences * keys
         num_copies = max(1, min(share.model.num_layers, self._num_tokens // taken))
 
@@ -239,7 +239,7 @@ class ContiguousAttention:
             ]
 
         pairs = list(zip(views(self._keys), views(self._values), strict=True))
-        return lambda number: functional.scaled_dot_product_attention(asking, *pairs[number % num_copies])
+        return lambda number: functional.scaled_dot_product_attention(attending, *pairs[number % num_copies])
 
     def _causal(self, chunk: int) -> Run:
         sizes = (1, self._share.num_heads, chunk, self._share.model.head_dim)

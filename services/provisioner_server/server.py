@@ -59,8 +59,8 @@ async def provisioning(
     """Size a pool while the block runs."""
     metrics = ProvisionerMetrics(registry)
     pool = Pool(settings, metrics)
-    own = lease or FileLease(Path(settings.folder) / LEASE, settings.provisioner_id)
-    leader = Leader(pool, DryRun() if settings.dry_run else hook, own, metrics)
+    lease = lease or FileLease(Path(settings.folder) / LEASE, settings.provisioner_id)
+    leader = Leader(pool, DryRun() if settings.dry_run else hook, lease, metrics)
     leading = asyncio.create_task(supervised("sizing the pool", leader.run))
     try:
         yield ProvisionerService(pool, leader)

@@ -134,10 +134,10 @@ async def serve_until_signalled(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, services, registry, endless=endless) as here:
-        fields = {} if here.metrics_port is None else {"metrics_port": here.metrics_port}
+    async with serving(settings, services, registry, endless=endless) as running:
+        fields = {} if running.metrics_port is None else {"metrics_port": running.metrics_port}
         freeze_imported_objects()
-        log_event(log, logging.INFO, "serving", server=name, host=settings.host, port=here.port, **fields)
+        log_event(log, logging.INFO, "serving", server=name, host=settings.host, port=running.port, **fields)
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=name)
     log_event(log, logging.INFO, "stopped", server=name)

@@ -22,16 +22,19 @@ class HookError(Exception):
 
 
 class Hook(Protocol):
-    """Starts and ends instances."""
+    """Starts and ends instances. By default a hook knows no instances itself, and any of them may be removed."""
 
     async def act(self, action: pb.Action) -> pb.HookReply:
         """Carry an action out; a repeated one has no further effect, and the same reply."""
 
     async def instances(self) -> list[common_pb2.Instance] | None:
-        """Return the instances; None where the hook cannot know them."""
+        """Return the instances; None where only replies name them."""
+        return None
 
     def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
         """Return the instances that would be removed, where the provisioner cannot choose; else None."""
+        del instance_ids, num
+        return None
 
     async def close(self) -> None:
         """Close connections; instances keep running."""
@@ -46,7 +49,7 @@ def require_done(reply: pb.HookReply, action: pb.Action) -> pb.HookReply:
     return reply
 
 
-class DryRun:
+class DryRun(Hook):
     """Logs actions instead of carrying them out."""
 
     async def act(self, action: pb.Action) -> pb.HookReply:
@@ -57,15 +60,6 @@ class DryRun:
             why=action.why,
         )  # fmt: skip
         return pb.HookReply(action_id=action.action_id, message="dry run")
-
-    async def instances(self) -> list[common_pb2.Instance] | None:
-        """Return None: no instance is known."""
-        return None
-
-    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Return None: any instance may be removed."""
-        del instance_ids, num
-        return None
 
     async def close(self) -> None:
         """Do nothing."""

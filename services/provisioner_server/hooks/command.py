@@ -13,15 +13,14 @@ from contextlib import suppress
 
 from google.protobuf.json_format import Parse, ParseError
 
-from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from services.provisioner_server.hooks import HookError, require_done
+from services.provisioner_server.hooks import Hook, HookError, require_done
 from services.provisioner_server.journal import as_plain
 
 MAX_BYTES = 1 << 20
 
 
-class Command:
+class Command(Hook):
     """Runs a command, without a shell, for every action."""
 
     def __init__(self, words: list[str], timeout_s: float = 60.0) -> None:
@@ -56,15 +55,6 @@ class Command:
             reason = lines[-1] if lines else "no error output"
             raise HookError(f"{self._words[0]}: status {process.returncode}: {reason}")
         return require_done(reply_from(output, self._words[0]), action)
-
-    async def instances(self) -> list[common_pb2.Instance] | None:
-        """Return None: only replies name instances."""
-        return None
-
-    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Return None: any instance may be removed."""
-        del instance_ids, num
-        return None
 
     async def close(self) -> None:
         """Do nothing."""

@@ -13,7 +13,7 @@ from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from services.logs import log_event
-from services.provisioner_server.hooks import HookError
+from services.provisioner_server.hooks import Hook, HookError
 from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ TIMEOUT_S = 30.0  # of one call
 WATCH_S = 60  # after which the API server ends a watch, and another one starts
 
 
-class Scale:
+class Scale(Hook):
     """Sets the number of replicas. The number is absolute, so setting it twice has no further effect."""
 
     def __init__(  # noqa: PLR0913 - the settings of this hook

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from services.provisioner_server.hooks import HookError
+from services.provisioner_server.hooks import Hook, HookError
 
 ENGINE, SIDECAR = "engine", "sidecar"
 OURS = (sys.executable, "-m", "services.cli", "serve")
@@ -35,7 +35,7 @@ CLOSE_S = 15.0  # for all instances, where they end with the provisioner
 END_S = 60.0  # for an instance that is drained; its engine finishes its requests first
 
 
-class Processes:
+class Processes(Hook):
     """Starts and ends engines and sidecars; `engine_command` may contain {port}, {name} and {state}."""
 
     def __init__(  # noqa: PLR0913 - the settings of this hook
@@ -64,11 +64,6 @@ class Processes:
             return []
         names = sorted(path.parent.name for path in self._folder.glob("*/instance.json"))
         return [self._instance(name) for name in names if all(self._runs(name, part) for part in (ENGINE, SIDECAR))]
-
-    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Return None: any instance may be removed."""
-        del instance_ids, num
-        return None
 
     async def close(self) -> None:
         """End all instances, unless they are kept."""

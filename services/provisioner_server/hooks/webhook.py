@@ -14,12 +14,11 @@ import random
 import time
 from urllib.parse import urlsplit
 
-from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from services.http.client import HttpClient, origin_of, request_head
 from services.logs import log_event
-from services.provisioner_server.hooks import HookError, require_done
+from services.provisioner_server.hooks import Hook, HookError, require_done
 from services.provisioner_server.hooks.command import MAX_BYTES, reply_from
 from services.provisioner_server.journal import as_plain
 
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRIABLE = (408, 425, 429)  # and all from 500 on
 
 
-class Webhook:
+class Webhook(Hook):
     """Posts each action until the receiver accepts it."""
 
     def __init__(  # noqa: PLR0913 - the settings of this hook
@@ -93,15 +92,6 @@ class Webhook:
         if not 200 <= status < 300:
             raise HookError(f"webhook: status {status}: {response[:200].decode(errors='replace')}", permanent=True)
         return reply_from(response, "webhook")
-
-    async def instances(self) -> list[common_pb2.Instance] | None:
-        """Return None: only replies name instances."""
-        return None
-
-    def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
-        """Return None: any instance may be removed."""
-        del instance_ids, num
-        return None
 
     async def close(self) -> None:
         """Close connections."""

@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import httpx
+import pytest
 
 from protos.block.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.gateway.keys import ApiKeys
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
 from services.instances import Listed
+from services.placement.driver import PlacementDriver
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Answer, completes, engines, hangs
@@ -89,6 +92,25 @@ def test_errors_have_the_statuses_of_remote_decisions() -> None:
         async with gateway(instances=False) as here:
             assert (await here.post()).status_code == 503
             assert (await here.client.get("/ready")).status_code == 503
+
+    run(test)
+
+
+def test_a_defect_in_a_decision_is_logged_and_refuses_the_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its exception is, the client gets 503, as where a remote scheduler fails."""
+
+    async def test() -> None:
+        for error in (KeyError("a defect"), TypeError("a defect")):
+            caplog.clear()
+            monkeypatch.setattr(PlacementDriver, "place", AsyncMock(side_effect=error))
+            async with gateway(completes) as here:
+                response = await here.post()
+                assert response.status_code == 503
+                metrics = (await here.client.get("/metrics")).text
+            assert 'block_gateway_scheduler_failures_total{code="INTERNAL",scheduler="in-process"} 1.0' in metrics
+            assert "a defect" in caplog.text
 
     run(test)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.block.v1 import common_pb2
+from services.gateway.context import RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
-from services.gateway.retry_budget import RetryBudget
 from services.http.sse import StreamReader, ending_of
 from tests.services.gateway.stubs import DONE, event
 

@@ -23,7 +23,7 @@ from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
-from services.gateway.in_process import InProcessScheduler
+from services.gateway.schedulers import InProcessScheduler
 from services.http.errors import ApiError
 from services.instances import Listed
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST

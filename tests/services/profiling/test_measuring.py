@@ -17,8 +17,8 @@ from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.profile import profile_from_json
 from services.engine_state.reader import Reader
 from services.http.client import origin_of
-from services.profiling.measure_command import seconds_of
 from services.profiling.measuring import MeasurementOptions, measure
+from services.settings import seconds_of
 from tests.services.cli.running import block, refusal
 from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
 
