@@ -95,7 +95,7 @@ def simulation(
         requests=_requests(work, lengths, conditions.order_s_per_token),
         scheduler_of=_schedulers_of(len(work), conditions.num_schedulers, draws),
         queue_order=queue_order,
-        results=np.zeros(len(specs), RESULT).view(np.recarray),
+        results=np.zeros(len(specs), RESULT),
         reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,
         possible=_possible(specs, lengths),

@@ -60,7 +60,7 @@ class Simulation:
     scheduler_of: npt.NDArray[np.int64]  # by request
     queue_order: QueueOrder
     workspace: Any = None
-    results: Any = None
+    results: Any = None  # of the last forecast, by position among the candidates; no recarray: its fields are slow
     reported: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     decisions: Any = None
     samples: list[ClusterSample] = field(default_factory=list)
@@ -89,7 +89,8 @@ class Simulation:
     _needs_forecast: bool = False
     _needs_prefix: bool = False
     _needs_tpot: bool = False
-    _forecast_names: tuple[str, ...] = ()
+    _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
+    _no_hits: npt.NDArray[np.float64] | None = None  # where no prompt's content is known
 
     def __post_init__(self) -> None:
         """Take out of records what each decision needs: it is found faster."""
@@ -104,9 +105,12 @@ class Simulation:
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         self._needs_forecast, self._needs_prefix = policy.needs_forecast, policy.needs_prefix
         self._needs_tpot = "predicted_tpot_s" in policy.forecast_fields
-        self._forecast_names = tuple(
-            name for name in FORECAST_FIELDS if name in policy.forecast_fields or name == "predicted_e2e_s"
-        )
+        self._forecast_columns = {
+            name: self.results[field_name]
+            for name, field_name in FORECAST_FIELDS.items()
+            if name in policy.forecast_fields or name == "predicted_e2e_s"
+        }
+        self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
@@ -355,6 +359,9 @@ class Simulation:
             contents = self._contents(number)
             request.blocks = PromptBlocks(names=contents, block_tokens=block_size) if contents else NO_BLOCKS
             return
+        if self._no_hits is not None:
+            request.prefix_hits = self._no_hits
+            return
         hits = np.zeros(len(self.specs))
         deepest = kernels.count_hits_directly(self.fleet, self.requests, number, hits)
         request.prefix_hits = hits
@@ -368,14 +375,15 @@ class Simulation:
     def _forecast(self, among: Candidates, number: int, now_s: float, with_delays: bool) -> dict[str, Column]:
         """Forecast a request on some instances, in one call of compiled code."""
         rows = np.arange(len(among)) if among.rows is None else among.rows
-        results = self.results[: len(rows)]
+        num = len(rows)
+        results = self.results[:num]
         forecast_kernels.forecast_directly(
             self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, results
         )
-        columns = {name: _column(results, FORECAST_FIELDS[name]) for name in self._forecast_names}
+        columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:
-            columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
-                1, results.output_tokens - 1
+            columns["predicted_tpot_s"] = (results["finished_s"] - results["first_token_s"]) / np.maximum(
+                1, results["output_tokens"] - 1
             )
         return columns
 
@@ -422,7 +430,3 @@ class Simulation:
             end_s=end_s,
             up_s=up_s,
         )
-
-
-def _column(results: Any, name: str) -> Column:
-    return np.asarray(results[name], np.float64)
