@@ -23,6 +23,7 @@ from services.http.client import HttpClient
 from tests.services.waiting import run
 
 SCRIPT = Path(bench_peers.__file__)
+TIMER_MS = 1  # uvloop counts whole milliseconds from the start of a turn of the loop: timers may be that early
 
 
 def sample(ttft_ms: float, *, num: int = 10, wall_s: float = 1.0, cpu_s: float = 0.0) -> LoadSample:
@@ -172,12 +173,12 @@ def test_the_client_takes_whole_streams_from_the_stand_in() -> None:
     async def test() -> None:
         with stand_in("engine") as engine:
             client = HttpClient()
-            bodies = [request_body("a prompt"), request_body("a prompt", FIRST_MS, 1)]
+            bodies = [request_body("a prompt"), request_body("a prompt", FIRST_MS, 5)]
             seen = await load(client, [engine.url], bodies, 2)
             client.close()
         assert len(seen.ttft_ms) == len(seen.e2e_ms) == 2
-        assert max(seen.ttft_ms) >= FIRST_MS
-        assert max(seen.e2e_ms) >= FIRST_MS + NUM_EVENTS - 1
+        assert max(seen.ttft_ms) >= FIRST_MS - TIMER_MS
+        assert max(seen.e2e_ms) >= FIRST_MS - TIMER_MS + (5 - TIMER_MS) * (NUM_EVENTS - 1)
 
     run(test)
 
@@ -221,5 +222,5 @@ def test_a_short_run() -> None:
         "added_ttft_ms.scheduler-lmetric.p99",
         "requests_per_s.scheduler-lmetric",
     }
-    assert values["ttft_ms.direct.p50"] >= FIRST_MS
+    assert values["ttft_ms.direct.p50"] >= FIRST_MS - TIMER_MS
     assert values["requests_per_s.scheduler-lmetric"] > 0
