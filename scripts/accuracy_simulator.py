@@ -74,12 +74,12 @@ def compare(policy: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [{"name": f"{policy}.failed_requests", "value": len(results) - len(good), "unit": "requests",
              "n": len(results)}]  # fmt: skip
     for name in ("ttft_s", "e2e_s"):
-        seen = np.array([getattr(one, name) - one.sent_s for one in good])
-        foreseen = getattr(took, name)
-        for kind, value in (("live", seen.mean()), ("simulated", foreseen.mean())):
+        live_s = np.array([getattr(one, name) - one.sent_s for one in good])
+        simulated_s = getattr(took, name)
+        for kind, value in (("live", live_s.mean()), ("simulated", simulated_s.mean())):
             rows.append({"name": f"{policy}.{name}.mean.{kind}", "value": float(value), "unit": "engine s",
                          "n": len(good)})  # fmt: skip
-        difference = float(foreseen.mean() / seen.mean() - 1)
+        difference = float(simulated_s.mean() / live_s.mean() - 1)
         rows.append({"name": f"{policy}.{name}.mean.difference", "value": difference, "unit": "ratio", "n": len(good)})
     return rows
 

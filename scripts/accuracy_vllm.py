@@ -26,7 +26,6 @@ import asyncio
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
@@ -48,6 +47,7 @@ from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.cluster.child import Child
+from services.cluster.engines import free_port
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of
 from services.http.client import Origin, origin_of
@@ -62,6 +62,7 @@ from simulator.replay import replay
 from tests.deploy.engines import narrow_and_deep, tiny_model
 
 MODEL = "tiny"
+HOST = "127.0.0.1"
 MODES = ("plugin", "mirror")
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
@@ -161,7 +162,7 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
                 f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
                 f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
                 f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
-                f" --host 127.0.0.1 --port {free_port()}"
+                f" --host {HOST} --port {free_port(HOST)}"
             ),
         )
 
@@ -185,7 +186,7 @@ async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespa
 
 async def measured(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[Profile]:
     """Measure all engines at the same time, as `block profile measure` does."""
-    orders = [
+    options = [
         MeasureOptions(
             engine_url=engine.url,
             state_file=engine.state_file,
@@ -196,7 +197,7 @@ async def measured(engines: Sequence[EngineProcess], arguments: argparse.Namespa
         )
         for number, engine in enumerate(engines)
     ]
-    made = await asyncio.gather(*(measured_profile(one, lambda _: None) for one in orders))
+    made = await asyncio.gather(*(measured_profile(one, lambda _: None) for one in options))
     return [profile for profile, _ in made]
 
 
@@ -269,7 +270,7 @@ async def loaded(
         row(f"cpu_share.{kind}", seconds / wall_s / (os.cpu_count() or 1), "of all", 1)
         for kind, seconds in used.items()
     ]
-    return [replace_name(one, f"{mode}.{one['name']}") for one in rows]
+    return [{**one, "name": f"{mode}.{one['name']}"} for one in rows]
 
 
 async def warmed_up(gateway: Origin, form: RequestFormat, limits: LoadLimits, num_instances: int) -> None:
@@ -308,15 +309,15 @@ async def front_of(
         else:
             words += ["--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(STEP_TOKENS)]
         sidecar = await start(f"predictor-{one.name}", *words, proxy=mode == "mirror")
-        urls[one.name] = one.engine.url if mode == "plugin" else f"http://127.0.0.1:{sidecar.proxy_port}"
-        listed += ["--instance", f"{one.name}={urls[one.name]},127.0.0.1:{sidecar.port}"]
+        urls[one.name] = one.engine.url if mode == "plugin" else f"http://{HOST}:{sidecar.proxy_port}"
+        listed += ["--instance", f"{one.name}={urls[one.name]},{HOST}:{sidecar.port}"]
     tagger = await start("tagger", "tagger")
     scheduler = await start(
-        "scheduler", "scheduler", *listed, "--tagger", f"127.0.0.1:{tagger.port}", "--sidecar-deadline-ms", "1000",
+        "scheduler", "scheduler", *listed, "--tagger", f"{HOST}:{tagger.port}", "--sidecar-deadline-ms", "1000",
         "--tagger-deadline-ms", "200",
     )  # fmt: skip
-    gateway = await start("gateway", "gateway", "--scheduler", f"127.0.0.1:{scheduler.port}", "--schedule-s", "10")
-    return urls, f"127.0.0.1:{scheduler.port}", origin_of(f"http://127.0.0.1:{gateway.port}")
+    gateway = await start("gateway", "gateway", "--scheduler", f"{HOST}:{scheduler.port}", "--schedule-s", "10")
+    return urls, f"{HOST}:{scheduler.port}", origin_of(f"http://{HOST}:{gateway.port}")
 
 
 async def broadcast(
@@ -328,17 +329,17 @@ async def broadcast(
 
     async def one(planned: Planned, stub: Any) -> Both | None:
         await asyncio.sleep(max(0.0, start_s + planned.due_s - time.monotonic()))
-        asked = common_pb2.Request(
+        request = common_pb2.Request(
             request_id=f"sample-{planned.request_id}", model=MODEL, prompt_tokens=planned.prompt_tokens,
             max_tokens=planned.output_tokens, ignore_eos=True,
         )  # fmt: skip
-        told = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=asked, dry_run=True), timeout=WITHIN_S)
+        response = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True), timeout=WITHIN_S)
         body = json.loads(body_of(planned, form)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
         encoded, now_s = json.dumps(body).encode(), time.monotonic()
         results = {name: RequestResult(plan=planned) for name in urls}
         await asyncio.gather(*(senders[name].send(planned, encoded, now_s, result) for name, result in results.items()))
         ends = {name: result.e2e_s for name, result in results.items() if result.failure is None and result.e2e_s}
-        return Both(chosen=told.decision.instance.instance_id, e2e_s=ends) if len(ends) == len(urls) else None
+        return Both(chosen=response.decision.instance.instance_id, e2e_s=ends) if len(ends) == len(urls) else None
 
     try:
         async with grpc.aio.insecure_channel(scheduler) as channel:
@@ -397,11 +398,6 @@ def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "n": n}
 
 
-def replace_name(one: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a result under another name."""
-    return {**one, "name": name}
-
-
 def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]) -> dict[str, float]:
     """Return the processor seconds so far: of each program, of this process, and of all other processes."""
     kinds = {child.pid: child.name.partition("-")[0] for child in children}
@@ -418,14 +414,6 @@ def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     used["others"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S - sum(used.values())
     return used
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-    return port
 
 
 def progress(text: str) -> None:

@@ -13,12 +13,8 @@ table: `bench_predictor.py` measures what it takes to make them, `bench_schedule
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -34,6 +30,7 @@ from scheduler.instances import InstanceDirectory
 from scheduler.placement import PlacementRequest
 from scheduler.prefix import PromptPrefixes
 from scheduler.prefix.prompt import PromptBlocks
+from scripts.report import report
 
 POLICIES = {
     "lmetric": "lmetric",
@@ -64,17 +61,7 @@ def main() -> None:
             arguments.policy or list(POLICIES), arguments.instances or INSTANCES, arguments.rounds, arguments.requests
         )
     )
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        }
-        json.dump({"bench": "decision", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:40}{result['value']:>10.2f} {result['unit']:6} n={result['n']}")
+    report("decision", results, as_json=arguments.json)
 
 
 def measured(

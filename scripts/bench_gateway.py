@@ -1,16 +1,17 @@
 """What the gateway adds to a request: processor time and time to first token, against engines reached directly.
 
-Four fake engines that answer at once or at an engine's pace, a scheduler that decides in turn over real gRPC, and the
-gateway are processes of their own; prompts have 2 KB, answers are streams of 16 events. Everything stays on loopback.
+Four stand-in engines that answer at once or at an engine's pace, a stand-in scheduler that sends requests to them in
+turn, over real gRPC, and the gateway are processes of their own. Prompts have 2 KB, responses are streams of 16 events.
+Everything is on loopback.
 
 - `router_cpu_ms_per_request`: processor time (user and system) of the gateway's process, over all requests of the runs
-  with engines that answer at once, 16 at a time; every request is scheduled, streamed and released.
-- `added_ttft_ms`: 16 at a time, engines at an engine's pace (first event after 40 ms, then one every 8 to 12 ms, drawn
-  per request, so that requests do not begin in step), time to the first event through the gateway less the same
-  directly, both in this run, alternating.
-- `requests_per_s`: as many as there can be at 1 and 16 at a time, the load and the fake engines on the same cores.
+  with engines that answer at once, 16 concurrently; every request is scheduled, streamed and released.
+- `added_ttft_ms`: 16 concurrently, engines at an engine's pace (first event after 40 ms, then one every 8 to 12 ms,
+  drawn per request, so that requests do not start together), time to the first event through the gateway, minus the
+  same directly, both in this run, alternating.
+- `requests_per_s`: the throughput with 1 and 16 concurrent requests; the load and the stand-ins use the same cores.
 
-Direct and routed runs alternate, several rounds of each; a number is the median over the rounds of what each gave.
+Direct and routed runs alternate for several rounds; a number is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from scripts.asking import LoadSample, load, load_through, quantile
-from scripts.running import Running, block_serving, report, stand_in
+from scripts.load_client import LoadSample, load, load_through, quantile
+from scripts.processes import Running, block_serving, stand_in
+from scripts.report import report
 from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 
@@ -53,7 +55,7 @@ def main() -> None:
 
 @dataclass(kw_only=True)
 class Case:
-    """So many requests, so many of them at a time; and what came of them, round by round."""
+    """A number of requests with a concurrency, and the samples of each round."""
 
     name: str
     bodies: list[bytes]
@@ -63,12 +65,12 @@ class Case:
     routed: list[LoadSample] = field(default_factory=list)
 
     def requests(self) -> list[bytes]:
-        """Draw the requests of a round: the same each time."""
+        """Draw the requests of a round: the same in every round."""
         return random.Random(0).choices(self.bodies, k=self.num)
 
 
 def cases_of(num: int, num_paced: int) -> list[Case]:
-    """List what is measured."""
+    """Return all cases."""
     prompt = text_of(random.Random(0), PROMPT_BYTES)
     at_once, paced = [request_body(prompt)], [request_body(prompt, FIRST_MS, gap_ms) for gap_ms in GAPS_MS]
     return [
@@ -79,7 +81,7 @@ def cases_of(num: int, num_paced: int) -> list[Case]:
 
 
 async def measured(engines: list[Running], gateway: Running, cases: list[Case], rounds: int) -> list[dict[str, object]]:
-    """Run everything, direct and through the gateway by turns, so that both see the same machine."""
+    """Run all cases, direct and through the gateway in turn, so that both see the same machine."""
     urls = [engine.url for engine in engines]
     client = HttpClient()
     warm_up = Case(name="warm-up", bodies=cases[0].bodies, num=WARM_UP, at_a_time=16)
@@ -91,7 +93,7 @@ async def measured(engines: list[Running], gateway: Running, cases: list[Case], 
 
 
 def results_of(cases: dict[str, Case]) -> Iterator[dict[str, object]]:
-    """Put the samples into numbers with names."""
+    """Summarise the samples as named numbers."""
     for name, case in (("", cases["c16"]), (".paced", cases["paced"]), (".c1", cases["c1"])):
         yield median(f"router_cpu_ms_per_request{name}", "ms", case, [sample.cpu_ms() for sample in case.routed])
     paced = cases["paced"]
@@ -110,7 +112,7 @@ def results_of(cases: dict[str, Case]) -> Iterator[dict[str, object]]:
 
 
 def median(name: str, unit: str, case: Case, values: list[float]) -> dict[str, object]:
-    """Write one result down; `n` requests gave it, over all rounds."""
+    """Return one result, the median of the rounds; `n` is the number of requests in all rounds."""
     return {"name": name, "value": statistics.median(values), "unit": unit, "n": case.num * len(values)}
 
 

@@ -1,19 +1,19 @@
 """The gateway beside other routers: processor time per request, added time to first token, requests per second.
 
-All routers run at the same time before the same four stand-in engines, and are asked in turns, round after round, by
-the same client; what they are compared with is the same client asking the engines directly, in the same rounds.
-Prompts have 2 KB: the first half is one of 16 that many share, the second is a request's own. Everything stays on
-loopback, and the load and the stand-ins take from the same cores.
+All routers run at the same time before the same four stand-in engines. One client sends requests to each of them in
+turn, round after round; the reference is the same client with the engines directly, in the same rounds. Prompts have
+2 KB: the first half is one of 16 that requests share, the second differs. Everything is on loopback, and the load and
+the stand-ins use the same cores.
 
 - `cpu_ms_per_request.{router}`: processor time (user and system) of all of a router's processes, with engines that
-  answer at once, `--at-a-time` requests at a time; a scheduler is a part of its router, sidecars are not.
+  answer at once and `--at-a-time` concurrent requests; a scheduler is part of its router, sidecars are not.
 - `cpu_ms_per_request.{router}.paced`: the same with engines at an engine's pace (first event after 40 ms, then 15 more,
-  one every 8 to 12 ms), 16 requests at a time that do not begin together: each event is passed on by itself.
-- `added_ttft_ms.{router}.p50|p99`: at an engine's pace, time to the first event less the same asked directly.
-- `requests_per_s.{router}`: as many as there can be with engines that answer at once; `direct` is without a router.
+  one every 8 to 12 ms), 16 concurrent requests that do not start together: each event is forwarded by itself.
+- `added_ttft_ms.{router}.p50|p99`: at an engine's pace, time to the first event, minus the same without a router.
+- `requests_per_s.{router}`: the throughput with engines that answer at once; `direct` is without a router.
 
-A number is the median over the rounds. Block's rows are over stand-ins for sidecars that answer at once. vllm-router is
-installed from PyPI where it is missing; a router that cannot be run, or fails, has a line that says why.
+A number is the median over the rounds. Block's rows use stand-ins for sidecars that answer at once. vllm-router is
+installed from PyPI if it is missing; a router that cannot be run, or fails, is skipped and listed with the reason.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from dataclasses import dataclass, field
 import uvloop
 
 from scripts import peers
-from scripts.asking import LoadSample, load, load_through, quantile
-from scripts.running import BLOCK, Running, block_serving, instance_flags, report, sidecars_running, stand_in
+from scripts.load_client import LoadSample, load, load_through, quantile
+from scripts.processes import BLOCK, Running, block_serving, instance_flags, sidecars_running, stand_in
+from scripts.report import report
 from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 
 NUM_ENGINES = 4
 ROUNDS = 5
 WARM_UP = 400  # requests, before all rounds
-PACED_AT_A_TIME, PACED_S = 16, 0.2  # as long as such a request takes
-NUM_SHARED = 16  # beginnings of prompts
-DEADLINE_MS = "1000"  # no decision is to be made without a sidecar because the machine is busy
+PACED_AT_A_TIME, PACED_S = 16, 0.2  # the duration of such a request
+NUM_SHARED = 16  # first halves of prompts
+DEADLINE_MS = "1000"  # long, so that no sidecar misses it because the machine is busy
 REST_S = 0.1  # between two routers
 DIRECT = "direct"
 NOTHING = "-"
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--at-a-time", type=int, default=32, help="requests to engines that answer at once")
     parser.add_argument("--engines-per-sidecar", type=int, default=16)
     parser.add_argument("--row", action="append", choices=list(ROWS), help="Repeatable; the usual ones by default.")
-    parser.add_argument("--install", action="store_true", help="Install peers anew, though they are there.")
+    parser.add_argument("--install", action="store_true", help="Install peers again if they are installed.")
     parser.add_argument(
         "--production-stack", default="", metavar="SOURCE", help="Its router's source tree, or a wheel."
     )
@@ -94,14 +95,14 @@ def main() -> None:
 
 @dataclass(kw_only=True)
 class World:
-    """What routers are started in, and which versions of them."""
+    """The engines and options with which routers are started, and the versions of the routers."""
 
     engines: Sequence[str]
     arguments: argparse.Namespace
     versions: dict[str, str] = field(default_factory=dict)
 
     def installing(self, peer: str) -> bool:
-        """Tell whether a peer is to be installed anew: once, if at all."""
+        """Return whether a peer is to be installed again: at most once."""
         return self.arguments.install and peer not in self.versions
 
 
@@ -110,16 +111,16 @@ Start = Callable[[World], AbstractContextManager[list[Running]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRow:
-    """A router with a policy; the first of its processes is the one that is asked."""
+    """A router with a policy; the first of its processes receives the requests."""
 
     title: str
     start: Start
     usual: bool = True
-    gateway: bool = False  # Block's, which tells when nothing is left to be done in the background
+    gateway: bool = False  # Block's, which reports when nothing is left to do in the background
 
 
 def with_scheduler(policy: str) -> Start:
-    """Start a gateway and a scheduler that decides by a policy."""
+    """Return the start of a gateway and a scheduler with a policy."""
 
     @contextmanager
     def start(world: World) -> Iterator[list[Running]]:
@@ -135,7 +136,7 @@ def with_scheduler(policy: str) -> Start:
 
 
 def in_process(policy: str) -> Start:
-    """Start a gateway that decides by itself."""
+    """Return the start of a gateway that decides in its process."""
 
     @contextmanager
     def start(world: World) -> Iterator[list[Running]]:
@@ -153,12 +154,12 @@ def in_process(policy: str) -> Start:
 
 
 def gateway_help() -> str:
-    """Ask the gateway which flags it knows."""
+    """Return the gateway's help, which has the flags that it knows."""
     return subprocess.run([BLOCK, "serve", "gateway", "--help"], capture_output=True, text=True, check=True).stdout
 
 
 def vllm_router(policy: str) -> Start:
-    """Start vllm-router."""
+    """Return the start of vllm-router."""
 
     @contextmanager
     def start(world: World) -> Iterator[list[Running]]:
@@ -171,7 +172,7 @@ def vllm_router(policy: str) -> Start:
 
 
 def production_stack(policy: str) -> Start:
-    """Start production-stack's router."""
+    """Return the start of production-stack's router."""
 
     @contextmanager
     def start(world: World) -> Iterator[list[Running]]:
@@ -208,7 +209,7 @@ ROWS = {
 
 @dataclass(kw_only=True)
 class Way:
-    """How engines are asked, and what came of it round by round; or why nothing did."""
+    """A way to the engines, through a router or direct: its samples of each round, or the reason of its failure."""
 
     name: str
     router: list[Running] = field(default_factory=list)
@@ -218,7 +219,7 @@ class Way:
 
 
 def way_through(name: str, world: World, stack: ExitStack) -> Way:
-    """Start a router, or say why there is none."""
+    """Start a router; record the failure if it cannot be started."""
     try:
         return Way(name=name, router=stack.enter_context(ROWS[name].start(world)))
     except (peers.UnavailableError, RuntimeError, OSError, subprocess.SubprocessError) as failed:
@@ -226,7 +227,7 @@ def way_through(name: str, world: World, stack: ExitStack) -> Way:
 
 
 def one_line(failed: Exception) -> str:
-    """Write down why something failed."""
+    """Return an error message as one line."""
     return " ".join(str(failed).split()) or type(failed).__name__
 
 
@@ -234,24 +235,24 @@ def one_line(failed: Exception) -> str:
 
 
 async def measured(world: World, direct: Way, ways: Sequence[Way]) -> None:
-    """Ask in turns, round after round, so that all see the same machine; one that fails is asked no more."""
+    """Send the load in turns, so that all ways see the same machine; a way that fails is skipped from then on."""
     arguments, prompts, client = world.arguments, Prompts(), HttpClient()
     warm_up = prompts.requests(WARM_UP)
     for way in (direct, *ways):
-        await asked(client, world, way, warm_up, arguments.at_a_time)
+        await sent(client, world, way, warm_up, arguments.at_a_time)
     for _ in range(arguments.rounds):
         at_once, paced = prompts.requests(arguments.requests), prompts.paced_requests(arguments.paced_requests)
         for way in (direct, *ways):
-            way.at_once += await asked(client, world, way, at_once, arguments.at_a_time)
+            way.at_once += await sent(client, world, way, at_once, arguments.at_a_time)
         for way in (direct, *ways):
-            way.paced += await asked(client, world, way, paced, PACED_AT_A_TIME, spread_s=PACED_S)
+            way.paced += await sent(client, world, way, paced, PACED_AT_A_TIME, spread_s=PACED_S)
     client.close()
 
 
-async def asked(
+async def sent(
     client: HttpClient, world: World, way: Way, bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
 ) -> list[LoadSample]:
-    """Send requests one way; nothing comes of it where that has failed."""
+    """Send requests one way; return no sample if it fails or has failed."""
     if way.failure:
         return []
     await asyncio.sleep(REST_S)
@@ -267,12 +268,12 @@ async def asked(
 
 
 class Prompts:
-    """Draws requests: each has a beginning that others have too, and then goes on by itself."""
+    """Draws requests: the first half of a prompt is shared with others, the second is not."""
 
     def __init__(self) -> None:
-        """Write what is drawn from."""
+        """Make the texts that are drawn from."""
         self._rng = random.Random(0)
-        self._beginnings = [text_of(self._rng, PROMPT_BYTES // 2) for _ in range(NUM_SHARED)]
+        self._first_halves = [text_of(self._rng, PROMPT_BYTES // 2) for _ in range(NUM_SHARED)]
         self._text = text_of(self._rng, 100 * PROMPT_BYTES)
 
     def requests(self, num: int) -> list[bytes]:
@@ -285,11 +286,11 @@ class Prompts:
 
     def _prompt(self) -> str:
         start = self._rng.randrange(len(self._text) - PROMPT_BYTES // 2)
-        return self._rng.choice(self._beginnings) + self._text[start : start + PROMPT_BYTES // 2]
+        return self._rng.choice(self._first_halves) + self._text[start : start + PROMPT_BYTES // 2]
 
 
 def results_of(direct: Way, ways: Sequence[Way]) -> Iterator[dict[str, object]]:
-    """Put the samples into numbers with names."""
+    """Summarise the samples as named numbers."""
     for fraction, part in FRACTIONS.items():
         times = [quantile(sample.ttft_ms, part) for sample in direct.paced]
         yield median(f"ttft_ms.{DIRECT}.{fraction}", "ms", direct.paced, times)
@@ -309,18 +310,18 @@ FRACTIONS = {"p50": 0.5, "p99": 0.99}
 
 
 def median(name: str, unit: str, samples: Sequence[LoadSample], values: Sequence[float]) -> dict[str, object]:
-    """Write one result down; `n` requests gave it, over all rounds."""
+    """Return one result, the median of the rounds; `n` is the number of requests in all rounds."""
     num = sum(len(sample.e2e_ms) for sample in samples)
     return {"name": name, "value": statistics.median(values), "unit": unit, "n": num}
 
 
 def table_of(results: Sequence[dict[str, object]], names: Sequence[str]) -> Iterator[str]:
-    """Write a Markdown table, a row for each router."""
+    """Yield a Markdown table with a row for each router."""
     values = {result["name"]: result["value"] for result in results}
     yield "| router | " + " | ".join(heading for heading, _, _ in HEADINGS) + " |"
     yield "|---" + len(HEADINGS) * "|---:" + "|"
     for name in (DIRECT, *names):
-        title = ROWS[name].title if name in ROWS else "engines asked directly"
+        title = ROWS[name].title if name in ROWS else "engines, directly"
         cells = [
             form.format(values[key.format(name)]) if key.format(name) in values else NOTHING
             for _, key, form in HEADINGS

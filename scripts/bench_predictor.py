@@ -6,12 +6,9 @@ Engines are Block's testbed: Llama-2-7B on an A30, 1056 blocks of 16, chunks of 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 
@@ -20,6 +17,7 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
+from scripts.report import report
 from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
@@ -35,13 +33,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="forecasts per case")
     arguments = parser.parse_args()
     results = [*measure_forecasts(arguments.rounds), *measure_replay()]
-    if arguments.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
-        json.dump({"bench": "predictor", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:40} {result['value']:>12.1f} {result['unit']:12} n={result['n']}")
+    report("predictor", results, as_json=arguments.json)
 
 
 def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,6 +31,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from scripts.report import report
 from services.rpc.channels import bind_server, make_server, open_channel
 from services.rpc.interceptor import CallInterceptor
 
@@ -63,17 +61,7 @@ def main() -> None:
         uvloop.run(serve())
         return
     results = measured(arguments.turns, arguments.calls)
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        }
-        json.dump({"bench": "rpc", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")
+    report("rpc", results, as_json=arguments.json)
 
 
 def measured(turns: int, calls: int) -> list[dict[str, object]]:

@@ -1,15 +1,15 @@
 """What a decision costs in a running process: time and processor time, over sidecars that answer at once.
 
-The scheduler runs as its users run it; the sidecars are all in one other process, where they forecast nothing but count
-reservations as real ones do, `--engines-per-sidecar` of them behind one port; requests arrive at random (Poisson) at a
-fixed rate, and are released after a while. Everything stays on loopback, so the times include what the sidecars and the
-load take from the same cores. With `--decide in-process` the same driver decides without a scheduler, as in a gateway;
-its process also makes the load, which is a small part of the time.
+The scheduler is started by its command. The sidecars are stand-ins in one other process, `--engines-per-sidecar` of
+them behind one port: they count reservations as real ones do, but simulate nothing. Requests arrive as a Poisson
+process and are released after a while. Everything is on loopback, and the sidecars and the load use the same cores.
+With `--decide in-process` the same driver decides without a scheduler, as in a gateway; its process also makes the
+load, which is a small part of the time.
 
 - `decision_ms.{policy}.{instances}.p50|p99`: from the arrival of a request to its decision, as the decision reports it.
-- `schedule_ms.{policy}.{instances}.p50|p99`: the same as its client sees it.
+- `schedule_ms.{policy}.{instances}.p50|p99`: the same, measured by its client.
 - `scheduler_cpu_us.{policy}.{instances}`: processor time of the process that decides, all threads, user and system, per
-  request placed and released; `bench_decision.py` measures the part of it that is no communication.
+  request placed and released; `bench_decision.py` measures its part without communication.
 - `sidecars_cpu_us.{policy}.{instances}`: processor time of the stand-ins for all sidecars, per request.
 """
 
@@ -30,8 +30,9 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from scripts.asking import quantile
-from scripts.running import Running, StandInSidecars, block_serving, instance_flags, report, sidecars_running
+from scripts.load_client import quantile
+from scripts.processes import Running, StandInSidecars, block_serving, instance_flags, sidecars_running
+from scripts.report import report
 from scripts.stand_ins import PLACE
 from services.instances import Listed, instance_from_flag
 from services.placement.lifecycle import placement_driver
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure one policy over so many instances."""
+    """Measure one policy with a number of instances."""
     with ExitStack() as stack:
         sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
         name, rate, seconds = f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds
@@ -72,7 +73,7 @@ def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def name_of(policy: str) -> str:
-    """Write a policy with its parameters as a part of a name: block-k8."""
+    """Return a policy with its parameters as part of a name: block-k8."""
     return "".join(letter for letter in policy.replace(":", "-") if letter.isalnum() or letter in "-_")
 
 
@@ -115,7 +116,7 @@ async def numbers_of(  # noqa: PLR0917 - what a load is made of
     rate: float,
     seconds: float,
 ) -> list[dict[str, object]]:
-    """Let requests arrive and end, and summarise what they saw; `clocks` are of the decider and of the sidecars."""
+    """Send the load and summarise it; `clocks` are the processor times of the deciding process and of the sidecars."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
     took_s: list[float] = []
@@ -147,7 +148,7 @@ async def load(  # noqa: PLR0917 - what a load is made of
     seconds: float,
     seen: tuple[list[common_pb2.Decision], list[float]],
 ) -> None:
-    """Send requests at their arrival times, whatever happens to earlier ones; wait for the last to be released."""
+    """Send requests at their arrival times, without waiting for earlier ones; return when the last one is released."""
     decisions, took_s = seen
 
     async def one(number: int) -> None:

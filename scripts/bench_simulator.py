@@ -7,8 +7,6 @@ ShareGPT's from `BLOCK_DATA`, or else log-normal ones with similar lengths.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -18,6 +16,7 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.profile import load_profile
+from scripts.report import report
 from simulator.assembly import simulate
 from simulator.fleet import InstanceSpec
 from simulator.reference_data import data_folder
@@ -43,13 +42,7 @@ def main() -> None:
     parser.add_argument("--no-large", action="store_true", help="skip 64 instances")
     arguments = parser.parse_args()
     results = list(measure(arguments))
-    if arguments.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
-        json.dump({"bench": "simulator", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:44} {result['value']:>12.1f} {result['unit']:12} n={result['n']}")
+    report("simulator", results, as_json=arguments.json)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +26,7 @@ from length_tagger import TAGGERS
 from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
+from scripts.report import report
 from services.tagger_server.batches import Batched, Batches
 from services.tagger_server.settings import EncoderSettings
 
@@ -56,17 +53,7 @@ def main() -> None:
             folder=arguments.encoder, threads=arguments.threads, runtime=arguments.runtime, deadline_s=10.0
         ).loaded()
         results.extend(encoder_measured(queries, encoder, arguments.offered))
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        }
-        json.dump({"bench": "tagger", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for result in results:
-        print(f"{result['name']:28}{result['value']:>12.3f} {result['unit']:6} n={result['n']}")
+    report("tagger", results, as_json=arguments.json)
 
 
 def prompts(num: int) -> list[str]:

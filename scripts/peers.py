@@ -1,14 +1,13 @@
-"""Other routers, each installed from PyPI into an environment of its own under `.venv-peers/`, and how they are run.
+"""Other routers: they are installed into environments of their own under `.venv-peers/`, and run.
 
-production-stack's router is not on PyPI: it calls itself `vllm-router`, which is the Rust router's name there. It is
-installed from its source tree or a wheel of it, and needs Python 3.12.
+The Rust router comes from PyPI as `vllm-router`. production-stack's router has the same name, but is not on PyPI: it is
+installed from its source tree or a wheel, and needs Python 3.12.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,64 +17,65 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scripts.running import ROOT, START_S, Running, last_words, started
+from scripts.processes import ROOT, START_S, Running, last_line, started
 from scripts.stand_ins import MODEL, PLACE
+from services.cluster.engines import free_port
 
 ENVIRONMENTS = ROOT / ".venv-peers"
-DISTRIBUTION = "vllm-router"  # both are called so
+DISTRIBUTION = "vllm-router"  # the name of both
 RUST_ROUTER, PRODUCTION_STACK = "vllm-router", "production-stack"
 RUST_ROUTER_VERSION = "0.1.17"
 PYTHON_OF_STACK = (3, 12)
 INSTALL_S = 600
-MOST_SAID = 300  # characters
+MAX_MESSAGE = 300  # characters
 
 
 class UnavailableError(Exception):
-    """A router cannot be run here; the message says why."""
+    """A router cannot be run here, for the reason in the message."""
 
 
 def install_rust_router(*, again: bool) -> str:
-    """Install the Rust router unless it is there; give its version."""
+    """Install the Rust router if it is missing; return its version."""
     if again or installed_version(RUST_ROUTER) != RUST_ROUTER_VERSION:
         install(RUST_ROUTER, sys.executable, f"{DISTRIBUTION}=={RUST_ROUTER_VERSION}")
     return installed_version(RUST_ROUTER)
 
 
 def install_production_stack(source: str, *, again: bool) -> str:
-    """Install production-stack's router unless it is there; give its version."""
+    """Install production-stack's router if it is missing; return its version."""
     if source and (again or not installed_version(PRODUCTION_STACK)):
         install(PRODUCTION_STACK, python_of_stack(), source)
     version = installed_version(PRODUCTION_STACK)
     if not version:
         raise UnavailableError(
-            f"not on PyPI, where its name, {DISTRIBUTION}, is the Rust router's: name its source by --production-stack"
+            f"not on PyPI, where its name, {DISTRIBUTION}, is the Rust router's: give its source by --production-stack"
         )
     return version
 
 
 def python_of_stack() -> str:
-    """Find an interpreter that production-stack's router can do with."""
+    """Return an interpreter that is new enough for production-stack's router."""
     for name in ("python3.12", sys.executable, "python3"):
         probe = f"import sys; sys.exit(sys.version_info < {PYTHON_OF_STACK})"
         with suppress(OSError):
             if subprocess.run([name, "-c", probe], capture_output=True, check=False).returncode == 0:
                 return name
-    raise UnavailableError("needs Python 3.12, which is not here")
+    raise UnavailableError("needs Python 3.12, which is not installed")
 
 
 def environment_of(peer: str) -> Path:
-    """Say where a peer is installed."""
+    """Return the folder in which a peer is installed."""
     return ENVIRONMENTS / peer
 
 
 def variables_of(peer: str) -> dict[str, str]:
-    """Give the environment variables for a peer's programs: nothing of this project is on their path."""
+    """Return the environment variables for a peer's programs: nothing of this project is on their path."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return {**variables, "PATH": f"{environment_of(peer) / 'bin'}{os.pathsep}{variables.get('PATH', '')}"}
 
 
 def installed_version(peer: str) -> str:
-    """Ask a peer's environment which version it holds; empty when it holds none."""
+    """Return the version that a peer's environment has installed; empty if none."""
     python = environment_of(peer) / "bin" / "python"
     if not python.exists():
         return ""
@@ -85,7 +85,7 @@ def installed_version(peer: str) -> str:
 
 
 def install(peer: str, python: str, requirement: str) -> None:
-    """Make a peer's environment anew."""
+    """Create a peer's environment, replacing an earlier one."""
     environment = environment_of(peer)
     print(f"installing {requirement} into {environment.relative_to(ROOT)}", file=sys.stderr)
     shutil.rmtree(environment, ignore_errors=True)
@@ -97,18 +97,18 @@ def install(peer: str, python: str, requirement: str) -> None:
         for command in ([python, "-m", "venv", str(environment)], pip):
             subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=INSTALL_S)
     except subprocess.CalledProcessError as failed:
-        said = [line.strip() for line in failed.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        why = next((line for line in said if line.startswith("ERROR:")), said[-1])
-        raise UnavailableError(f"cannot be installed: {why[:MOST_SAID]}") from None
+        lines = [line.strip() for line in failed.stderr.splitlines() if line.strip()] or ["it printed nothing"]
+        why = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+        raise UnavailableError(f"cannot be installed: {why[:MAX_MESSAGE]}") from None
     except (OSError, subprocess.TimeoutExpired) as failed:
-        raise UnavailableError(f"cannot be installed: {str(failed)[:MOST_SAID]}") from None
+        raise UnavailableError(f"cannot be installed: {str(failed)[:MAX_MESSAGE]}") from None
 
 
 @contextmanager
 def rust_router_before(engines: Sequence[str], policy: str) -> Iterator[Running]:
     """Run the Rust router; its second port is for its metrics."""
     flags = ["--worker-urls", *engines, "--policy", policy, "--worker-startup-check-interval", "1"]
-    with peer_running(RUST_ROUTER, [*flags, "--prometheus-port", str(free_port())]) as running:
+    with peer_running(RUST_ROUTER, [*flags, "--prometheus-port", str(free_port(PLACE))]) as running:
         yield running
 
 
@@ -123,31 +123,24 @@ def production_stack_before(engines: Sequence[str], policy: str) -> Iterator[Run
 
 @contextmanager
 def peer_running(peer: str, flags: Sequence[str]) -> Iterator[Running]:
-    """Run a router with its own defaults until the block of code ends; what it says goes into a file."""
-    port = free_port()
+    """Run a router with its own defaults until the block of code ends; its output goes into a file."""
+    port = free_port(PLACE)
     command = [str(environment_of(peer) / "bin" / "vllm-router"), "--host", PLACE, "--port", str(port), *flags]
     with tempfile.NamedTemporaryFile() as log, started(command, variables_of(peer), stdout=log, stderr=log) as process:
         deadline_s = time.monotonic() + START_S
         while not healthy(port):
             if process.poll() is not None:
-                raise UnavailableError(f"ended with status {process.returncode}: {last_words(log)}")
+                raise UnavailableError(f"ended with status {process.returncode}: {last_line(log)}")
             if time.monotonic() > deadline_s:
-                raise UnavailableError(f"is not healthy after {START_S:.0f} s: {last_words(log)}")
+                raise UnavailableError(f"is not healthy after {START_S:.0f} s: {last_line(log)}")
             time.sleep(0.1)
         yield Running(process=process, port=port)
 
 
 def healthy(port: int) -> bool:
-    """Tell whether a router answers, and that it is well."""
+    """Return whether a router responds and is healthy."""
     try:
         with urllib.request.urlopen(f"http://{PLACE}:{port}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """Find a port that nobody has."""
-    with socket.socket() as free:
-        free.bind((PLACE, 0))
-        return int(free.getsockname()[1])

@@ -1,7 +1,7 @@
-"""What stands in for the rest of a cluster in benches: engines, a scheduler, sidecars; each a process on loopback.
+"""Stand-ins of benches for the rest of a cluster: engines, a scheduler, sidecars; each a process on loopback.
 
-They do as little as they can and speak the real wire. `python scripts/stand_ins.py engine`, `scheduler URL…` and
-`sidecars NUM TOGETHER` serve until they are ended; their first line is the port, or the port of each sidecar.
+They do as little as possible and speak the real wire protocol. `python scripts/stand_ins.py engine`, `scheduler URL…`
+and `sidecars NUM TOGETHER` serve until they are ended; they print one line with the port, or the port of each sidecar.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TOKEN_BYTES = 4
 
 
 def main() -> None:
-    """Serve as one of them."""
+    """Serve as the stand-in that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("engine")
     parts.add_parser("scheduler").add_argument("urls", nargs="+", help="of the engines")
     sidecars = parts.add_parser("sidecars")
     sidecars.add_argument("num", type=int)
-    sidecars.add_argument("together", type=int, help="so many behind one port")
+    sidecars.add_argument("together", type=int, help="number behind one port")
     arguments = parser.parse_args()
     if arguments.part == "engine":
         uvloop.run(serve_engine())
@@ -50,14 +50,14 @@ def main() -> None:
 
 
 class StubEngine(asyncio.Protocol):
-    """Answers every request with a stream of events, at the pace that the request asks for.
+    """Responds to every completion with a stream of events, at the pace that the request has.
 
-    What routers ask besides is answered as `vllm serve` does by default: health, models, metrics, and the tokens of a
-    prompt, one for each four characters.
+    Other requests of routers get the responses of `vllm serve` with default flags: health, models, metrics, and the
+    tokens of a prompt, one for each four characters.
     """
 
     def __init__(self) -> None:
-        """Have no connection yet."""
+        """Start without a connection."""
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""
         self._body = b""
@@ -67,11 +67,11 @@ class StubEngine(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
+        """Parse the data."""
         self._parser.feed_data(data)
 
     def on_url(self, target: bytes) -> None:
-        """Collect what is asked for."""
+        """Collect the target."""
         self._target += target
 
     def on_body(self, body: bytes) -> None:
@@ -79,7 +79,7 @@ class StubEngine(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Begin to answer."""
+        """Start the response."""
         target, body = self._target, self._body
         self._target = self._body = b""
         if target != COMPLETIONS:
@@ -103,7 +103,7 @@ class StubEngine(asyncio.Protocol):
 
 
 def small_answer(target: bytes, body: bytes) -> bytes:
-    """Answer what is no completion: 404 where `vllm serve` has nothing by default."""
+    """Respond to a request that is no completion; 404 for what `vllm serve` does not serve by default."""
     kind, text = b"application/json", b""
     if target == b"/tokenize":
         tokens = tokens_of(json.loads(body)["prompt"].encode())
@@ -118,7 +118,7 @@ def small_answer(target: bytes, body: bytes) -> bytes:
 
 
 def tokens_of(prompt: bytes) -> list[int]:
-    """Make a token of each four characters, in no time; prompts that begin alike have tokens that begin alike."""
+    """Make a token of each four characters; prompts with the same prefix have tokens with the same prefix."""
     halves = memoryview(prompt + bytes(-len(prompt) % TOKEN_BYTES)).cast("H")
     return halves.tolist()[::2]
 
@@ -162,13 +162,13 @@ async def serve_engine() -> None:
 
 
 def text_of(rng: random.Random, length: int) -> str:
-    """Write words until there are so many characters; none of them is a pace."""
+    """Return random words with a total length; none of them is a pace."""
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(length // 3 + 1)]
     return " ".join(words)[:length]
 
 
 def request_body(prompt: str, first_ms: int = 0, gap_ms: int = 0) -> bytes:
-    """Write a request; the engine reads its pace from it, and answers at once if that is 0."""
+    """Return a request; the engine reads its pace from it, and responds at once if that is 0."""
     fields = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_EVENTS, "ignore_eos": True, "stream": True}
     return json.dumps({**fields, "user": f"pace {first_ms} {gap_ms} end"}).encode()
 
@@ -177,10 +177,10 @@ def request_body(prompt: str, first_ms: int = 0, gap_ms: int = 0) -> bytes:
 
 
 class InTurn(scheduler_pb2_grpc.SchedulerServicer):
-    """Sends each request to the next engine."""
+    """Sends requests to the engines in turn."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """Know the engines."""
+        """Take the engines' URLs."""
         self._instances = [
             common_pb2.Instance(instance_id=f"engine-{number}", engine_url=url, models=[MODEL])
             for number, url in enumerate(urls)
@@ -205,18 +205,18 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def _stay_away(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Refuse: the bench sends nothing there."""
+    def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Refuse a call that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = _stay_away
+    Generate = Explain = ListInstances = UsePolicy = _refuse
 
     async def Release(  # noqa: N802 - the wire's name
         self,
         request: common_pb2.ReleaseRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[common_pb2.ReleaseRequest, common_pb2.ReleaseResponse],  # noqa: ARG002
     ) -> common_pb2.ReleaseResponse:
-        """Forget."""
+        """Accept a release."""
         return common_pb2.ReleaseResponse(released=True)
 
 
@@ -234,7 +234,7 @@ async def serve_scheduler(urls: Sequence[str]) -> None:
 
 
 class StubSidecar:
-    """Forecasts a latency that grows with each reservation; all else stays the same."""
+    """Forecasts a latency that grows with each reservation; all other values are constant."""
 
     def __init__(self, name: str) -> None:
         """Start without reservations."""
@@ -266,16 +266,16 @@ class StubSidecar:
         return self._answer
 
     def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
-        """Answer one question."""
+        """Respond with a forecast, or with indicators alone if no request is given."""
         return self._forecast(request.requests[0]) if request.requests else self._answer
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
         """Report whenever a reservation was made or released."""
-        sequence, told = 0, -1
+        sequence, reported = 0, -1
         while True:
-            if len(self._held) != told:
-                sequence, told = sequence + 1, len(self._held)
-                self._answer.indicators.num_reserved = told
+            if len(self._held) != reported:
+                sequence, reported = sequence + 1, len(self._held)
+                self._answer.indicators.num_reserved = reported
                 yield predictor_pb2.WatchResponse(
                     instance_id=self._answer.instance_id,
                     sequence=sequence,
@@ -317,19 +317,19 @@ class StubNode:
         self._sidecars = {name: StubSidecar(name) for name in names}
 
     async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
-        """Answer one question, for one instance or for several."""
+        """Respond for one instance or for several."""
         if request.instance_ids:
             answers = [self._sidecars[name].predict(request) for name in request.instance_ids]
             return predictor_pb2.PredictResponse(answers=answers)
         return self._sidecars[request.instance_id].predict(request)
 
     async def predict_stream(self, requests: Any, context: Any) -> Any:
-        """Answer one question after the other."""
+        """Respond to each request of a stream."""
         async for request in requests:
             yield await self.predict(request, context)
 
     async def watch(self, request: predictor_pb2.WatchRequest, _: Any) -> Any:
-        """Tell of one instance."""
+        """Report one instance."""
         async for response in self._sidecars[request.instance_id].watch(request):
             yield response
 
@@ -338,7 +338,7 @@ class StubNode:
         return self._sidecars[request.instance_id].reserve(request)
 
     async def reserve_stream(self, requests: Any, context: Any) -> Any:
-        """Make one reservation after the other."""
+        """Make each reservation of a stream."""
         async for request in requests:
             yield await self.reserve(request, context)
 
@@ -347,15 +347,15 @@ class StubNode:
         return self._sidecars[request.instance_id].release(request)
 
     async def release_stream(self, requests: Any, context: Any) -> Any:
-        """Release one reservation after the other."""
+        """Release each reservation of a stream."""
         async for request in requests:
             yield await self.release(request, context)
 
 
 async def serve_sidecars(num: int, together: int) -> None:
-    """Serve on one port for each node, say which for each sidecar, and go on."""
+    """Serve one port for each node, print the port of each sidecar, and continue."""
     ports, servers = [], []
-    names = [f"i{place}" for place in range(num)]
+    names = [f"i{number}" for number in range(num)]
     for first in range(0, num, together):
         here = names[first : first + together]
         server = grpc.aio.server()
@@ -367,28 +367,28 @@ async def serve_sidecars(num: int, together: int) -> None:
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
 
 
-def handlers_of(one: StubNode) -> grpc.GenericRpcHandler:
-    """Put the methods of a node where the wire has them."""
-    question, answer = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
+def handlers_of(node: StubNode) -> grpc.GenericRpcHandler:
+    """Return the handlers of the Predictor service."""
+    parse, write = predictor_pb2.PredictRequest.FromString, predictor_pb2.PredictResponse.SerializeToString
     handlers: dict[str, Any] = {
-        "Predict": grpc.unary_unary_rpc_method_handler(one.predict, question, answer),
+        "Predict": grpc.unary_unary_rpc_method_handler(node.predict, parse, write),
         "Watch": grpc.unary_stream_rpc_method_handler(
-            one.watch, predictor_pb2.WatchRequest.FromString, predictor_pb2.WatchResponse.SerializeToString
+            node.watch, predictor_pb2.WatchRequest.FromString, predictor_pb2.WatchResponse.SerializeToString
         ),
-        "PredictStream": grpc.stream_stream_rpc_method_handler(one.predict_stream, question, answer),
+        "PredictStream": grpc.stream_stream_rpc_method_handler(node.predict_stream, parse, write),
         "Reserve": grpc.unary_unary_rpc_method_handler(
-            one.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
+            node.reserve, predictor_pb2.ReserveRequest.FromString, predictor_pb2.ReserveResponse.SerializeToString
         ),
         "ReserveStream": grpc.stream_stream_rpc_method_handler(
-            one.reserve_stream,
+            node.reserve_stream,
             predictor_pb2.ReserveRequest.FromString,
             predictor_pb2.ReserveResponse.SerializeToString,
         ),
         "ReleaseStream": grpc.stream_stream_rpc_method_handler(
-            one.release_stream, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
+            node.release_stream, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
         ),
         "Release": grpc.unary_unary_rpc_method_handler(
-            one.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
+            node.release, common_pb2.ReleaseRequest.FromString, common_pb2.ReleaseResponse.SerializeToString
         ),
     }
     return grpc.method_handlers_generic_handler("block.v1.Predictor", handlers)

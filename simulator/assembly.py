@@ -20,7 +20,7 @@ from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator import kernels
 from simulator.conditions import FIRST_COME, Conditions, require_outages
-from simulator.fleet import InstanceSpec, make_fleet, noise_factors, residual_table
+from simulator.fleet import InstanceSpec, instance_names, make_fleet, noise_factors, residual_table
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
@@ -51,7 +51,7 @@ def simulation(
 ) -> Simulation:
     """Make a cluster ready to run."""
     if len(work) == 0:
-        raise ValueError("requests: there is none")
+        raise ValueError("requests: must not be empty")
     require_outages(conditions.outages, len(specs))
     draws = np.random.default_rng([seed, 1])
     block_size = _block_size(specs, work.lengths)
@@ -64,7 +64,7 @@ def simulation(
         knows_lengths=bool(np.isnan(work.tag_median).all()),
         generator=draws,
     )
-    ids = _names(len(specs))
+    ids = instance_names(len(specs))
     pauses = np.random.default_rng([seed, 2])
     queue_order = QueueOrder(work, specs, conditions, conditions.num_schedulers)
     schedulers = []
@@ -95,7 +95,7 @@ def simulation(
         requests=_requests(work, lengths, conditions.order_s_per_token),
         scheduler_of=_schedulers_of(len(work), conditions.num_schedulers, draws),
         queue_order=queue_order,
-        results=np.zeros(len(specs), RESULT).view(np.recarray),
+        results=np.zeros(len(specs), RESULT),
         reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,
         possible=_possible(specs, lengths),
@@ -111,7 +111,7 @@ def simulation(
             simulation.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
             scheduler.table.known.reported[:] = 0.0
             scheduler.table.known.reported_s[:] = 0.0
-    simulation.look(0.0)
+    simulation.refresh(0.0)
     for scheduler in schedulers:
         if not conditions.has_fresh_indicators:
             scheduler.table.known.reported[:] = simulation.reported
@@ -122,11 +122,6 @@ def simulation(
     if conditions.sample_s > 0:
         simulation.schedule(float(work.arrival_s[0]), SAMPLE)
     return simulation
-
-
-def _names(num: int) -> tuple[str, ...]:
-    width = len(str(num - 1))
-    return tuple(f"instance-{index:0{width}d}" for index in range(num))
 
 
 def _schedulers_of(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -163,24 +158,24 @@ def _in_blocks(lengths: RequestLengths, block_size: int) -> RequestLengths:
 
 
 def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float) -> kernels.Requests:
-    asked = np.zeros(len(work), kernels.REQUEST).view(np.recarray)
-    asked.prompt_tokens, asked.output_tokens = lengths.prompt_tokens, lengths.output_tokens
-    asked.max_tokens = LONGEST
-    asked.arrival_s = work.arrival_s
-    asked.log_median, asked.spread = np.log(work.tag_median), work.tag_spread
+    facts = np.zeros(len(work), kernels.REQUEST).view(np.recarray)
+    facts.prompt_tokens, facts.output_tokens = lengths.prompt_tokens, lengths.output_tokens
+    facts.max_tokens = LONGEST
+    facts.arrival_s = work.arrival_s
+    facts.log_median, facts.spread = np.log(work.tag_median), work.tag_spread
     if order_s_per_token > 0:
         tokens = np.where(np.isnan(work.tag_median), lengths.output_tokens, work.tag_median) + lengths.prompt_tokens
-        asked.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
+        facts.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
     if lengths.num_contents:
-        asked.first_content = lengths.first_content[:-1]
-        asked.num_contents = np.diff(lengths.first_content)
+        facts.first_content = lengths.first_content[:-1]
+        facts.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
     outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NONE
-    return kernels.Requests(facts=asked, contents=lengths.contents, outcomes=outcomes)
+    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes)
 
 
 def _possible(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:
-    """Tell which instances could ever serve which request; None where all could."""
+    """Return which instances could ever serve which request; None where all could serve all."""
     columns = []
     for spec in specs:
         config = spec.config

@@ -118,7 +118,7 @@ class SimulatedProvisioner:
         self._new: list[int] = []
         sim.up_since = dict.fromkeys(range(options.first), 0.0)
         sim.fleet.instances.up[options.first :] = 0
-        sim.find_places()
+        sim.update_rows()
         sim.decided = self._placed
         sim.schedule(0.0, CALL, self._tick)
 
@@ -144,7 +144,7 @@ class SimulatedProvisioner:
 
     def _tick(self, now_s: float) -> None:
         sim = self._sim
-        sim.look(now_s)
+        sim.refresh(now_s)
         self._observe_finished(now_s)
         self._remove_drained(now_s)
         for index in [index for index, ready_s in self._starting.items() if ready_s <= now_s]:
@@ -158,7 +158,7 @@ class SimulatedProvisioner:
             sim.schedule(now_s + TICK_S, CALL, self._await_drained)
 
     def _await_drained(self, now_s: float) -> None:
-        self._sim.look(now_s)
+        self._sim.refresh(now_s)
         self._remove_drained(now_s)
         if self._sim.leaving:
             self._sim.schedule(now_s + TICK_S, CALL, self._await_drained)
@@ -174,7 +174,7 @@ class SimulatedProvisioner:
                 sim.schedule(now_s + self._options.cold_start_s, BACK, index)
         elif decision.kind == DRAIN:
             sim.leaving.update(self._names.index(name) for name in decision.instance_ids)
-            sim.find_places()
+            sim.update_rows()
         else:
             return
         planner.applied(now_s, decision)
@@ -205,4 +205,4 @@ class SimulatedProvisioner:
             sim.up_s += now_s - sim.up_since.pop(index)
             sim.leaving.remove(index)
             self._paid_s += now_s - self._requested_s.pop(index)
-        sim.find_places()
+        sim.update_rows()

@@ -36,6 +36,12 @@ class InstanceSpec:
     predicted_pace: float = 1.0
 
 
+def instance_names(num: int) -> tuple[str, ...]:
+    """Return the names of a cluster's instances, in alphabetical order."""
+    width = len(str(num - 1))
+    return tuple(f"instance-{index:0{width}d}" for index in range(num))
+
+
 def residual_table(rule: str) -> npt.NDArray[np.float64]:
     """Tabulate the predicted total length by the produced length, both as standard scores of their logarithms."""
     if rule not in QUANTILES:

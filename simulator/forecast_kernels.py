@@ -129,7 +129,7 @@ def forecast(
     with_delays: bool, results: np.ndarray,
 ) -> None:  # fmt: skip
     """Forecast a request on each of some engines, as their sidecars would."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
+    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     slot = np.int64(CANDIDATE)
     for row in range(len(indices)):
         index = indices[row]
@@ -143,13 +143,13 @@ def forecast(
         if with_delays:
             copy_for_forecast(fleet, workspace, index, before, now_s)
             copy_into(without_it, before)
-            loop.drive(without_it, FOREVER, any_number, nobody)
+            loop.drive(without_it, FOREVER, any_number, unwatched)
             copy_into(with_it, before)
         else:
             copy_for_forecast(fleet, workspace, index, with_it, now_s)
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
-        loop.drive(with_it, FOREVER, any_number, nobody if with_delays else slot)
+        loop.drive(with_it, FOREVER, any_number, unwatched if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])
         if with_delays:
             compare(before, before, without_it, with_it, slot, results[row])
@@ -158,12 +158,12 @@ def forecast(
 @kernel
 def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
     """Forecast for each engine when all its requests have finished."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
+    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)
         copy_for_forecast(fleet, workspace, index, copied, now_s)
-        loop.drive(copied, FOREVER, any_number, nobody)
+        loop.drive(copied, FOREVER, any_number, unwatched)
         drained_s[index] = max(0.0, copied.engine[0].now_s - now_s)
 
 

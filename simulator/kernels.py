@@ -130,19 +130,19 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
 @kernel
 def advance_one(fleet: EngineArrays, index: int, until_s: float) -> None:
     """Run one engine until a time; with noise, step by step."""
-    any_number, nobody = np.int64(ANY_NUMBER), np.int64(NONE)
+    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     engine, instance = state.engine[0], fleet.instances[index]
     size = len(fleet.noise)
     engine.pace = instance.pace
     if size == 1:
-        loop.drive(state, until_s, any_number, nobody)
+        loop.drive(state, until_s, any_number, unwatched)
         return
     before = np.int64(-1)
     while engine.num_steps != before:
         before = engine.num_steps
         engine.pace = instance.pace * fleet.noise[(instance.first_noise + before) % size]
-        loop.drive(state, until_s, before + 1, nobody)
+        loop.drive(state, until_s, before + 1, unwatched)
 
 
 @small_kernel

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.step_time import Costs, step_seconds, tabulate
+from simulator.fleet import instance_names
 from simulator.result import STATUSES, RunResult
 
 Floats = npt.NDArray[np.float64]
@@ -158,8 +159,7 @@ def request_table(result: RunResult) -> dict[str, np.ndarray]:
     took = latencies(result)
     times = {name: np.where(result.outcomes[name] >= 0, result.outcomes[name], np.nan)
              for name in ("scheduled_s", "first_token_s", "finished_s")}  # fmt: skip
-    width = len(str(len(result.specs) - 1))
-    names = np.array([*(f"instance-{index:0{width}d}" for index in range(len(result.specs))), ""])
+    names = np.array([*instance_names(len(result.specs)), ""])  # without an instance, the index is -1
     return {
         "number": np.arange(len(result.work)),
         "arrival_s": result.work.arrival_s,

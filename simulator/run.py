@@ -33,7 +33,7 @@ FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
     INDEX_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
 )
 
-# What happens besides arrivals, in the order in which it happens at one moment.
+# The kinds of events besides arrivals, in the order in which they are processed at one moment.
 BACK, OUT, TICK, REPORT, WAKE, SAMPLE, CALL = range(7)
 
 FORECAST_FIELDS = {
@@ -60,7 +60,7 @@ class Simulation:
     scheduler_of: npt.NDArray[np.int64]  # by request
     queue_order: QueueOrder
     workspace: Any = None
-    results: Any = None
+    results: Any = None  # RESULT: of the last forecast, by position among the candidates
     reported: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     decisions: Any = None
     samples: list[ClusterSample] = field(default_factory=list)
@@ -82,17 +82,18 @@ class Simulation:
     sees_now: bool = True  # decisions need the instances as they are
     prompt_tokens: list[int] = field(default_factory=list)
     tag_tokens: list[float] = field(default_factory=list)
-    columns: tuple[np.ndarray, ...] = ()  # of `decisions`, for what is written with each request
+    columns: tuple[np.ndarray, ...] = ()  # of `decisions`, which each decision writes
     _scheduler_of: list[int] = field(default_factory=list)
     _arrival_s: list[float] = field(default_factory=list)
     _has_fresh_indicators: bool = True
     _needs_forecast: bool = False
     _needs_prefix: bool = False
     _needs_tpot: bool = False
-    _forecast_names: tuple[str, ...] = ()
+    _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
+    _no_hits: npt.NDArray[np.float64] | None = None  # where no prompt's content is known
 
     def __post_init__(self) -> None:
-        """Take out of records what each decision needs: it is found faster."""
+        """Copy what each decision needs out of records, whose fields are slow to read."""
         policy = self.schedulers[0].policy
         self.holds = policy.holds
         self.sees_now = self.conditions.has_fresh_indicators or policy.needs_forecast
@@ -104,52 +105,55 @@ class Simulation:
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         self._needs_forecast, self._needs_prefix = policy.needs_forecast, policy.needs_prefix
         self._needs_tpot = "predicted_tpot_s" in policy.forecast_fields
-        self._forecast_names = tuple(
-            name for name in FORECAST_FIELDS if name in policy.forecast_fields or name == "predicted_e2e_s"
-        )
+        self._forecast_columns = {
+            name: self.results[field_name]
+            for name, field_name in FORECAST_FIELDS.items()
+            if name in policy.forecast_fields or name == "predicted_e2e_s"
+        }
+        self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
     def run(self, progress: Callable[[int], None] | None = None) -> RunResult:
-        """Serve everything to its end."""
+        """Serve all requests until they have ended."""
         arrival_s = self.work.arrival_s.tolist()
         for number, now_s in enumerate(arrival_s):
             while self.events and self.events[0][0] <= now_s:
-                self._happen()
+                self._process_event()
             self.now_s = now_s
             self._decide(number, now_s)
             if progress is not None and number & 255 == 0:
                 progress(number)
-        while self._num_held() or (self.events and self.events[0][1] != SAMPLE):
+        while self._num_waiting() or (self.events and self.events[0][1] != SAMPLE):
             if self._is_over():
                 break
-            self._happen()
+            self._process_event()
         return self._end()
 
     def _is_over(self) -> bool:
-        """Tell whether nothing that still happens can matter to a request."""
-        self.look(self.now_s)
-        busy = self.unplaced or self.unsent[0] != NONE or self._num_held()
+        """Return whether no event that is left can affect a request."""
+        self.refresh(self.now_s)
+        busy = self.unplaced or self.unsent[0] != NONE or self._num_waiting()
         return not busy and all(
             engine.num_running + engine.num_waiting + engine.num_pending == 0
             for engine in self.fleet.stack.engine[:, 0]
         )
 
-    def _num_held(self) -> int:
+    def _num_waiting(self) -> int:
         return sum(scheduler.core.num_waiting for scheduler in self.schedulers)
 
-    # What happens besides arrivals.
+    # Events besides arrivals.
 
     def schedule(self, time_s: float, kind: int, what: Any = None) -> None:
-        """Let something happen at a time."""
+        """Schedule an event."""
         self.num_events += 1
         heapq.heappush(self.events, (time_s, kind, self.num_events, what))
 
-    def _happen(self) -> None:
+    def _process_event(self) -> None:
         time_s, kind, _, what = heapq.heappop(self.events)
         self.now_s = max(self.now_s, time_s)
         if kind == SAMPLE:
-            self.look(time_s)
+            self.refresh(time_s)
             self._sample(time_s)
             if time_s < self.work.arrival_s[-1]:
                 self.schedule(time_s + self.conditions.sample_s, SAMPLE)
@@ -179,8 +183,8 @@ class Simulation:
         )
 
     def _tick(self, time_s: float, which: int) -> None:
-        """Have all instances tell a scheduler of themselves; it hears it later."""
-        self.look(time_s)
+        """Have all instances report to a scheduler, which receives the reports after the delay."""
+        self.refresh(time_s)
         reported = self.reported.copy()
         delay_s, period_s = self.conditions.indicator_delay_s, self.conditions.indicator_period_s
         if delay_s > 0:
@@ -191,20 +195,20 @@ class Simulation:
             self.schedule(time_s + max(period_s, 1e-3), TICK, which)
 
     def _out(self, time_s: float, index: int) -> None:
-        self.look(time_s)
+        self.refresh(time_s)
         if not self.fleet.instances[index].up:
             return
         kernels.collect_finished(self.fleet, self.requests, index)
         self.fleet.instances[index].up = 0
         self.up_s += time_s - self.up_since.pop(index)
-        self.find_places()
+        self.update_rows()
         rows = self.fleet.stack.requests[index]
-        begun = {int(row.serial): row.first_token_s >= 0 for row in rows}
+        started = {int(row.serial): row.first_token_s >= 0 for row in rows}
         produced = {int(row.serial): row.copy() for row in rows}
         for number in sorted(restart(self.fleet, index, self.specs[index], time_s)):
             row = produced[number]
             outcome = self.requests.outcomes[number]
-            if begun[number]:  # its client has seen a part of the answer, and that it broke off
+            if started[number]:  # its client has received a part of the response
                 self.decisions[number].status = STATUSES.index(LOST)
                 outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
                 outcome.num_preemptions += row.num_preemptions
@@ -214,26 +218,26 @@ class Simulation:
                 self._decide(number, time_s)
 
     def _back(self, time_s: float, index: int) -> None:
-        self.look(time_s)
+        self.refresh(time_s)
         self.fleet.instances[index].up = self.fleet.instances[index].changed = 1
         self.fleet.stack.engine[index, 0].now_s = time_s
         self.up_since[index] = time_s
-        self.find_places()
-        self.look(time_s)
+        self.update_rows()
+        self.refresh(time_s)
         waiting, self.unplaced = self.unplaced, []
         for number in waiting:
             self._decide(number, time_s)
 
-    def find_places(self) -> None:
-        """Note who may get requests."""
+    def update_rows(self) -> None:
+        """Determine which instances may get requests."""
         up = self.fleet.instances.up.astype(bool)
         up[list(self.leaving)] = False
         self.rows = None if up.all() else np.flatnonzero(up)
 
     # Decisions.
 
-    def look(self, now_s: float) -> None:
-        """Send what was decided last, advance all engines, and have them tell of themselves."""
+    def refresh(self, now_s: float) -> None:
+        """Send the request that was decided last, advance all engines, and write their indicators."""
         number, index, arrives_s, shown_s = self.unsent
         while kernels.refresh_directly(
             self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.reported
@@ -248,7 +252,7 @@ class Simulation:
             forecast_kernels.forecast_drain_directly(self.fleet, self._room(), now_s, self.reported[DRAINED])
 
     def _decide(self, number: int, now_s: float) -> None:
-        """Have a request's scheduler begin its decision."""
+        """Start the decision of a request's scheduler."""
         which = self._scheduler_of[number]
         core = self.schedulers[which].core
         indicators = RequestIndicators(prompt_tokens=self.prompt_tokens[number], tag_tokens=self.tag_tokens[number])
@@ -256,7 +260,7 @@ class Simulation:
             number=number, indicators=indicators, any_model=True, arrived_s=self._arrival_s[number]
         )
         decision = Decision(core, request, core.policy)
-        if self._refresh(decision, which, now_s, look=not (self.holds and core.num_waiting)):
+        if self._prepare(decision, which, now_s, refresh=not (self.holds and core.num_waiting)):
             self._drive(decision, decision.start(now_s), which, now_s)
 
     def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
@@ -266,11 +270,11 @@ class Simulation:
             self._tick_decision(decision, which, now_s)
 
     def _tick_decision(self, decision: Decision, which: int, now_s: float) -> None:
-        if self._refresh(decision, which, now_s, look=True):
+        if self._prepare(decision, which, now_s, refresh=True):
             self._drive(decision, decision.tick(now_s), which, now_s)
 
-    def _refresh(self, decision: Decision, which: int, now_s: float, *, look: bool) -> bool:
-        """Show a decision the instances as they are now; False where none can serve its request."""
+    def _prepare(self, decision: Decision, which: int, now_s: float, *, refresh: bool) -> bool:
+        """Give a decision the current state of the instances; return False where none can serve its request."""
         request = decision.request
         number = request.number
         request.rows = rows = self._able(number)
@@ -279,9 +283,9 @@ class Simulation:
             self._no_instance(number)
             self._tick_ready(which, now_s)
             return False
-        if look:
+        if refresh:
             if self.sees_now or self.unsent[0] != NONE:
-                self.look(now_s)
+                self.refresh(now_s)
             if self._has_fresh_indicators:
                 self.schedulers[which].core.instances.table.known.reported_s[:] = now_s
             if self._needs_prefix:
@@ -314,7 +318,7 @@ class Simulation:
                 self._tick_decision(decision, which, now_s)
 
     def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
-        """Reserve a request at an instance; it is sent when the cluster is looked at next."""
+        """Reserve a request at an instance; the next refresh sends it."""
         number, index, conditions = decision.request.number, reserve.row, self.conditions
         instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
         instances[number], schedulers[number] = index, which
@@ -332,7 +336,7 @@ class Simulation:
         self._note_sent(self.schedulers[which], number, index, self.unsent[3])
 
     def _able(self, number: int) -> npt.NDArray[np.intp] | None:
-        """Where a request could be served: instances that are up and large enough; None for all."""
+        """Return the instances that could serve a request: they are up and large enough; None for all."""
         if self.possible is None:
             return self.rows
         able = self.possible[number]
@@ -355,6 +359,9 @@ class Simulation:
             contents = self._contents(number)
             request.blocks = PromptBlocks(names=contents, block_tokens=block_size) if contents else NO_BLOCKS
             return
+        if self._no_hits is not None:
+            request.prefix_hits = self._no_hits
+            return
         hits = np.zeros(len(self.specs))
         deepest = kernels.count_hits_directly(self.fleet, self.requests, number, hits)
         request.prefix_hits = hits
@@ -368,14 +375,15 @@ class Simulation:
     def _forecast(self, among: Candidates, number: int, now_s: float, with_delays: bool) -> dict[str, Column]:
         """Forecast a request on some instances, in one call of compiled code."""
         rows = np.arange(len(among)) if among.rows is None else among.rows
-        results = self.results[: len(rows)]
+        num = len(rows)
+        results = self.results[:num]
         forecast_kernels.forecast_directly(
             self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, results
         )
-        columns = {name: _column(results, FORECAST_FIELDS[name]) for name in self._forecast_names}
+        columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:
-            columns["predicted_tpot_s"] = (results.finished_s - results.first_token_s) / np.maximum(
-                1, results.output_tokens - 1
+            columns["predicted_tpot_s"] = (results["finished_s"] - results["first_token_s"]) / np.maximum(
+                1, results["output_tokens"] - 1
             )
         return columns
 
@@ -400,12 +408,12 @@ class Simulation:
     # The end.
 
     def _end(self) -> RunResult:
-        self.look(self.now_s)
+        self.refresh(self.now_s)
         kernels.advance(self.fleet, FOREVER)
         for index in range(len(self.specs)):
             kernels.collect_finished(self.fleet, self.requests, index)
             for number in self.fleet.slots.number[index]:
-                if number != NONE:  # it can never be served: the engine waits for room that nobody will free
+                if number != NONE:  # it can never be served: it waits for blocks that no request will free
                     self.requests.outcomes[number].finished_s = NONE
         finished = self.requests.outcomes.finished_s >= 0
         self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)
@@ -422,7 +430,3 @@ class Simulation:
             end_s=end_s,
             up_s=up_s,
         )
-
-
-def _column(results: Any, name: str) -> Column:
-    return np.asarray(results[name], np.float64)

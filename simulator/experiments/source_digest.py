@@ -8,8 +8,8 @@ from pathlib import Path
 
 SOURCES = ("predictor", "scheduler", "simulator")
 EXCLUDED = (  # files and folders that do not change what a run measures
-    "provisioning", "placement_bound", "charts", "claims", "experiment", "findings", "source_digest", "sizing",
-    "report", "autoscaling_comparison",
+    "provisioning", "autoscaling", "autoscaling_comparison", "placement_bound", "charts", "claims", "experiment",
+    "findings", "report", "sizing", "source_digest",
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
 

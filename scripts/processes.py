@@ -1,10 +1,9 @@
-"""Processes of benches: stand-ins and Block's servers while a block of code runs, and their processor time."""
+"""Processes of benches: stand-ins and Block's servers that run during a block of code, and their processor time."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,23 +26,23 @@ END_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A process that serves something."""
+    """A server process."""
 
     process: subprocess.Popen[str]
     port: int
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return f"http://{PLACE}:{self.port}"
 
     def cpu_s(self) -> float:
-        """Processor time that it and its children have taken, all their threads, in user and system mode."""
+        """Processor seconds of the process and its children so far: all threads, user and system mode."""
         return sum(own_cpu_s(pid) for pid in family_of(self.process.pid))
 
 
 def own_cpu_s(pid: int) -> float:
-    """Give the processor time of a process and of those children that have ended; 0 for one that is gone."""
+    """Return the processor time of a process and of its children that have ended; 0 if it does not exist."""
     with suppress(FileNotFoundError, ProcessLookupError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         return sum(int(field) for field in fields[11:15]) / TICKS_PER_S
@@ -51,7 +50,7 @@ def own_cpu_s(pid: int) -> float:
 
 
 def family_of(pid: int) -> Iterator[int]:
-    """List a process, its children, and theirs."""
+    """Yield a process and all its descendants."""
     yield pid
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -84,12 +83,12 @@ def stand_in(part: str, *arguments: str) -> Iterator[Running]:
 
 
 class StandInSidecars(list[int]):
-    """The ports of stand-ins for sidecars, and the process that they share."""
+    """The ports of stand-ins for sidecars, which all run in one process."""
 
     process: subprocess.Popen[str]
 
     def cpu_s(self) -> float:
-        """Return the processor time that they have taken together."""
+        """Return the processor time of the process."""
         return own_cpu_s(self.process.pid)
 
 
@@ -104,7 +103,7 @@ def sidecars_running(num: int, together: int) -> Iterator[StandInSidecars]:
 
 @contextmanager
 def stand_ins_at(part: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Run stand-ins; their first line is their ports."""
+    """Run stand-ins; the first line that they print has their ports."""
     with started([sys.executable, stand_ins.__file__, part, *arguments], stdout=subprocess.PIPE) as process:
         ports = [int(port) for port in (process.stdout.readline() if process.stdout else "").split()]
         if not ports:
@@ -114,55 +113,37 @@ def stand_ins_at(part: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[
 
 @contextmanager
 def block_serving(what: str, *arguments: str) -> Iterator[Running]:
-    """Run one of Block's servers as its users do; its log says where it listens."""
+    """Run one of Block's servers by its command; the log has its port."""
     command = [BLOCK, "serve", what, "--port", "0", "--log-format", "json", *arguments]
     with tempfile.NamedTemporaryFile() as log, started(command, stderr=log) as process:
-        yield Running(process=process, port=port_said(process, log, what))
+        yield Running(process=process, port=logged_port(process, log, what))
 
 
-def port_said(process: subprocess.Popen[str], log: IO[bytes], what: str) -> int:
-    """Read in a server's log where it listens, once it does."""
+def logged_port(process: subprocess.Popen[str], log: IO[bytes], what: str) -> int:
+    """Return the port in a server's log, as soon as it listens."""
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         ended = process.poll() is not None
         lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         for line in lines:
-            if line.endswith("\n") and line.startswith("{") and (said := json.loads(line)).get("event") == "serving":
-                return int(said["port"])
+            if line.endswith("\n") and line.startswith("{") and (entry := json.loads(line)).get("event") == "serving":
+                return int(entry["port"])
         if ended:
-            raise RuntimeError(f"block serve {what} ended: {last_words(log)}")
+            raise RuntimeError(f"block serve {what} ended: {last_line(log)}")
         time.sleep(0.02)
     raise RuntimeError(f"block serve {what} did not serve within {START_S:.0f} s")
 
 
-def last_words(log: IO[bytes]) -> str:
-    """Give the last line of a log."""
+def last_line(log: IO[bytes]) -> str:
+    """Return the last line of a log."""
     lines = Path(log.name).read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 def instance_flags(sidecars: Sequence[int], engines: Sequence[str] = ()) -> list[str]:
-    """Tell a scheduler of instances: sidecars by port, and engines by URL, where there are any."""
+    """Return a scheduler's flags for instances: sidecars by port, and engines by URL if they exist."""
     urls = list(engines) or len(sidecars) * [f"http://{PLACE}:1"]
     return [
-        f"--instance=i{place}={url},{PLACE}:{port}"
-        for place, (url, port) in enumerate(zip(urls, sidecars, strict=True))
+        f"--instance=i{number}={url},{PLACE}:{port}"
+        for number, (url, port) in enumerate(zip(urls, sidecars, strict=True))
     ]
-
-
-def machine() -> dict[str, object]:
-    """Tell what this was measured on."""
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-
-
-def report(bench: str, results: Sequence[Mapping[str, object]], *, as_json: bool, **more: object) -> None:
-    """Print one JSON object, or a line for each result."""
-    if as_json:
-        print(json.dumps({"bench": bench, "machine": machine(), **more, "results": results}))
-        return
-    for result in results:
-        print(f"{result['name']:44}{result['value']:>12.3f} {result['unit']:12} n={result['n']}")

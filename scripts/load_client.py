@@ -1,4 +1,4 @@
-"""The client of benches: requests in a closed loop, so many at a time, and what their answers took."""
+"""The client of benches: it sends requests in a closed loop with a fixed concurrency, and measures their latencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.running import Running
+from scripts.processes import Running
 from scripts.stand_ins import COMPLETIONS, NUM_EVENTS
 from services.http.client import HttpClient, Origin, origin_of, request_head
 from services.http.sse import StreamReader
@@ -21,7 +21,7 @@ NONE_WAITING = b"\nblock_gateway_releases_waiting 0.0"
 
 @dataclass(kw_only=True)
 class LoadSample:
-    """Times of requests, and the processor time that was taken for them where it was measured."""
+    """The latencies of requests, and the processor time that they took where it was measured."""
 
     ttft_ms: list[float] = field(default_factory=list)
     e2e_ms: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class LoadSample:
     cpu_s: float = 0.0
 
     def rate(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return len(self.e2e_ms) / self.wall_s
 
     def cpu_ms(self) -> float:
@@ -40,32 +40,32 @@ class LoadSample:
 async def load(
     client: HttpClient, urls: Sequence[str], bodies: Sequence[bytes], at_a_time: int, *, spread_s: float = 0.0
 ) -> LoadSample:
-    """Send requests to servers in turn, so many at a time, and note their times; one that fails ends all.
+    """Send requests to servers in turn, `at_a_time` concurrently, and measure them; the first failure ends the load.
 
-    The first ones are sent over a while, so that requests that take equally long do not come in waves.
+    The first ones are spread over `spread_s`, so that requests that take equally long do not arrive in waves.
     """
     sample = LoadSample()
     origins = [origin_of(url) for url in urls]
     left = iter(enumerate(bodies))
 
-    async def one_after_the_other(pause_s: float) -> None:
+    async def send_next(pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         for number, body in left:
-            await ask(client, origins[number % len(origins)], body, sample)
+            await send(client, origins[number % len(origins)], body, sample)
 
     start_s = time.perf_counter()
     try:
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             for place in range(at_a_time):
-                group.create_task(one_after_the_other(spread_s * place / at_a_time))
+                group.create_task(send_next(spread_s * place / at_a_time))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     sample.wall_s = time.perf_counter() - start_s
     return sample
 
 
-async def ask(client: HttpClient, origin: Origin, body: bytes, sample: LoadSample) -> None:
-    """Send one request and take its whole answer."""
+async def send(client: HttpClient, origin: Origin, body: bytes, sample: LoadSample) -> None:
+    """Send one request and read its whole response."""
     start_s = time.perf_counter()
     head = request_head(b"POST", origin, COMPLETIONS, HEADERS, len(body))
     connection = await client.send(origin, head, body, WAIT_S)
@@ -76,7 +76,7 @@ async def ask(client: HttpClient, origin: Origin, body: bytes, sample: LoadSampl
         reader.feed(await connection.read(WAIT_S))
     end_s = time.perf_counter()
     if connection.status != 200 or reader.num_data != NUM_EVENTS + 1:
-        raise RuntimeError(f"an answer with status {connection.status} and {reader.num_data} events")
+        raise RuntimeError(f"a response with status {connection.status} and {reader.num_data} events")
     connection.release()
     sample.ttft_ms.append(1000 * (first_s - start_s))
     sample.e2e_ms.append(1000 * (end_s - start_s))
@@ -91,17 +91,17 @@ async def load_through(
     spread_s: float = 0.0,
     gateway: bool = True,
 ) -> LoadSample:
-    """Send requests through a router, whose first process is asked, and note the processor time of all of it."""
+    """Send requests to the first process of a router, and measure the processor time of all its processes."""
     cpu_s = sum(part.cpu_s() for part in router)
     sample = await load(client, [router[0].url], bodies, at_a_time, spread_s=spread_s)
     if gateway:
-        await settled(router[0])
+        await all_released(router[0])
     sample.cpu_s = sum(part.cpu_s() for part in router) - cpu_s
     return sample
 
 
-async def settled(gateway: Running) -> None:
-    """Wait until a gateway has told of all answers."""
+async def all_released(gateway: Running) -> None:
+    """Wait until a gateway has released all requests."""
     client, origin = HttpClient(), origin_of(gateway.url)
     for _ in range(200):
         _, text = await client.get(origin, b"/metrics", within_s=5)
@@ -112,7 +112,7 @@ async def settled(gateway: Running) -> None:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Give the value below which so many lie."""
+    """Return a quantile of some values."""
     if fraction == 0.5:
         return statistics.median(values)
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
