@@ -12,6 +12,7 @@ from types import ModuleType
 import click
 import pytest
 
+from predictor.snapshot import OLDEST_VERSION, VERSION
 from protos.block.v1 import predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2
 from scheduler.indicators import INDICATORS
 from scheduler.policies import POLICIES
@@ -173,6 +174,13 @@ def test_experiments_that_pages_name() -> None:
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     named = {name for row in rows for name in INLINE.findall(row)}
     assert named == {path.stem for path in (ROOT / "simulator/experiments").glob("*.toml")}
+
+
+def test_the_snapshot_version_that_is_named() -> None:
+    """The wire protocol's page has the version that snapshots have."""
+    assert f"\n| `version` | {VERSION}; version {OLDEST_VERSION} can still be read |\n" in text_of(
+        ROOT / "docs/wire.md"
+    )
 
 
 @pytest.mark.parametrize("file", [predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2])
