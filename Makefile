@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 setup: .venv/ready
 
-# what runs needs less than what is worked on
+# running Block needs fewer packages than changing it
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
@@ -32,11 +32,11 @@ check: setup
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_metrics_reference.py --check
 
-# the manual as a site in build/site; a dead link, or an option or a file that does not exist, fails
 .venv/docs-ready: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	touch $@
 
+# the manual as a site in build/site; a dead link, or an option or a file that does not exist, fails
 docs: .venv/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python -m pytest -q $(addprefix tests/docs/test_,links.py options.py metrics_reference.py site.py)

@@ -19,7 +19,6 @@ IDS = [str(path.relative_to(ROOT)) for path in PAGES]
 
 FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-UNVERIFIED = re.compile(r"<!-- CHECK: .*?<!-- /CHECK -->", re.DOTALL)  # describes code that is not merged yet
 RUN = re.compile(r"<!-- run(: server)? -->\n$")
 BLOCK = re.compile(r"(?:\S*/)?block")
 SEPARATORS = {"&", "&&", ";", "|", ">"}
@@ -35,8 +34,8 @@ class CodeBlock:
 
 
 def text_of(page: Path) -> str:
-    """A page without the regions that describe code that is not merged yet."""
-    return UNVERIFIED.sub("", page.read_text(encoding="utf-8"))
+    """The source of a page."""
+    return page.read_text(encoding="utf-8")
 
 
 def blocks_of(page: Path) -> list[CodeBlock]:

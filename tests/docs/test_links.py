@@ -33,11 +33,13 @@ def test_relative_links(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_files_that_pages_name(page: Path) -> None:
-    """A path in inline code exists in the repository."""
+    """A path in inline code exists in the repository, and so does a module that is named without its folder."""
     for code in inline_of(page):
         path = code.partition(" ")[0].rstrip(":,")
         if path.startswith(TOP) and not PLACEHOLDER.search(path):
             assert any(ROOT.glob(path.rstrip("/"))), f"`{code}`: there is no such file"
+        elif re.fullmatch(r"[\w/]+\.py", path):
+            assert any(any((ROOT / top).rglob(path)) for top in TOP), f"`{code}`: there is no such file"
 
 
 def test_every_page_of_the_manual_is_in_the_navigation() -> None:

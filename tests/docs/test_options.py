@@ -7,17 +7,20 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
 
+from predictor.snapshot import OLDEST_VERSION, VERSION
+from protos.block.v1 import predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2
 from scheduler.indicators import INDICATORS
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances import instances_from_file
-from tests.docs.pages import IDS, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
+from tests.docs.pages import IDS, INLINE, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
 
 FLAG = re.compile(r"(?<![\w-])(?:--[a-z][\w-]*|-[a-z]\b)")
 # Flags of other programs, which pages name too.
@@ -165,9 +168,25 @@ def test_the_local_scheduler_that_is_shown_is_the_one_that_runs() -> None:
     assert code(shown) == code(source)
 
 
-@pytest.mark.parametrize("name", ["experiments", "ablation"])
-def test_experiments_that_pages_name(name: str) -> None:
-    """Every experiment that ships is described, and no other."""
-    text = text_of(ROOT / "docs/simulate.md")
-    for path in (ROOT / "simulator/experiments").glob("*.toml"):
-        assert f"`{path.stem}`" in text, f"{name}: {path.stem} is not described"
+def test_experiments_that_pages_name() -> None:
+    """The table has every experiment that ships, and no other."""
+    _, _, table = text_of(ROOT / "docs/simulate.md").partition("| experiment | reproduces |\n|---|---|\n")
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
+    named = {name for row in rows for name in INLINE.findall(row)}
+    assert named == {path.stem for path in (ROOT / "simulator/experiments").glob("*.toml")}
+
+
+def test_the_snapshot_version_that_is_named() -> None:
+    """The wire protocol's page has the version that snapshots have."""
+    assert f"\n| `version` | {VERSION}; version {OLDEST_VERSION} can still be read |\n" in text_of(
+        ROOT / "docs/wire.md"
+    )
+
+
+@pytest.mark.parametrize("file", [predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2])
+def test_grpc_methods_that_are_named(file: ModuleType) -> None:
+    """The wire protocol's page has every service, with its methods and no other."""
+    page = text_of(ROOT / "docs/wire.md")
+    for service in file.DESCRIPTOR.services_by_name.values():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{service.full_name}` |"))
+        assert INLINE.findall(row.split("|")[2]) == [method.name for method in service.methods]
