@@ -43,7 +43,7 @@ def up(
     speed: float | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run engines, sidecars, a tagger, schedulers and gateways until Ctrl-C; a process that exits is restarted.
+    """Run engines, sidecars, a tagger and gateways, and schedulers where asked for; restart a process that exits.
 
     Engines are emulated, or run vLLM with --vllm: each on its own accelerators, or on its own CPU cores where there are
     none. vLLM needs the plug-in deploy/vllm_plugin in its environment. Words after -- are arguments of `vllm serve`.

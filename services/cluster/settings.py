@@ -49,7 +49,7 @@ class VllmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """The components of a cluster. Each policy has its own schedulers and gateway in front of the same instances.
+    """The components of a cluster. Each policy has its own gateway, and schedulers if any, before the same instances.
 
     `tables_file` is a TOML file with a table for each kind of process; each process reads its own.
     """
