@@ -10,14 +10,14 @@ from typing import Protocol
 import grpc
 from prometheus_client import Counter
 
-from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from services.http.errors import ApiError
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.service import patience_s
-from services.rpc.channels import open_channel
 from services.rpc.errors import INTERNAL, message_of, status_of
+from services.rpc.grpc_channel import GrpcChannel
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ UNWILLING = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
+SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+CONNECT_S = 0.1  # to a scheduler; meanwhile no other one is called
 MAX_PAUSE_S = 2.0  # so that a scheduler that returns is called again soon
 IN_PROCESS = "in-process"  # as the scheduler's address in metrics
 
@@ -75,8 +77,7 @@ class _Scheduler:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.channel = open_channel(address, connect_s=0.1, retries=False)
-        self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
+        self.channel = GrpcChannel(address, connect_s=CONNECT_S)
         self.circuit = CircuitState(longest_pause_s=MAX_PAUSE_S)
 
     def replied(self, code: grpc.StatusCode) -> bool:
@@ -139,7 +140,9 @@ class Schedulers:
         # not a trial of its circuit: a scheduler that takes a release may still hang at decisions
         for one in self._in_turn("release", CircuitState.may_try, insist=True):
             try:
-                await one.stub.Release(request, timeout=self._within_s)
+                await one.channel.call(
+                    f"/{SCHEDULER}/Release", request, common_pb2.ReleaseResponse, timeout_s=self._within_s
+                )
             except grpc.aio.AioRpcError as error:
                 code = error.code()
                 self._failures.labels(one.address, code.name).inc()
@@ -158,7 +161,12 @@ class Schedulers:
         """Get all instances from any scheduler."""
         for one in self._in_turn("list", CircuitState.may_try, insist=True):
             try:
-                response = await one.stub.ListInstances(scheduler_pb2.ListInstancesRequest(), timeout=self._within_s)
+                response = await one.channel.call(
+                    f"/{SCHEDULER}/ListInstances",
+                    scheduler_pb2.ListInstancesRequest(),
+                    scheduler_pb2.ListInstancesResponse,
+                    timeout_s=self._within_s,
+                )
             except grpc.aio.AioRpcError as error:
                 self._failures.labels(one.address, error.code().name).inc()
             else:
@@ -186,18 +194,21 @@ class Schedulers:
     async def _call(
         self, one: _Scheduler, request: scheduler_pb2.ScheduleRequest, abandoned: AbandonedDecision | None
     ) -> scheduler_pb2.ScheduleResponse:
-        call = one.stub.Schedule(request, timeout=self._within_s)
-        done: asyncio.Future[None] = self._loop.create_future()
-        call.add_done_callback(lambda _: _set(done))
+        call = self._loop.create_task(
+            one.channel.call(
+                f"/{SCHEDULER}/Schedule", request, scheduler_pb2.ScheduleResponse, timeout_s=self._within_s
+            )
+        )
         try:
-            await done
+            return await asyncio.shield(call)
         except asyncio.CancelledError:
-            if abandoned is not None:
+            if abandoned is None:
+                call.cancel()
+            else:
                 task = self._loop.create_task(_settle(call, abandoned))
                 _SETTLING.add(task)
                 task.add_done_callback(_SETTLING.discard)
             raise
-        return await call
 
     def _failed(self, one: _Scheduler, code: grpc.StatusCode, details: str) -> None:
         if one.circuit.failed(self._loop.time()):
@@ -206,18 +217,10 @@ class Schedulers:
             )
 
 
-def _set(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
-
-
 _SETTLING: set[asyncio.Task[None]] = set()  # referenced, so that they are not collected before they end
 
 
-async def _settle(
-    call: grpc.aio.UnaryUnaryCall[scheduler_pb2.ScheduleRequest, scheduler_pb2.ScheduleResponse],
-    abandoned: AbandonedDecision,
-) -> None:
+async def _settle(call: asyncio.Task[scheduler_pb2.ScheduleResponse], abandoned: AbandonedDecision) -> None:
     try:
         abandoned(await call)
     except grpc.aio.AioRpcError as error:

@@ -167,15 +167,13 @@ class InstanceHandle:
         while True:
             try:
                 request = predictor_pb2.WatchRequest(min_interval_s=interval_s, instance_id=self.name)
-                async for message in self.connection.watch(request):
-                    self._take_report(message)
-                    backoff.reset()
+                await self.connection.watch(request, partial(self._take_report, backoff))
             except FAILURES as error:
                 log_event(log, logging.DEBUG, "watch ended", instance=self.name, reason=note_of(error))
             self.status.reported_state = "ready"  # as far as is known
             await asyncio.sleep(backoff.next_s())
 
-    def _take_report(self, message: predictor_pb2.WatchResponse) -> None:
+    def _take_report(self, backoff: Backoff, message: predictor_pb2.WatchResponse) -> None:
         if message.instance_id != self.name:
             raise ValueError(f"instance_id: {message.instance_id!r} answers there")
         changed = indicators_from(message.indicators)
@@ -184,6 +182,7 @@ class InstanceHandle:
         self.status.reported_state = state_name(message.state)
         if self.status.reported_state in NOT_READY:
             self._instances.suspect(self.name)
+        backoff.reset()
 
     # Reservations.
 

@@ -12,18 +12,19 @@ import grpc
 
 from length_tagger import chained
 from length_tagger.estimate import Query
-from protos.block.v1 import common_pb2, tagger_pb2, tagger_pb2_grpc
+from protos.block.v1 import common_pb2, tagger_pb2
 from scheduler.prefix.prompt import BYTES_PER_TOKEN, PROMPT_END_BYTES
 from services.logs import log_event
 from services.placement.listeners import COMPLETED, PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.replies import note_of
 from services.placement.settings import SchedulerSettings
-from services.rpc.channels import open_channel
+from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.messages import tag_from
 
 log = logging.getLogger(__name__)
 
+TAGGER = tagger_pb2.DESCRIPTOR.services_by_name["LengthTagger"].full_name
 OBSERVE_S = 5.0  # deadline
 GATHER_S = 0.25  # outcomes are sent in batches
 MAX_BATCH = 256
@@ -42,8 +43,7 @@ class LengthResolver(PlacementListener):
         self._outcomes: deque[common_pb2.Outcome] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._channel = open_channel(settings.tagger) if settings.tagger else None
-        self._stub = tagger_pb2_grpc.LengthTaggerStub(self._channel) if self._channel else None
+        self._channel = GrpcChannel(settings.tagger) if settings.tagger else None
 
     async def resolve(self, request: common_pb2.Request, prompt: bytes, *, ask: bool) -> None:
         """Complete a request with the lengths that forecasts need: of its prompt and of its response.
@@ -58,17 +58,20 @@ class LengthResolver(PlacementListener):
             self._metrics.tags.labels("request").inc()
         elif not request.HasField("output_tokens"):
             fixed = request.ignore_eos and request.HasField("max_tokens")  # the length is known
-            tag = await self._ask(request, prompt) if ask and not fixed and self._stub is not None else None
+            tag = await self._ask(request, prompt) if ask and not fixed and self._channel is not None else None
             request.tag.CopyFrom(tag or self._default(request))
 
     async def _ask(self, request: common_pb2.Request, prompt: bytes) -> common_pb2.Tag | None:
-        if self._stub is None or not self._circuit.allows(time.monotonic()):
+        if self._channel is None or not self._circuit.allows(time.monotonic()):
             return None
         if len(prompt) > 2 * PROMPT_END_BYTES:
             prompt = prompt[:PROMPT_END_BYTES] + prompt[-PROMPT_END_BYTES:]
         try:
-            answer = await self._stub.Tag(
-                tagger_pb2.TagRequest(request=request, prompt=prompt), timeout=self._deadline_s
+            answer = await self._channel.call(
+                f"/{TAGGER}/Tag",
+                tagger_pb2.TagRequest(request=request, prompt=prompt),
+                tagger_pb2.TagResponse,
+                timeout_s=self._deadline_s,
             )
             if answer.HasField("tag"):
                 tag_from(answer.tag)
@@ -116,7 +119,7 @@ class LengthResolver(PlacementListener):
 
     def on_outcome(self, outcome: common_pb2.Outcome) -> None:
         """Send a completed outcome to the tagger in the next batch; the oldest are dropped if it is away for long."""
-        if self._stub is None or outcome.finish_reason not in COMPLETED:
+        if self._channel is None or outcome.finish_reason not in COMPLETED:
             return
         self._outcomes.append(outcome)
         if len(self._outcomes) > MAX_KEPT:
@@ -133,10 +136,11 @@ class LengthResolver(PlacementListener):
 
     async def _send_batch(self) -> bool:
         some = [self._outcomes.popleft() for _ in range(min(MAX_BATCH, len(self._outcomes)))]
-        if not some or self._stub is None:
+        if not some or self._channel is None:
             return False
         try:
-            await self._stub.Observe(tagger_pb2.ObserveRequest(outcomes=some), timeout=OBSERVE_S)
+            request = tagger_pb2.ObserveRequest(outcomes=some)
+            await self._channel.call(f"/{TAGGER}/Observe", request, tagger_pb2.ObserveResponse, timeout_s=OBSERVE_S)
         except grpc.aio.AioRpcError as error:
             refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # a retry would not help
             if not refused:

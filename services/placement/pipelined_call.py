@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
 from protos.block.v1 import predictor_pb2
+from services.rpc.grpc_channel import GrpcCall, GrpcChannel
 
 PREDICTOR = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
+MAX_WAITING = 1000  # requests without a reply
+STALLED_DEADLINES = 3  # a stream whose oldest request has waited for so many deadlines is given up
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +23,7 @@ class _Waiting:
     """A request without a reply."""
 
     request: bytes
+    sent_s: float
     reply: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def succeed(self, reply: bytes) -> None:
@@ -39,36 +43,40 @@ class PipelinedCall:
 
     Serialised messages go in and out. A server may end the stream at any time: when it restarts, when it refuses one
     of the requests, or when it does not know the method. Requests without a reply are then sent once more, as unary
-    calls.
+    calls. A stream that has stopped to reply is cancelled.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, method: str, deadline_s: float) -> None:
+    def __init__(self, channel: GrpcChannel, method: str, deadline_s: float) -> None:
         """Prepare calls of a method of the Predictor service; the stream opens with the first one."""
-        self._open: Any = channel.stream_stream(f"/{PREDICTOR}/{method}Stream")
-        self._call: Any = channel.unary_unary(f"/{PREDICTOR}/{method}")
+        self._channel = channel
+        self._path = f"/{PREDICTOR}/{method}"
         self._deadline_s = deadline_s
-        self._can_stream = True  # until the server reports that it cannot
+        self._can_stream = True  # until the server says that it cannot
         self._has_ended = False
-        self._stream: Any = None
-        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._stream: GrpcCall | None = None
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
 
     def send(self, request: bytes) -> asyncio.Future[bytes]:
         """Send a request; the future becomes its reply, or the error of the call."""
-        waiting = _Waiting(request)
+        now_s = self._loop.time()
+        waiting = _Waiting(request, now_s)
         if self._has_ended:
             waiting.fail(ConnectionError("instance was removed from the list"))
+            return waiting.reply
+        if self._waiting and now_s - self._waiting[0].sent_s > STALLED_DEADLINES * self._deadline_s:
+            self.cancel()
+        if len(self._waiting) + len(self._tasks) >= MAX_WAITING:
+            waiting.fail(ConnectionError(f"{MAX_WAITING} calls wait for a reply"))
             return waiting.reply
         if not self._can_stream:
             self._start(self._call_alone(waiting))
             return waiting.reply
         if self._stream is None:
-            self._unsent = asyncio.Queue()
-            self._stream = self._open(_each(self._unsent))
-            self._start(self._read(self._stream))
+            self._stream = self._channel.start_call(f"{self._path}Stream", self._take_reply, self._take_end)
         self._waiting.append(waiting)
-        self._unsent.put_nowait(request)
+        self._stream.send(request)
         return waiting.reply
 
     def cancel(self) -> None:
@@ -95,34 +103,28 @@ class PipelinedCall:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _read(self, stream: Any) -> None:
-        """Hand out the replies of one stream until it ends."""
-        try:
-            while (reply := await stream.read()) is not grpc.aio.EOF and stream is self._stream:
-                if not self._waiting:
-                    stream.cancel()  # a reply without a request
-                    break
-                self._waiting.popleft().succeed(cast("bytes", reply))
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self._can_stream = False
-        except asyncio.CancelledError:
-            if stream is self._stream:
-                raise
-        if stream is self._stream:
-            for waiting in self._closed():
-                self._start(self._call_alone(waiting))
+    def _take_reply(self, reply: bytes) -> None:
+        if not self._waiting:
+            raise ValueError("a reply without a request")  # ends the stream
+        self._waiting.popleft().succeed(reply)
+
+    def _take_end(self, error: Exception | None) -> None:
+        """Call alone for the requests without a reply."""
+        if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            self._can_stream = False
+        for waiting in self._closed():
+            self._start(self._call_alone(waiting))
 
     async def _call_alone(self, waiting: _Waiting) -> None:
         """Make a unary call."""
         if waiting.reply.done():
             return
         try:
-            waiting.succeed(await self._call(waiting.request, timeout=self._deadline_s))
+            waiting.succeed(await self._channel.unary(self._path, waiting.request, timeout_s=self._deadline_s))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._can_stream = True  # another server may take its place
@@ -134,11 +136,5 @@ class PipelinedCall:
     def _closed(self) -> deque[_Waiting]:
         """Drop the stream; return the requests without a reply."""
         self._stream = None
-        self._unsent.put_nowait(None)
         waiting, self._waiting = self._waiting, deque()
         return waiting
-
-
-async def _each(unsent: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
-    while (request := await unsent.get()) is not None:
-        yield request

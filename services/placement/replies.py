@@ -61,6 +61,14 @@ def release_response(raw: bytes) -> common_pb2.ReleaseResponse:
         raise ValueError("its reply is no ReleaseResponse") from None
 
 
+def watch_response(raw: bytes) -> predictor_pb2.WatchResponse:
+    """Parse what an instance reports by itself."""
+    try:
+        return predictor_pb2.WatchResponse.FromString(raw)
+    except DecodeError:
+        raise ValueError("its report is no WatchResponse") from None
+
+
 def answer_of(response: predictor_pb2.PredictResponse, request_id: str, answered_s: float) -> Answer:
     """Read one instance's reply about one request."""
     version, epoch = response.version, response.epoch

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
+from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.metrics import SchedulerMetrics
-from services.placement.pipelined_call import PipelinedCall
-from services.placement.replies import FAILURES, predict_responses, release_response, reserve_response, status_of
+from services.placement.pipelined_call import PREDICTOR, PipelinedCall
+from services.placement.replies import (
+    FAILURES,
+    predict_responses,
+    release_response,
+    reserve_response,
+    status_of,
+    watch_response,
+)
 from services.placement.settings import SchedulerSettings
-from services.rpc.channels import open_channel
+from services.rpc.grpc_channel import GrpcChannel
 
 UNREACHABLE = (CandidateStatus.LATE, CandidateStatus.DOWN)  # states that all sidecars behind one address share
 RELEASE_S = 5.0  # deadline of calls that no request waits for
@@ -61,8 +68,7 @@ class SidecarConnection:
         self.breaker = CircuitBreaker(address, settings.circuit(), metrics)
         self._suspects = suspects
         self._deadline_s = settings.sidecar_deadline_s
-        self._channel = open_channel(address)
-        self._watch = predictor_pb2_grpc.PredictorStub(self._channel).Watch
+        self._channel = GrpcChannel(address)
         self._predict = PipelinedCall(self._channel, "Predict", self._deadline_s)
         self._reserve = PipelinedCall(self._channel, "Reserve", self._deadline_s)
         self._release = PipelinedCall(self._channel, "Release", RELEASE_S)
@@ -118,12 +124,15 @@ class SidecarConnection:
             raise TimeoutError(f"no reply within {RELEASE_S:g} s")
         return release_response(reply.result())
 
-    async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
-        """Follow what an instance reports by itself."""
+    async def watch(
+        self, request: predictor_pb2.WatchRequest, on_report: Callable[[predictor_pb2.WatchResponse], None]
+    ) -> None:
+        """Pass on what an instance reports by itself, until the call ends; raise its error, or that of `on_report`."""
         if self._is_removed:
             raise ConnectionError("instance was removed from the list")
-        async for message in self._watch(request):
-            yield message
+        await self._channel.follow(
+            f"/{PREDICTOR}/Watch", request.SerializeToString(), lambda raw: on_report(watch_response(raw))
+        )
 
     async def close(self) -> None:
         """Accept no more calls, finish those in flight, and close the channel."""

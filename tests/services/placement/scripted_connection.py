@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
@@ -133,17 +133,21 @@ class ScriptedConnection:
         """Take a release."""
         return common_pb2.ReleaseResponse()
 
-    async def watch(self, request: predictor_pb2.WatchRequest) -> AsyncIterator[predictor_pb2.WatchResponse]:
+    async def watch(
+        self, request: predictor_pb2.WatchRequest, on_report: Callable[[predictor_pb2.WatchResponse], None]
+    ) -> None:
         """Report now, and whenever a request finished."""
         while True:
             self._changed.clear()
-            yield predictor_pb2.WatchResponse(
-                instance_id=self.sidecar.name,
-                full=True,
-                indicators=indicators_message(self.sidecar.indicators(), age_s=0.0),
-                version=self.sidecar.version,
-                epoch=EPOCH,
-                state=common_pb2.INSTANCE_STATE_READY,
+            on_report(
+                predictor_pb2.WatchResponse(
+                    instance_id=self.sidecar.name,
+                    full=True,
+                    indicators=indicators_message(self.sidecar.indicators(), age_s=0.0),
+                    version=self.sidecar.version,
+                    epoch=EPOCH,
+                    state=common_pb2.INSTANCE_STATE_READY,
+                )
             )
             await self._changed.wait()
 

@@ -293,7 +293,7 @@ def simulate(script: Script) -> None:
     """
     sidecars = [Sidecar(one, script) for one in script.instances]
 
-    def look(self: Simulation, _now_s: float) -> None:
+    def refresh(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
@@ -324,13 +324,13 @@ def simulate(script: Script) -> None:
         RequestLengths(prompt_tokens=np.full(num, PROMPT_TOKENS), output_tokens=np.full(num, 9)),
         np.array([FIRST_S + one.after_s for one in script.arrivals]),
     )
-    with mock.patch.multiple(Simulation, look=look, _forecast=forecast, _note_sent=send):
+    with mock.patch.multiple(Simulation, refresh=refresh, _forecast=forecast, _note_sent=send):
         always = frozenset.intersection(*(arrival.excluded for arrival in script.arrivals))
         gone = [row for row, one in enumerate(script.instances) if one.name in always]
         outages = tuple(Outage(instance=row, from_s=0.0) for row in gone if row % 2)
         run = simulation(specs(len(sidecars)), work, script.policy, Conditions(sample_s=0.0, outages=outages))
         run.leaving.update(row for row in gone if row % 2 == 0)
-        run.find_places()
+        run.update_rows()
         run.possible = np.array(
             [[one.name not in arrival.excluded - always for one in script.instances] for arrival in script.arrivals]
         )
