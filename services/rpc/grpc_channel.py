@@ -1,7 +1,8 @@
 """A gRPC client over one HTTP/2 connection, for the calls that a placement waits for.
 
-A stream's messages and its end are passed to functions, without a task per stream. Status codes, deadlines and reconnecting are those of grpc.aio, which
-`tests/services/rpc/test_grpc_channel.py` compares it with. Messages are not compressed.
+A stream's messages and its end are passed to functions, without a task per stream. Status codes, deadlines and
+reconnecting are those of grpc.aio, which `tests/services/rpc/test_grpc_channel.py` compares it with. Messages are not
+compressed.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class GrpcChannel:
             while True:
                 try:
                     await self._attempt()
-                except (OSError, UnicodeError, ValueError) as error:
+                except Exception as error:  # noqa: BLE001 - of any address: the calls that wait have to end
                     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                     self._failure = f"{self.address} cannot be reached: {reason}"
                 else:
@@ -318,6 +319,13 @@ class GrpcCall:
                 self._unsent.append((data, last))
         else:
             self._send(data, last)
+
+    def send_end(self) -> None:
+        """Send no more messages."""
+        if self._stream is None or self._connection is None:
+            self._unsent.append((b"", True))
+        else:
+            self._send(b"", True)
 
     def cancel(self) -> None:
         """End the call, if it has not ended, without a call of `on_end`."""
