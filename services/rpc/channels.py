@@ -46,6 +46,7 @@ def make_server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.http2.bdp_probe", 0),  # messages are small: not worth a ping after each pause (scripts/bench_rpc.py)
             ("grpc.so_reuseport", 0),  # or a second server on this port would take half of the calls instead of failing
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
