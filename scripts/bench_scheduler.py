@@ -11,6 +11,8 @@ load, which is a small part of the time.
 - `scheduler_cpu_us.{policy}.{instances}`: processor time of the process that decides, all threads, user and system, per
   request placed and released; `bench_decision.py` measures its part without communication.
 - `sidecars_cpu_us.{policy}.{instances}`: processor time of the stand-ins for all sidecars, per request.
+- `load_cpu_us.{policy}.{instances}`: with `--decide in-process`, what the load alone takes of `scheduler_cpu_us`.
+- `wake_up_cpu_us`: processor time of one timer in a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def main() -> None:
     for policy in arguments.policy or ["block"]:
         for num in arguments.instances or [12]:
             results += case(policy, num, arguments)
+    results.append(uvloop.run(wake_up(arguments.rate)))
     report("scheduler", results, as_json=arguments.json)
 
 
@@ -100,12 +103,39 @@ async def measured_in_process(
     """Measure decisions of this process."""
     settings = SchedulerSettings(policy=policy, sidecar_deadline_s=1.0, scheduler_id="bench")
     source = Listed([instance_from_flag(flag.removeprefix("--instance=")) for flag in instance_flags(sidecars)])
+    load_us = await load_alone(rate, seconds)
     async with placement_driver(settings, source, CollectorRegistry()) as driver:
 
         async def schedule(request: common_pb2.Request) -> common_pb2.Decision:
             return await driver.schedule(scheduler_pb2.ScheduleRequest(request=request))
 
-        return await numbers_of(schedule, driver.release, (time.process_time, sidecars.cpu_s), name, rate, seconds)
+        numbers = await numbers_of(schedule, driver.release, (time.process_time, sidecars.cpu_s), name, rate, seconds)
+    return [*numbers, {"name": f"load_cpu_us.{name}", "value": load_us, "unit": "us", "n": numbers[0]["n"]}]
+
+
+async def load_alone(rate: float, seconds: float) -> float:
+    """Return the processor time of the load per request, in microseconds, with decisions that cost nothing."""
+    decision = common_pb2.Decision()
+
+    async def schedule(_request: common_pb2.Request) -> common_pb2.Decision:
+        return decision
+
+    async def release(_request: common_pb2.ReleaseRequest) -> None:
+        pass
+
+    decisions: list[common_pb2.Decision] = []
+    before_s = time.process_time()
+    await load(schedule, release, random.Random(0), rate, seconds, (decisions, []))
+    return 1e6 * (time.process_time() - before_s) / len(decisions)
+
+
+async def wake_up(rate: float) -> dict[str, object]:
+    """Measure a process that only sleeps."""
+    count, before_s = round(3 * rate), time.process_time()
+    for _ in range(count):
+        await asyncio.sleep(1 / rate)
+    value = 1e6 * (time.process_time() - before_s) / count
+    return {"name": "wake_up_cpu_us", "value": value, "unit": "us", "n": count}
 
 
 async def numbers_of(  # noqa: PLR0917 - what a load is made of
