@@ -42,7 +42,7 @@ def demo(given: SettingValues, *, as_json: bool) -> int:
     warmed()
     print(
         f"starting {settings.instances} emulated engines ({settings.profile}, at {settings.speed:g} times its speed), "
-        f"a sidecar for each, a tagger, {len(settings.policies)} schedulers and gateways",
+        f"their sidecars, a tagger, and a gateway for each of {len(settings.policies)} policies",
         file=sys.stderr,
     )
     progress = DemoProgress(num)
