@@ -15,7 +15,7 @@ from services.rpc.grpc_channel import GrpcCall, GrpcChannel
 
 PREDICTOR = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 MAX_WAITING = 1000  # requests without a reply
-STALLED_DEADLINES = 3  # a stream whose oldest request has waited for so many deadlines is given up
+STALLED_DEADLINES, MIN_STALLED_S = 3, 1.0  # a stream whose oldest request has waited for so long is given up
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class PipelinedCall:
 
     Serialised messages go in and out. A server may end the stream at any time: when it restarts, when it refuses one
     of the requests, or when it does not know the method. Requests without a reply are then sent once more, as unary
-    calls. A stream that has stopped to reply is cancelled.
+    calls. A stream that no longer replies is cancelled.
     """
 
     def __init__(self, channel: GrpcChannel, method: str, deadline_s: float) -> None:
@@ -51,6 +51,7 @@ class PipelinedCall:
         self._channel = channel
         self._path = f"/{PREDICTOR}/{method}"
         self._deadline_s = deadline_s
+        self._stalled_s = max(MIN_STALLED_S, STALLED_DEADLINES * deadline_s)
         self._can_stream = True  # until the server says that it cannot
         self._has_ended = False
         self._stream: GrpcCall | None = None
@@ -65,7 +66,7 @@ class PipelinedCall:
         if self._has_ended:
             waiting.fail(ConnectionError("instance was removed from the list"))
             return waiting.reply
-        if self._waiting and now_s - self._waiting[0].sent_s > STALLED_DEADLINES * self._deadline_s:
+        if self._waiting and now_s - self._waiting[0].sent_s > self._stalled_s:
             self.cancel()
         if len(self._waiting) + len(self._tasks) >= MAX_WAITING:
             waiting.fail(ConnectionError(f"{MAX_WAITING} calls wait for a reply"))
