@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.block.v1 import common_pb2, provisioner_pb2_grpc
+from protos.block.v1 import common_pb2, provisioner_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.cluster import Child
 from services.provisioner_server.hooks.process import Processes
@@ -43,7 +43,7 @@ async def until(holds: Callable[[], object], what: str) -> None:
 
 
 @asynccontextmanager
-async def living(folder: Path) -> AsyncIterator[tuple[Child, Child]]:
+async def living(folder: Path) -> AsyncIterator[tuple[Child, Child, Child]]:
     """Run a provisioner, a scheduler and a gateway; the instances, which outlive the provisioner, end with the block."""
     provisioner = Child(
         "provisioner", "provisioner", "--folder", str(folder), "--model", "tiny", "--min-instances", "2",
@@ -68,7 +68,7 @@ async def living(folder: Path) -> AsyncIterator[tuple[Child, Child]]:
         )  # fmt: skip
         started.append(gateway)
         await gateway.start()
-        yield provisioner, gateway
+        yield provisioner, scheduler, gateway
     finally:
         for child in reversed(started):
             await child.stop()
@@ -81,8 +81,11 @@ def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_requ
     """From two instances to five and back to two; no request fails, and every action has its reason."""
 
     async def test() -> None:
-        async with living(tmp_path) as (provisioner, gateway):
-            channel = grpc.aio.insecure_channel(f"127.0.0.1:{provisioner.port}")
+        async with (
+            living(tmp_path) as (provisioner, scheduler, gateway),
+            grpc.aio.insecure_channel(f"127.0.0.1:{provisioner.port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{scheduler.port}") as to_scheduler,
+        ):
             stub = provisioner_pb2_grpc.ProvisionerStub(channel)
 
             async def num_ready() -> int:
@@ -92,9 +95,13 @@ def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_requ
             async def has(num: int) -> bool:
                 return await num_ready() == num
 
+            async def knows_two() -> bool:
+                call = scheduler_pb2_grpc.SchedulerStub(to_scheduler).ListInstances
+                return len((await call(scheduler_pb2.ListInstancesRequest(), timeout=30)).instances) == 2
+
             url = f"http://127.0.0.1:{gateway.port}"
             await until(partial(has, 2), "two instances")
-            await until(lambda: _seen(tmp_path) == 2, "two instances in the file")
+            await until(knows_two, "two instances at the scheduler, which reads their file from time to time")
             async with loaded(url, clients=90, output_tokens=60, most=100_000) as load:
                 await until(lambda: load.served_since(0) > 0, "a first answer")
                 await until(partial(has, 5), "five instances")
@@ -103,7 +110,7 @@ def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_requ
             async with loaded(url, clients=1, output_tokens=60, most=100_000) as quiet:
                 await until(partial(has, 2), "two instances again")
                 await until(lambda: len(json.loads((tmp_path / "roster.json").read_text())) == 2, "nobody left over")
-            assert [result.failure for result in burst + quiet.results if result.failure is not None] == []
+            assert [(one.failure, one.note) for one in burst + quiet.results if one.failure is not None] == []
             assert {result.instance for result in burst} >= {"default-1-0", "default-1-1"}
             actions = [entry.action async for entry in stub.History(pb.HistoryRequest(), timeout=30)]
             assert all(action.why for action in actions)
@@ -114,10 +121,5 @@ def test_a_burst_makes_a_cluster_grow_and_it_shrinks_again_without_a_failed_requ
                 assert mine[0] == pb.ACTION_STATE_WRITTEN
             (pool,) = (await stub.Status(pb.StatusRequest(), timeout=30)).pools
             assert pool.cold_start_s > 0
-            await channel.close()
 
     asyncio.run(test())
-
-
-def _seen(folder: Path) -> int:
-    return len(json.loads((folder / "instances.json").read_text())["instances"])
