@@ -354,10 +354,6 @@ class PlacementDriver:
         require_name("instance_id", request.instance_id)
         if request.HasField("outcome"):
             require_outcome(request.outcome)
-        handle = self.registry.find(request.instance_id)
-        if handle is None:
-            self._metrics.releases.labels("unknown_instance").inc()
-            return common_pb2.ReleaseResponse()
         if request.HasField("outcome"):
             outcome = request.outcome
             outcome.request_id, outcome.instance_id = request.request_id, request.instance_id
@@ -365,6 +361,10 @@ class PlacementDriver:
         else:
             for listener in self._listeners:
                 listener.on_release(request.request_id, request.instance_id)
+        handle = self.registry.find(request.instance_id)
+        if handle is None:  # it was removed meanwhile
+            self._metrics.releases.labels("unknown_instance").inc()
+            return common_pb2.ReleaseResponse()
         return await self._release(handle, request)
 
     def ended(self, outcome: common_pb2.Outcome) -> None:

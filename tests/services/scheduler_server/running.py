@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.instances import InstanceSource, Listed
+from services.instances import Instance, Instances, InstanceSource, Listed
 from services.rpc.server import ServerSettings, serving
 from services.scheduler_server import SchedulerSettings, scheduling
 from tests.services.stub_engines import StubEngine, engines
@@ -145,3 +145,15 @@ def statuses(decision: common_pb2.Decision) -> dict[str, str]:
 def text_of(events: Sequence[scheduler_pb2.GenerateResponse]) -> str:
     """Return the text of a stream."""
     return "".join(event.chunk.text for event in events)
+
+
+class ChangingSource(InstanceSource):
+    """A list of instances that a test replaces."""
+
+    def __init__(self) -> None:
+        """Start with no instance."""
+        self.instances: list[Instance] = []
+
+    async def poll(self) -> Instances:
+        """Return the current list."""
+        return tuple(self.instances)

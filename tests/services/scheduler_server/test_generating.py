@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.instances import Instance, Instances, InstanceSource
 from tests.services.scheduler_server.running import (
     CANCELLED,
     FAILED,
     LENGTH,
+    ChangingSource,
     cluster,
     refused,
     run,
@@ -222,18 +222,6 @@ def test_the_outcome_of_a_stream_whose_instance_was_removed_is_recorded(tmp_path
         assert lines[1]["outcome"]["finish_reason"] == "FINISH_REASON_LENGTH"
 
     run(test)
-
-
-class ChangingSource(InstanceSource):
-    """A list of instances that a test replaces."""
-
-    def __init__(self) -> None:
-        """Start with no instance."""
-        self.instances: list[Instance] = []
-
-    async def poll(self) -> Instances:
-        """Return the current list."""
-        return tuple(self.instances)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from tests.services.scheduler_server.running import FAILED, FOR_EVER, STOP, refused, run, scheduler, statuses, until
+from tests.services.scheduler_server.running import (
+    FAILED,
+    FOR_EVER,
+    STOP,
+    ChangingSource,
+    refused,
+    run,
+    scheduler,
+    statuses,
+    until,
+)
 from tests.services.stub_sidecars import sidecars
 
 
@@ -31,6 +43,26 @@ def test_any_scheduler_releases_a_reservation_of_another() -> None:
                 decision.instance.instance_id = "b"
                 await stubs[1].crash()
                 assert not await two.release(decision)
+
+    run(test)
+
+
+def test_the_outcome_of_a_request_whose_instance_was_removed_is_recorded(tmp_path: Path) -> None:
+    """The list drops instances whose last requests still run; only the reservation can no longer be released."""
+
+    async def test() -> None:
+        path, source = tmp_path / "decisions.jsonl", ChangingSource()
+        async with sidecars("a") as stubs:
+            source.instances = [stubs[0].instance]
+            async with scheduler(source, record=str(path)) as client:
+                decision = await client.decide()
+                source.instances = []
+                await until(lambda: client.count("block_instances") == 0)
+                assert not await client.release(decision, STOP)
+                assert client.count("block_releases_total", released="unknown_instance") == 1
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["event"] for line in lines] == ["decision", "outcome"]
+        assert lines[1]["outcome"]["finish_reason"] == "FINISH_REASON_STOP"
 
     run(test)
 
