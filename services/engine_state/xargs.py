@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+MAX_TEXT = 256  # characters of an id
 CLASSES = ("real-time", "best-effort")  # in the order of `layout.REQUEST`'s numbers for them
 
 
@@ -14,7 +15,7 @@ def _number(value: Any) -> float:
         if isinstance(value, bool):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"must be a number, not {value!r}") from None
 
 
@@ -34,6 +35,8 @@ def _request_class(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be a string, not {value!r}")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"must have at most {MAX_TEXT} characters, not {len(value)}")
     return value
 
 

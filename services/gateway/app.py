@@ -86,9 +86,12 @@ class Gateway(Application):
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(body, call.headers, chat=chat)
             num_tokens, block_names = await context.prompts.read_aside(openai)
-            request = request_message(
-                openai, headers, request_id=request_id, client_id=key_holder, prompt_tokens=num_tokens
-            )
+            try:
+                request = request_message(
+                    openai, headers, request_id=request_id, client_id=key_holder, prompt_tokens=num_tokens
+                )
+            except ValueError as error:
+                raise ApiError.of(error) from None
             if block_names:
                 request.prefix_hashes.extend(block_names)
                 request.prefix_block_tokens = context.settings.block_tokens
@@ -99,7 +102,7 @@ class Gateway(Application):
                 request=request,
                 target=target_of(call.scope),
                 headers=headers_to_pass(call.headers, request_id, with_authorization=not self._keys),
-                body=body_to_pass(body, openai, request.priority),
+                body=body_to_pass(body, openai, request),
                 explain=headers.explain,
             )
             placing = Placing(shared=context, incoming=incoming)

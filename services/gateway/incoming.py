@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
+from services.engine_state.xargs import CLASSES as CLASS_NAMES
+from services.engine_state.xargs import facts_in
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded
@@ -22,8 +25,9 @@ SESSION = (b"x-session-id", b"x-block-session-id")
 FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 PRIORITY = b"x-block-priority"
 CLASS = b"x-block-class"
+WEIGHT = b"x-block-weight"
 EXPLAIN = b"x-block-explain"
-READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, EXPLAIN))
+READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, WEIGHT, EXPLAIN))
 TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 AUTHORIZATION = b"authorization"
@@ -52,6 +56,7 @@ class RequestHeaders:
     fairness_id: str
     priority: int | None
     request_class: common_pb2.RequestClass.ValueType
+    weight: float | None = None
     explain: bool = False
 
 
@@ -87,6 +92,7 @@ def read_headers(headers: Headers) -> RequestHeaders:
         fairness_id=_text(given, FAIRNESS),
         priority=_whole(given, PRIORITY),
         request_class=request_class,
+        weight=_positive(given, WEIGHT),
         explain=_flag(given, EXPLAIN),
     )
 
@@ -115,16 +121,23 @@ def _as_text(name: bytes, value: bytes) -> str:
 
 def _milliseconds(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> float | None:
     for name in names:
-        value = given.get(name)
-        if value is not None:
-            try:
-                number = float(value)
-            except ValueError:
-                number = math.nan
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name.decode()}: must be a number of milliseconds above 0")
-            return number / 1000
+        if name in given:
+            number = _positive(given, name, "a number of milliseconds above 0")
+            return None if number is None else number / 1000
     return None
+
+
+def _positive(given: Mapping[bytes, bytes], name: bytes, expected: str = "a number above 0") -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name.decode()}: must be {expected}")
+    return number
 
 
 def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
@@ -144,7 +157,21 @@ def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
 def request_message(
     openai: OpenAIRequest, headers: RequestHeaders, *, request_id: str, client_id: str, prompt_tokens: int
 ) -> common_pb2.Request:
-    """Write a request as a message for schedulers."""
+    """Write a request as a message for schedulers; ValueError where `vllm_xargs` has an impossible value.
+
+    What `vllm_xargs` says has precedence over headers, but for the client's id where an API key names it.
+    """
+    xargs, errors = facts_in(openai.xargs or {})
+    if errors:
+        raise ValueError(f"vllm_xargs.{errors[0].replace(' ', ': ', 1)}")
+    slo = headers.slo or common_pb2.Slo()
+    if "ttft_slo_s" in xargs:
+        slo.ttft_s = xargs["ttft_slo_s"]
+    if "tpot_slo_s" in xargs:
+        slo.tpot_s = xargs["tpot_slo_s"]
+    request_class = headers.request_class
+    if "request_class" in xargs:
+        request_class = CLASSES[CLASS_NAMES[xargs["request_class"]]]
     return common_pb2.Request(
         request_id=request_id,
         model=openai.model,
@@ -154,10 +181,11 @@ def request_message(
         ignore_eos=openai.ignore_eos,
         expected_output_tokens=openai.expected_tokens,
         priority=priority_of(openai, headers),
-        request_class=headers.request_class,
-        slo=headers.slo,
-        session_id=headers.session_id,
-        client_id=client_id or headers.fairness_id,
+        request_class=request_class,
+        slo=slo if slo.HasField("ttft_s") or slo.HasField("tpot_s") else None,
+        weight=xargs.get("weight", headers.weight),
+        session_id=xargs.get("session_id", headers.session_id),
+        client_id=client_id or xargs.get("client_id", headers.fairness_id),
     )
 
 
@@ -167,12 +195,42 @@ def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int:
     return next((priority for priority in given if priority is not None), 0)
 
 
-def body_to_pass(body: bytes, openai: OpenAIRequest, priority: int) -> bytes:
-    """Return the body for the engine, unchanged but for a priority that comes from a header or a hint."""
-    if openai.priority is not None or priority == 0:
+def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request) -> bytes:
+    """Return the body for the engine, with what it does not say itself: priority, service level, class, weight, ids.
+
+    A vLLM with Block's plug-in reads them, and any other ignores them.
+    """
+    added: dict[str, Any] = {}
+    if openai.priority is None and request.priority != 0:
+        added["priority"] = request.priority
+    if xargs := _xargs_of(request):
+        if openai.xargs is not None:  # the whole body is written again
+            data = json.loads(body)
+            return json.dumps({**added, **data, "vllm_xargs": {**openai.xargs, **xargs}}).encode()
+        added["vllm_xargs"] = xargs
+    if not added:
         return body
     inside = body.index(b"{") + 1
-    return b'%s"priority":%d,%s' % (body[:inside], priority, body[inside:])
+    return b"%s%s,%s" % (body[:inside], json.dumps(added, separators=(",", ":"))[1:-1].encode(), body[inside:])
+
+
+def _xargs_of(request: common_pb2.Request) -> dict[str, Any]:
+    """Write the facts of a request as arguments of vLLM's plug-in; those that `vllm_xargs` had are in the request."""
+    xargs: dict[str, Any] = {}
+    if request.HasField("slo"):
+        if request.slo.HasField("ttft_s"):
+            xargs["block_ttft_s"] = request.slo.ttft_s
+        if request.slo.HasField("tpot_s"):
+            xargs["block_tpot_s"] = request.slo.tpot_s
+    if request.request_class != common_pb2.REQUEST_CLASS_UNSPECIFIED:
+        xargs["block_class"] = next(name for name, number in CLASSES.items() if number == request.request_class)
+    if request.HasField("weight"):
+        xargs["block_weight"] = request.weight
+    if request.client_id:
+        xargs["block_client_id"] = request.client_id
+    if request.session_id:
+        xargs["block_session_id"] = request.session_id
+    return xargs
 
 
 def target_of(scope: Mapping[str, Any]) -> bytes:

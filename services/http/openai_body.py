@@ -34,6 +34,7 @@ class OpenAIRequest:
     token_ids: tuple[int, ...] = ()  # the first ones, where the client sent those of one prompt
     num_prompts: int = 1
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
+    xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
 
 
 def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
@@ -68,6 +69,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=1 if chat else max(len(parts), len(prompts)),
         conversation=data if chat else None,
+        xargs=_xargs(data),
     )
 
 
@@ -83,6 +85,15 @@ def _model(data: Mapping[str, Any]) -> str:
     if len(model) > LONGEST_NAME:
         raise ValueError(f"model: is longer than {LONGEST_NAME} characters")
     return model
+
+
+def _xargs(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if "vllm_xargs" not in data:
+        return None
+    xargs = data["vllm_xargs"] or {}
+    if not isinstance(xargs, dict):
+        raise ValueError(f"vllm_xargs: must be an object, not {description_of(xargs)}")
+    return xargs
 
 
 def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:

@@ -87,8 +87,6 @@ def test_the_engine_gets_what_the_client_sent(path: str) -> None:
         "content-type": "application/json",
         "authorization": "Bearer for-the-engine",
         "x-block-output-tokens": "12",
-        "x-session-id": "s-1",
-        "x-slo-ttft-ms": "250",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }
     dropped = {"connection": "keep-alive, x-hop", "x-hop": "1", "accept-encoding": "gzip", "te": "trailers"}
@@ -127,6 +125,71 @@ def test_engine_and_schedulers_get_the_same_priority(given: str) -> None:
             passed = here.engines[0].calls[0].body.decode()
             assert passed == f' {{{added}{fields} , "x":1e2}}'
             assert json.loads(passed).get("priority", 0) == here.scheduler.asked[0].request.priority
+
+    run(test)
+
+
+XARGS = (
+    ({"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "40"}, None, {"block_ttft_s": 0.25, "block_tpot_s": 0.04}),
+    (
+        {"x-block-class": "best-effort", "x-block-weight": "2.5"},
+        None,
+        {"block_class": "best-effort", "block_weight": 2.5},
+    ),
+    (
+        {"x-session-id": "s", "x-llm-d-inference-fairness-id": "t"},
+        None,
+        {"block_session_id": "s", "block_client_id": "t"},
+    ),
+    ({"x-session-id": "s"}, {}, {"block_session_id": "s"}),
+    (
+        {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "40", "x-block-weight": "2"},
+        {"block_ttft_s": 1.5, "block_weight": 3, "other": "caf\u00e9"},
+        {"block_ttft_s": 1.5, "block_tpot_s": 0.04, "block_weight": 3, "other": "caf\u00e9"},
+    ),
+    (
+        {"x-block-class": "real-time", "x-session-id": "s", "x-llm-d-inference-fairness-id": "t"},
+        {"block_class": "best-effort", "block_session_id": "mine", "block_client_id": "me"},
+        {"block_class": "best-effort", "block_session_id": "mine", "block_client_id": "me"},
+    ),
+    ({}, {"other": 1}, {"other": 1}),
+)
+
+
+@pytest.mark.parametrize(("headers", "own", "passed"), XARGS)
+def test_facts_reach_engine_and_scheduler(
+    headers: dict[str, str], own: dict[str, Any] | None, passed: dict[str, Any]
+) -> None:
+    """Facts from headers are added to `vllm_xargs`; what the client set there has precedence, for schedulers too."""
+    fields = {} if own is None else {"vllm_xargs": own}
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            await here.post(headers={**headers, "x-block-priority": "4"}, **fields)
+            body = json.loads(here.engines[0].calls[0].body)
+            assert (body.pop("vllm_xargs"), body.pop("priority")) == (passed, 4)
+            assert body == {"model": "tiny", "prompt": "Say hello"} | {k: v for k, v in body.items() if k == "stream"}
+            asked = here.scheduler.asked[0].request
+            if "block_ttft_s" in passed:
+                assert asked.slo.ttft_s == passed["block_ttft_s"]
+                assert asked.slo.tpot_s == passed["block_tpot_s"]
+            if "block_class" in passed:
+                assert asked.request_class == common_pb2.REQUEST_CLASS_BEST_EFFORT
+            assert asked.weight == passed.get("block_weight", 0.0)
+            assert asked.session_id == passed.get("block_session_id", "")
+            assert asked.client_id == passed.get("block_client_id", "")
+
+    run(test)
+
+
+def test_an_api_key_says_who_the_client_is() -> None:
+    """A client cannot name another one, neither to the scheduler nor to the engine."""
+
+    async def test() -> None:
+        async with scene(completes, keys=("tenant-a secret-a",)) as here:
+            await here.post(headers={"authorization": "Bearer secret-a"}, vllm_xargs={"block_client_id": "tenant-b"})
+            assert json.loads(here.engines[0].calls[0].body)["vllm_xargs"] == {"block_client_id": "tenant-a"}
+            assert here.scheduler.asked[0].request.client_id == "tenant-a"
 
     run(test)
 
