@@ -1,7 +1,7 @@
 """The client's side of an HTTP/2 connection, as far as gRPC needs it (RFC 9113): frames, streams and flow control.
 
-Headers are compressed and expanded by `hpack`. A message on a stream takes a third of the processor time of grpc.aio and
-half of that of the library h2 (scripts/bench_rpc.py), and a scheduler sends and receives one per sidecar and decision.
+Headers are compressed by `hpack`. A message on a stream takes a third of the processor time of grpc.aio, and half of
+that of the library h2 (scripts/bench_rpc.py); a scheduler sends and receives one per sidecar and decision.
 """
 
 from __future__ import annotations
