@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -38,6 +39,9 @@ class EngineConfig:
     scheduler_reserve_full_isl: Annotated[
         bool, "Admit a request only when all its prompt's KV blocks are free, as in vLLM."
     ] = True
+    batcher_options: Annotated[dict[str, float], "Options of the local scheduler, by name."] = field(
+        default_factory=dict, hash=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that no engine can run with."""
@@ -54,6 +58,11 @@ class EngineConfig:
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
         if self.watermark is not None and not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
+        if not isinstance(self.batcher_options, Mapping):
+            raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
+        for name, value in self.batcher_options.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"batcher_options.{name}: must be a number, not {value!r}")
 
     @property
     def pipeline_depth(self) -> int:

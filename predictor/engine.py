@@ -97,6 +97,9 @@ class Engine:
         self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=self.tracks_blocks)
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
+        self.state.engine[0].orders_queue = self.batcher.orders_queue
+        options = [self.config.batcher_options[option.name] for option in self.batcher.options]
+        self.state.engine[0].options[: len(options)] = options
         if not self.batcher.sorts_arrivals:
             self.state.engine[0].queue_by_priority = 0
         self.residual = residual

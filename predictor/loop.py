@@ -76,9 +76,12 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
 
 @small_kernel
 def has_tail_ahead(state: State) -> bool:
-    """Return whether more requests wait than the next step can admit, so that it cannot reach the tail of the queue."""
+    """Return whether more requests wait than the next step can admit, so that it cannot reach the tail of the queue.
+
+    A local scheduler that orders the queue can admit from its tail, and plans by all that wait.
+    """
     engine = state.engine[0]
-    return bool(engine.num_waiting > engine.max_num_seqs - engine.num_running)
+    return bool(not engine.orders_queue and engine.num_waiting > engine.max_num_seqs - engine.num_running)
 
 
 @kernel

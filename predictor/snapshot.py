@@ -35,6 +35,7 @@ class LiveRequest:
     block_ids: tuple[int, ...] = ()
     num_preemptions: int = 0
     prefill_tokens: int | None = None  # to be computed, as of its admission, before it decodes; None: unknown
+    first_token_s: float | None = None  # None: not yet, or unknown
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
@@ -45,6 +46,8 @@ class LiveRequest:
             require_count(name, getattr(self, name), at_least=0)
         if self.prefill_tokens is not None:
             require_count("prefill_tokens", self.prefill_tokens, at_least=0)
+        if self.first_token_s is not None and not (math.isfinite(self.first_token_s) and self.first_token_s >= 0):
+            raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
         known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
         if self.computed_tokens > known:
             raise ValueError(f"computed_tokens: {self.computed_tokens} is more than its {known} tokens")

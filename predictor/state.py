@@ -13,6 +13,8 @@ from predictor.step_time import Costs
 
 NONE = -1  # no request, no block, no time
 
+MAX_OPTIONS = 8  # of a local scheduler
+
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
@@ -38,6 +40,8 @@ ENGINE = np.dtype(
         ("watermark_blocks", "i8"),
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
+        ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
         # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),
         ("pace", "f8"),  # real over predicted step time
@@ -139,6 +143,16 @@ FACTS = np.dtype(
     ],
     align=True,
 )
+# A request's place in the order in which a step is filled; the lower one goes first.
+RANK = np.dtype(
+    [
+        ("group", "i8"),
+        ("key", "f8"),
+        ("due_s", "f8"),  # of its next token; infinite without a target
+        ("cost_s", "f8"),  # estimated seconds until its next token
+    ],
+    align=True,
+)
 STEP = np.dtype(
     [
         ("num_scheduled", "i8"),
@@ -183,7 +197,8 @@ class State(NamedTuple):
     steps: np.recarray[Any, Any]  # STEP per step in flight
     batch: np.recarray[Any, Any]  # SCHEDULED per step in flight and position
     turn_starts: np.ndarray  # scratch space of `loop.repeat`: the order in which requests take blocks
-    turns: np.ndarray
+    turns: np.ndarray  # scratch space of `loop.repeat` and of `batching.ordered`: requests in an order
+    ranks: np.recarray[Any, Any]  # scratch space of `batching.ordered`: RANK per slot
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
@@ -215,6 +230,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
         hashes=np.zeros((num_slots, 1), np.int64),
         turn_starts=np.zeros(config.block_size + 2, np.int32),
         turns=np.zeros(num_slots, np.int32),
+        ranks=np.zeros(num_slots, RANK).view(np.recarray),
         cached=np.full(1, NONE, np.int32),
         costs=costs,
     )
@@ -257,6 +273,7 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
         running=_padded(state.running, (slots,)),
         preempted=_padded(state.preempted, (slots,)),
         turns=_padded(state.turns, (slots,)),
+        ranks=_padded(state.ranks, (slots,)).view(np.recarray),
         waiting=_straightened(state.waiting, state.engine[0].waiting_head, slots),
         pending=_straightened(state.pending, state.engine[0].pending_head, slots),
         batch=_padded(state.batch, (2, slots)).view(np.recarray),
@@ -284,7 +301,8 @@ def layer(stack: State, source: State, index: int) -> State:
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.blocks[index], stack.tables[index], stack.cached[index], source.facts, source.hashes, source.costs,
+        stack.ranks[index], stack.blocks[index], stack.tables[index], stack.cached[index], source.facts, source.hashes,
+        source.costs,
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         num_blocks=int(row.num_blocks),
         full_blocks=int(row.full_blocks),
         prefill_tokens=int(row.prefill_tokens),
+        first_token_s=float(row.first_token_s) if row.first_token_s >= 0 else None,
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
         **{name: int(row[name]) for name in COUNTERS},
     )
@@ -149,7 +150,7 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         num_blocks=item.num_blocks if status == RUNNING else 0,
         prefill_tokens=prefill_tokens,
         scheduled_s=request.arrival_s if was_scheduled else NONE,
-        first_token_s=request.arrival_s if item.produced_tokens > 0 else NONE,
+        first_token_s=_first_token_s(item),
         **{name: getattr(item, name) for name in COUNTERS},
     )
     if status == WAITING:
@@ -158,6 +159,16 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     head = engine.state.engine[0]
     engine.state.running[head.num_running] = slot
     head.num_running += 1
+
+
+def _first_token_s(item: LiveRequest) -> float:
+    """Return when the first token came; where that is unknown, when it was due."""
+    if item.produced_tokens == 0:
+        return NONE
+    if item.first_token_s is not None:
+        return item.first_token_s
+    slo = item.request.slo
+    return item.request.arrival_s + (slo.ttft_s or 0.0 if slo is not None else 0.0)
 
 
 def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:

@@ -132,7 +132,7 @@ def _setting_row(settings: CommandSettings, name: str) -> str:
     if setting.choices:
         kind = f"one of {', '.join(f'`{one}`' for one in setting.choices)}"
     if setting.repeated:
-        kind = f"list of {kind}s"
+        kind = "table of numbers" if setting.by_name else f"list of {kind}s"
     if setting.option.unit == "duration":
         kind = "time, such as 90s or 3m"
     flag = f"`{setting.flag}`" if setting.flag else ""

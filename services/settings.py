@@ -72,6 +72,7 @@ class Setting:
     path: tuple[str, ...]  # the field, from the settings value down
     kind: type  # bool, int, float or str; of each item where `repeated`
     repeated: bool
+    by_name: bool  # each item is NAME=NUMBER
     default: Any  # in the unit of the flag; MISSING where the field has none
     option: Option
 
@@ -109,6 +110,8 @@ class Setting:
             return given / 1e3
         if self.option.unit == "duration":
             return seconds_of(given, self.name)
+        if self.by_name:
+            return dict(named_number(text, self.name) for text in given)
         return tuple(given) if self.repeated else given
 
 
@@ -137,14 +140,21 @@ def _settings_of(values: type) -> Iterator[Setting]:
 def _setting(field_name: str, kind: Any, default: Any, option: Option) -> Setting:
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (one for one in get_args(kind) if one is not NoneType)
-    repeated = get_origin(kind) is tuple
+    by_name = get_origin(kind) is dict
+    repeated = by_name or get_origin(kind) is tuple
     if repeated:
         kind = get_args(kind)[0]
     assert kind in (bool, int, float, str), f"{field_name}: no flag can have the type {kind}"
     if isinstance(default, int | float) and option.unit:
         default = default * 1e3 if option.unit == "ms" else duration_text(default)
     return Setting(
-        name=option.name or field_name, path=(field_name,), kind=kind, repeated=repeated, default=default, option=option
+        name=option.name or field_name,
+        path=(field_name,),
+        kind=kind,
+        repeated=repeated,
+        by_name=by_name,
+        default=default,
+        option=option,
     )
 
 
@@ -168,12 +178,12 @@ class SettingsPart:
         for setting in settings_of(self.values):
             if setting.path[0] in self.without:
                 continue
-            option = replace(
-                setting.option,
-                help=self.help.format(setting.option.help),
-                unset=self.unset or setting.option.unset,
+            changes = {
+                "help": self.help.format(setting.option.help),
+                "unset": self.unset or setting.option.unset,
                 **self.options.get(setting.path[0], {}),
-            )
+            }
+            option = replace(setting.option, **changes)
             default = self.defaults.get(setting.path[0], setting.default)
             yield replace(setting, option=option, default=default)
 
@@ -301,6 +311,15 @@ def default_of(values: type, name: str) -> Any:
     (spec,) = (spec for spec in fields(values) if spec.name == name)
     assert spec.default is not MISSING
     return spec.default
+
+
+def named_number(text: str, name: str) -> tuple[str, float]:
+    """Read NAME=NUMBER."""
+    key, _, number = text.partition("=")
+    try:
+        return key.strip(), float(number)
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} must be NAME=NUMBER") from None
 
 
 def seconds_of(text: str, name: str) -> float:

@@ -120,7 +120,7 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
             array[index] = np.roll(array[index], -stack.engine[index, 0][head])
         stack.engine[head] = 0
     grown: dict[str, Any] = {}
-    for name in ("requests", "running", "preempted", "turns", "waiting", "pending", "tables", "hashes"):
+    for name in ("requests", "running", "preempted", "turns", "ranks", "waiting", "pending", "tables", "hashes"):
         grown[name] = _wider(getattr(stack, name), 1, new)
     grown["facts"] = no_facts(len(fleet.instances), new)  # simulated clients give none yet
     grown["batch"] = _wider(stack.batch, 2, new)
@@ -174,6 +174,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         batch=_records((num, 2, slots), first.batch),
         turn_starts=np.zeros((num, max(len(state.turn_starts) for state in singles)), np.int32),
         turns=np.zeros((num, slots), np.int32),
+        ranks=_records((num, slots), first.ranks),
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
         cached=np.full((num, num_contents), NONE, np.int32),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS, settled
 from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.engine import Engine
-from predictor.request import RequestFacts
+from predictor.request import CLASSES, RequestFacts, Slo
 from predictor.step_time import Curve, StepTime
 from tests.oracle.engine import Part
 
@@ -38,6 +38,16 @@ AFFINE = StepTime(
 )
 
 CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
+ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
+# Values of their options that make a difference.
+OPTIONS = {
+    "eta": (0.0, 0.25, 0.5, 1.0, 4.0),
+    "gamma": (0.0, 0.5, 1.0, 4.0),
+    "phi": (0.0, 1.0),
+    "first_token_weight": (0.25, 1.0, 8.0),
+    "from_first_token": (0.0, 1.0),
+    "token_budget": (0.0, 1.0, 5.0, 16.0),
+}
 KEEPS_WATERMARK = ("vllm_v0", "sarathi")
 RESERVES = ("orca", "faster_transformer")
 
@@ -78,7 +88,7 @@ def affine_seconds(parts: list[Part]) -> float:
 def straight_lines(curve: Curve, count: int) -> float:
     """Evaluate a curve: constant before the first knot; a final negative slope is not extrapolated."""
     knots = list(zip(curve.x, curve.y, strict=True))
-    if count <= knots[0][0]:
+    if count <= knots[0][0] or len(knots) == 1:
         return knots[0][1]
     for (x0, y0), (x1, y1) in pairwise(knots):
         if count <= x1:
@@ -103,7 +113,10 @@ class Load:
         """Return the requests as the engine model's, by arrival."""
         requests = []
         for spec in sorted(self.requests, key=lambda spec: spec["arrival_s"]):
-            fields = {name: value for name, value in spec.items() if name != "id"}
+            fields = {name: value for name, value in spec.items() if name not in ("id", "ttft_slo_s", "tpot_slo_s")}
+            targets = spec.get("ttft_slo_s"), spec.get("tpot_slo_s")
+            if targets != (None, None):
+                fields["slo"] = Slo(ttft_s=targets[0], tpot_s=targets[1])
             fields["prefix_hashes"] = tuple(spec["prefix_hashes"])
             requests.append(RequestFacts(request_id=spec["id"], **fields))
         return requests
@@ -122,10 +135,12 @@ class Load:
 
 
 def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
-    """Return a load of requests a, b, c, … with these prompt and response tokens, and `arrivals` and `priorities`."""
+    """Return a load of requests a, b, c, … with these prompt and response tokens, `arrivals`, `priorities` and so on."""
     arrivals = settings.pop("arrivals", [0.0] * len(requests))
     priorities = settings.pop("priorities", [0] * len(requests))
     hashes = settings.pop("hashes", [[]] * len(requests))
+    slos = settings.pop("slos", None)
+    weights = settings.pop("weights", None)
     specs = [
         {
             "id": "abcdefgh"[place],
@@ -135,6 +150,8 @@ def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
             "max_tokens": answer,
             "priority": priorities[place],
             "prefix_hashes": list(hashes[place]),
+            **({"ttft_slo_s": slos[place][0], "tpot_slo_s": slos[place][1]} if slos else {}),
+            **({"weight": weights[place]} if weights else {}),
         }
         for place, (prompt, answer) in enumerate(requests)
     ]
@@ -182,7 +199,7 @@ def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool 
     block_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     max_num_seqs = draw(st.integers(1, 6))
     max_model_len = block_size * draw(st.integers(3, 12)) + draw(st.integers(0, block_size - 1))
-    chunking = draw(st.sampled_from(CHUNKING.get(batcher, (False,)))) if chunked is None else chunked
+    chunking = draw(st.sampled_from(CHUNKING.get(batcher, (batcher in ORDERED,)))) if chunked is None else chunked
     lowest = max_num_seqs
     if batcher in ("vllm_v0", "vllm_v1") and not chunking:
         lowest = max(max_num_seqs, max_model_len)
@@ -195,17 +212,18 @@ def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool 
         scheduling_policy=policy or draw(st.sampled_from(("fcfs", "priority"))),
         enable_chunked_prefill=chunking,
     )
-    if batcher == "vllm_v1":
+    if batcher in (*ORDERED, "vllm_v1"):
         config = replace(
             config,
             enable_prefix_caching=draw(st.booleans()),
-            async_scheduling=draw(st.booleans()),
+            async_scheduling=batcher == "vllm_v1" and draw(st.booleans()),
             long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
             scheduler_reserve_full_isl=draw(st.booleans()),
         )
-    if batcher == "vllm_v1" or batcher in KEEPS_WATERMARK:
+    if batcher in (*ORDERED, "vllm_v1", *KEEPS_WATERMARK):
         config = replace(config, watermark=draw(st.sampled_from((0.0, 0.01, 0.1, 0.3))))
-    complete = settled(config)
+    options = {option.name: draw(st.sampled_from(OPTIONS[option.name])) for option in BATCHERS[batcher].options}
+    complete = settled(replace(config, batcher_options=options))
     return {name: getattr(complete, name) for name in FIELD_NAMES}
 
 
@@ -236,10 +254,22 @@ def request_lists(
                 "max_tokens": max_tokens,
                 "priority": draw(st.integers(0, num_priorities - 1)),
                 "prefix_hashes": draw(shared_prefixes(prompt // engine["block_size"])),
+                **(draw(service_levels()) if engine["batcher"] in ORDERED else {}),
             }
         )
         tick += least_pause + draw(st.sampled_from((0, 0, 0, 1, 2, 5, 17, 90)))
     return requests
+
+
+@st.composite
+def service_levels(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a request's targets, from impossible to loose ones or none, its weight and its class."""
+    return {
+        "ttft_slo_s": draw(st.sampled_from((None, 1 / 64, 1 / 8, 1.0, 8.0, 64.0))),
+        "tpot_slo_s": draw(st.sampled_from((None, 1 / 64, 1 / 32, 1 / 16, 1 / 4, 2.0, 8.0))),
+        "weight": draw(st.sampled_from((0.5, 1.0, 2.0, 3.0))),
+        "request_class": draw(st.sampled_from(CLASSES)),
+    }
 
 
 @st.composite

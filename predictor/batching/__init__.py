@@ -8,11 +8,36 @@ from typing import Any
 
 from numba.extending import is_jitted
 
-from predictor.batching import faster_transformer, lightllm, orca, sarathi, vllm_limits, vllm_v0, vllm_v1
+from predictor.batching import (
+    decode_then_edf,
+    density,
+    edf,
+    faster_transformer,
+    lightllm,
+    orca,
+    sarathi,
+    sarathi_fcfs,
+    sarathi_priority,
+    sjf,
+    slide_batching,
+    vllm_limits,
+    vllm_v0,
+    vllm_v1,
+)
 from predictor.compiled import inner_kernel
 from predictor.config import EngineConfig
 from predictor.state import State
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import did_you_mean, require_known
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherOption:
+    """A number with which a configuration changes a local scheduler."""
+
+    name: str
+    default: float
+    help: str
+    minimum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +54,38 @@ class Batcher:
     schedule: Callable[[State], bool]
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
+    orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
     decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float] = field(default_factory=dict)
     fixed: Mapping[str, bool | float] = field(default_factory=dict)
     check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 
+def _ordered(schedule: Callable[[State], bool], *options: BatcherOption) -> Batcher:
+    """Return a local scheduler that orders all requests and manages memory as vLLM v1 does."""
+    return Batcher(
+        schedule=schedule,
+        null_blocks=1,
+        orders_queue=True,
+        options=options,
+        defaults={"enable_prefix_caching": True, "watermark": 0.0},
+        fixed={"enable_chunked_prefill": True, "async_scheduling": False},
+        check=vllm_limits.check,
+    )
+
+
+def _eta(default: float, what: str = "limit of a step's time; 0: no limit") -> BatcherOption:
+    return BatcherOption("eta", default, f"Fraction of the shortest TPOT target that is the {what}.")
+
+
+FIRST_TOKEN_WEIGHT = BatcherOption(
+    "first_token_weight", 1.0, "Weight of a first token, as a multiple of a later one's.", minimum=1e-6
+)
+FROM_FIRST_TOKEN = BatcherOption(
+    "from_first_token", 0.0, "1: where a first token is early, the others are due from then; 0: from its target."
+)
+TOKEN_BUDGET = BatcherOption("token_budget", 0.0, "Maximum number of tokens of a step; 0: max_num_batched_tokens.")
 PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
 
 BATCHERS = {
@@ -69,6 +120,20 @@ BATCHERS = {
         schedule=faster_transformer.schedule,
         fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0},
     ),
+    "edf": _ordered(edf.schedule, _eta(0.0), FROM_FIRST_TOKEN),
+    "sjf": _ordered(sjf.schedule, _eta(0.0)),
+    "density": _ordered(density.schedule, _eta(0.5), FIRST_TOKEN_WEIGHT),
+    "slide_batching": _ordered(
+        slide_batching.schedule,
+        BatcherOption("gamma", 1.0, "Aggressiveness: with more, more requests are urgent and go by density."),
+        _eta(0.5, "least time budget of a step"),
+        BatcherOption("phi", 0.0, "Estimate of the load: 0 by all requests (φ_a), 1 by those before each (φ_c)."),
+        FIRST_TOKEN_WEIGHT,
+        FROM_FIRST_TOKEN,
+    ),
+    "decode_then_edf": _ordered(decode_then_edf.schedule, FROM_FIRST_TOKEN),
+    "sarathi_fcfs": _ordered(sarathi_fcfs.schedule, TOKEN_BUDGET),
+    "sarathi_priority": _ordered(sarathi_priority.schedule, TOKEN_BUDGET),
 }
 
 
@@ -79,10 +144,31 @@ def settled(config: EngineConfig) -> EngineConfig:
         if getattr(config, name) not in (None, value):
             raise ValueError(f"{name}: {config.batcher} supports only {value}, not {getattr(config, name)}")
     rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed}
-    complete = replace(config, **{name: value for name, value in rules.items() if getattr(config, name) is None})
+    complete = replace(
+        config,
+        **{name: value for name, value in rules.items() if getattr(config, name) is None},
+        batcher_options=_settled_options(config, batcher),
+    )
     if batcher.check is not None:
         batcher.check(complete)
     return complete
+
+
+def _settled_options(config: EngineConfig, batcher: Batcher) -> dict[str, float]:
+    """Return all options of a local scheduler; refuse one that it does not have, or that is below its minimum."""
+    try:
+        require_known(
+            config.batcher_options, [option.name for option in batcher.options], f"option of {config.batcher}"
+        )
+    except ValueError as error:
+        raise ValueError(f"batcher_options.{error}") from None
+    settled_options = {}
+    for option in batcher.options:
+        value = float(config.batcher_options.get(option.name, option.default))
+        if value < option.minimum:
+            raise ValueError(f"batcher_options.{option.name}: must be at least {option.minimum:g}, not {value:g}")
+        settled_options[option.name] = value
+    return settled_options
 
 
 def batcher_named(name: str) -> Batcher:

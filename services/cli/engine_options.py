@@ -46,6 +46,7 @@ ENGINE_CONFIG = SettingsPart(
     options={
         "batcher": {"choices": batcher_names},
         "scheduling_policy": {"choices": SCHEDULING_POLICIES},
+        "batcher_options": {"flag": "batcher_option", "metavar": "NAME=NUMBER", "unset": "the local scheduler's"},
         "num_gpu_blocks": {"aliases": ("num_gpu_blocks_override",)},
     },
 )

@@ -276,6 +276,8 @@ def _defaults(known: Keys, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_list(name: str, value: Any) -> list[str]:
     """Write the values of a flag that may be repeated."""
+    if isinstance(value, Mapping):
+        return [f"{key}={_as_flag(name, item)}" for key, item in value.items()]
     return [_as_flag(name, item) for item in (value if isinstance(value, list) else [value])]
 
 

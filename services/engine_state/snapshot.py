@@ -68,7 +68,7 @@ def _name(view: View, slot: int) -> str:
 def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
-        prefill_tokens, *_,
+        prefill_tokens, *_, first_token_s,
     ) = view.live[slot].item()  # fmt: skip
     (
         _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
@@ -105,6 +105,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
         block_ids=tuple(table.tolist()),
         num_preemptions=num_preemptions,
         prefill_tokens=prefill_tokens if prefill_tokens >= 0 else None,
+        first_token_s=first_token_s if 0 <= first_token_s < math.inf else None,
     )
 
 

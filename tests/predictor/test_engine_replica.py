@@ -45,7 +45,8 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         for name in set(COUNTS) - {"output_tokens", "hit_tokens"}:
             row[name] = getattr(item, name)
         row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
-        row["scheduled_s"] = row["first_token_s"] = -1
+        row["scheduled_s"] = -1
+        row["first_token_s"] = -1 if item.first_token_s is None else item.first_token_s
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
         slo = request.slo or Slo()
         facts[slot] = (

@@ -18,7 +18,7 @@ from predictor.request import RequestFacts
 from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
 from tests.inspecting import frozen
-from tests.oracle import faster_transformer, lightllm, orca, sarathi, vllm_v0, vllm_v1
+from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, vllm_v0, vllm_v1
 from tests.strategies import AFFINE, Load, affine_seconds, examples, load_of, loads
 
 CLOSE = 1e-9
@@ -34,6 +34,7 @@ ORACLES = {
     "orca": orca.replay_steps,
     "lightllm": lightllm.replay_steps,
     "faster_transformer": faster_transformer.replay_steps,
+    **dict.fromkeys(ordered_rules.RULES, ordered_rules.replay_steps),
 }
 
 

@@ -61,6 +61,7 @@ class Outer:
     count: Annotated[int | None, Option("A count.", unset="as many as there are")] = None
     limit: Annotated[int, Option("A limit.", name="max_limit", deprecated=("most_limit",))] = 7
     kind: Annotated[str, Option("A kind.", choices=lambda: ("x", "y"))] = "x"
+    shares: Annotated[dict[str, float], Option("Shares.", flag="share")] = field(default_factory=dict)
     inner: Annotated[Inner, Nested(only=("depth",))] = field(default_factory=Inner)
     hidden: int = 3
 
@@ -96,10 +97,10 @@ def test_defaults_are_those_of_the_dataclass() -> None:
 def test_flags_set_fields() -> None:
     """Units, lists, switches, choices and nested values are converted."""
     flags = ("--required", "r", "--deadline-ms", "20", "--budget", "90s", "--name", "b,c", "--name", "d", "--off")
-    more = ("--count", "4", "--max-limit", "8", "--kind", "y", "--depth", "5")
+    more = ("--count", "4", "--max-limit", "8", "--kind", "y", "--depth", "5", "--share", "a=1", "--share", "b=.5")
     assert made(*flags, *more) == Outer(
         required="r", deadline_s=0.02, budget_s=90.0, names=("b", "c", "d"), switch=False, count=4, limit=8, kind="y",
-        inner=Inner(depth=5),
+        shares={"a": 1.0, "b": 0.5}, inner=Inner(depth=5),
     )  # fmt: skip
 
 
@@ -107,9 +108,12 @@ def test_a_flag_takes_precedence_over_the_environment_and_that_over_the_file(tmp
     """The program's own variable counts before the common one; without any the file counts before the default."""
     file = tmp_path / "block.toml"
     file.write_text('[engine]\nrequired = "file"\nmax-limit = 1\nname = ["n", "m"]\nswitch = false\ndepth = 1\n')
+    with file.open("a") as more:
+        more.write("shares = { a = 2, b = 0.5 }\n")
     assert made("-c", str(file)) == Outer(
-        required="file", limit=1, names=("n", "m"), switch=False, inner=Inner(depth=1)
+        required="file", limit=1, names=("n", "m"), switch=False, shares={"a": 2.0, "b": 0.5}, inner=Inner(depth=1)
     )
+    assert made("-c", str(file), BLOCK_SHARES="c=1 d=2").shares == {"c": 1.0, "d": 2.0}
     common = {"BLOCK_MAX_LIMIT": "2", "BLOCK_ENGINE_CONFIG": str(file)}
     assert made(**common).limit == 2
     assert made(**common, BLOCK_ENGINE_MAX_LIMIT="3").limit == 3
@@ -123,6 +127,7 @@ def test_a_flag_takes_precedence_over_the_environment_and_that_over_the_file(tmp
         (("--required", "r", "--deadline-ms", "5000"), "deadline_ms: must be at most 1"),
         (("--required", "r", "--deadline-ms", "0"), "deadline_ms: must be a time above 0, not 0.0"),
         (("--required", "r", "--budget", "soon"), "budget: 'soon' is no time such as 90s or 3m"),
+        (("--required", "r", "--share", "a:1"), "shares: 'a:1' must be NAME=NUMBER"),
         (("--required", "r", "--depth", "-1"), "depth: must be at least 0, not -1"),
     ],
 )

@@ -77,7 +77,7 @@ def test_what_was_written_is_read(writer: Writer) -> None:
     assert (first.produced_tokens, first.computed_tokens, first.in_flight_tokens) == (3, 43, 1)
     assert (first.block_ids, first.full_blocks, first.request.prefix_hashes) == ((0, 1, 2), 2, (11, 12))
     assert (first.request.prompt_tokens, first.request.max_tokens, first.request.output_tokens) == (40, 30, None)
-    assert first.prefill_tokens is None
+    assert (first.prefill_tokens, first.first_token_s) == (None, None)
     assert seen.running[0].request.tag == Tag(median_tokens=12.0, spread=0.25)
     assert seen.steps[0].start_s == 4.5
     assert seen.steps[0].scheduled == {"cmpl-r1-0-00000001": 1, "cmpl-r0-0-00000000": 1}

@@ -1,0 +1,28 @@
+"""All decodes, then prefills by deadline, as much as lets the step end before the first deadline of a decode."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from predictor.batching import ordered
+from predictor.compiled import kernel
+from predictor.state import State
+
+(FROM_FIRST_TOKEN,) = range(1)  # the options
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Fill the step; a decode that is late already has no deadline to keep."""
+    engine = state.engine[0]
+    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    seconds = np.inf
+    for place in range(count):
+        slot = state.turns[place]
+        rank = state.ranks[slot]
+        rank.key = rank.due_s
+        if not ordered.is_decode(state, slot):
+            rank.group = 1
+        elif rank.due_s >= engine.now_s:
+            seconds = min(seconds, rank.due_s - engine.now_s)
+    return ordered.fill(state, count, engine.max_num_batched_tokens, np.inf, seconds)

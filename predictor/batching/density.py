@@ -1,0 +1,22 @@
+"""Highest density first: the weight of the next token per second that it costs, in steps of bounded time."""
+
+from __future__ import annotations
+
+from predictor.batching import ordered
+from predictor.compiled import kernel
+from predictor.state import State
+
+ETA, FIRST_TOKEN_WEIGHT = range(2)  # the options
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Fill the step by densities."""
+    engine = state.engine[0]
+    count = ordered.list_requests(state, False)
+    for place in range(count):
+        slot = state.turns[place]
+        rank = state.ranks[slot]
+        rank.key = rank.cost_s / ordered.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
+    seconds = ordered.limit_s(state, count, engine.options[ETA])
+    return ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)

@@ -1,0 +1,21 @@
+"""Sarathi's chunked prefill with priorities: decodes, then prefills by priority, then in order of arrival."""
+
+from __future__ import annotations
+
+from predictor.batching import ordered
+from predictor.compiled import kernel
+from predictor.state import State
+
+(TOKEN_BUDGET,) = range(1)  # the options
+DECODES = -(1 << 40)  # before all priorities
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Fill the step by priorities."""
+    count = ordered.list_requests(state, False)
+    for place in range(count):
+        slot = state.turns[place]
+        state.ranks[slot].group = DECODES if ordered.is_decode(state, slot) else state.requests[slot].priority
+        state.ranks[slot].key = state.requests[slot].arrival_s
+    return ordered.fill_tokens(state, count, state.engine[0].options[TOKEN_BUDGET])

@@ -1,0 +1,23 @@
+"""Shortest job first: decodes, then the prefills with the fewest tokens left, cached prefixes not considered."""
+
+from __future__ import annotations
+
+from predictor import steps
+from predictor.batching import ordered
+from predictor.compiled import kernel
+from predictor.state import State
+
+(ETA,) = range(1)  # the options
+
+
+@kernel
+def schedule(state: State) -> bool:
+    """Fill the step by remaining prefills."""
+    engine = state.engine[0]
+    count = ordered.list_requests(state, False)
+    for place in range(count):
+        slot = state.turns[place]
+        if not ordered.is_decode(state, slot):
+            state.ranks[slot].key = float(steps.tokens_of(state, slot) - state.requests[slot].computed_tokens)
+    seconds = ordered.limit_s(state, count, engine.options[ETA])
+    return ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)

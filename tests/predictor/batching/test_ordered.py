@@ -1,0 +1,186 @@
+"""Rules that order all requests, compared with a plain oracle at every step, and in small examples."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from predictor.batching import BATCHERS, settled
+from predictor.config import EngineConfig
+from tests.oracle import ordered_rules
+from tests.oracle.comparing import expect_oracle, our_steps, scheduled
+from tests.strategies import AFFINE, ORDERED, Load, examples, load_of, loads
+
+NEVER = (None, None)
+
+
+def test_every_rule_has_an_oracle() -> None:
+    """No rule is left out below."""
+    assert set(ordered_rules.RULES) == set(ORDERED)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("batcher", ORDERED)
+def test_every_step_is_the_oracles(batcher: str, policy: str) -> None:
+    """Scheduled tokens, their order, queues, preemptions and free blocks are equal at every step, for all options."""
+    seen: Counter[str] = Counter()
+
+    @examples(150)
+    @given(loads(batcher, policy=policy))
+    def check(load: Load) -> None:
+        seen.update(expect_oracle(load, ordered_rules.replay_steps))
+
+    check()
+    assert min(seen["preemptions"], seen["queueing"]) > 20
+
+
+@pytest.mark.parametrize("batcher", ["edf", "sjf", "density"])
+def test_steps_are_bounded_in_time(batcher: str) -> None:
+    """A step of more than one token ends within the fraction of the shortest TPOT target of all requests."""
+    num_bounded = 0
+
+    @examples(60)
+    @given(loads(batcher))
+    def check(load: Load) -> None:
+        nonlocal num_bounded
+        eta = load.engine["batcher_options"]["eta"]
+        targets = {spec["id"]: spec["tpot_slo_s"] or math.inf for spec in load.requests}
+        for step in our_steps(load, AFFINE):
+            shortest = min(targets[name] for name in (*step["running"], *step["waiting"]))
+            if eta > 0 and shortest < math.inf and sum(step["scheduled"].values()) > 1:
+                assert step["end_s"] - step["start_s"] <= eta * shortest + 1e-9
+                num_bounded += 1
+
+    check()
+    assert num_bounded > 100
+
+
+def first_step(batcher: str, *requests: tuple[int, int], **settings: Any) -> dict[str, int]:
+    """Return what the first step schedules, within eight tokens."""
+    return scheduled(load_of(batcher, *requests, **{"max_num_batched_tokens": 8, **settings}))[0]
+
+
+def test_edf_goes_by_the_due_time_of_the_next_token() -> None:
+    """Who has no target comes last; a decode that is due later than a new prompt comes after it."""
+    assert first_step("edf", (6, 1), (6, 1), (6, 1), slos=[NEVER, (9.0, None), (3.0, None)]) == {"c": 6, "b": 2}
+    load = load_of(
+        "edf", (2, 3), (9, 1), arrivals=[0, 1], slos=[(1.0, 50.0), (4.0, None)], max_num_batched_tokens=8
+    )  # fmt: skip
+    assert scheduled(load) == [{"a": 2}, {"b": 8}, {"b": 1, "a": 1}, {"a": 1}]
+
+
+def test_an_early_first_token_brings_the_others_forward() -> None:
+    """With `from_first_token` the decode is due before the prompt, without it after."""
+    for value, order in ((1.0, ["a", "b"]), (0.0, ["b", "a"])):
+        load = load_of(
+            "edf", (2, 3), (4, 1), arrivals=[0, 1], slos=[(20.0, 1.0), (10.0, None)],
+            batcher_options={"from_first_token": value},
+        )  # fmt: skip
+        assert list(scheduled(load)[1]) == order
+
+
+def test_sjf_goes_by_remaining_prefill() -> None:
+    """The shortest prompt is first, and decodes before all prompts."""
+    load = load_of("sjf", (6, 1), (2, 3), (4, 1), max_num_batched_tokens=8)
+    assert scheduled(load) == [{"b": 2, "c": 4, "a": 2}, {"b": 1, "a": 4}, {"b": 1}]
+
+
+def test_density_goes_by_weight_per_cost() -> None:
+    """Of equal prompts the heavier is first, and of equal weights the shorter."""
+
+    def order(*requests: tuple[int, int], **settings: Any) -> list[str]:
+        load = load_of("density", *requests, **settings)
+        return list(next(our_steps(load, AFFINE))["scheduled"])
+
+    assert order((6, 1), (6, 1), weights=[1.0, 2.0]) == ["b", "a"]
+    assert order((9, 1), (3, 1), weights=[1.0, 1.0]) == ["b", "a"]
+    assert order((9, 1), (3, 1), weights=[30.0, 1.0]) == ["a", "b"]
+
+
+def test_slide_batching_partitions_by_urgency() -> None:
+    """Without urgency the earlier deadline is first; with a large gamma density is, also for a later deadline."""
+
+    def order(gamma: float, phi: float = 0.0) -> list[str]:
+        load = load_of(
+            "slide_batching", (20, 1), (4, 1), (4, 1), slos=[(1.0, 9.0), (2.0, 9.0), NEVER],
+            batcher_options={"gamma": gamma, "phi": phi},
+        )  # fmt: skip
+        return list(next(our_steps(load, AFFINE))["scheduled"])
+
+    assert order(0.0) == order(0.0, 1.0) == ["a", "b", "c"]
+    assert order(1000.0) == order(1000.0, 1.0) == ["b", "a", "c"]
+
+
+def test_decode_then_edf_keeps_the_first_deadline_of_a_decode() -> None:
+    """The chunk beside a decode ends before the decode is due; beside a late decode it has no limit in time."""
+    for slo, is_late in (((0.05, 0.04), False), ((1e-6, 1e-6), True)):
+        load = load_of(
+            "decode_then_edf", (4, 9), (60, 1), arrivals=[0, 0.001], slos=[slo, NEVER],
+            max_num_batched_tokens=200, enable_prefix_caching=False,
+        )  # fmt: skip
+        second = list(our_steps(load, AFFINE))[1]
+        assert list(second["scheduled"]) == ["a", "b"]
+        assert (second["scheduled"]["b"] == 60) == is_late
+        assert (second["end_s"] <= sum(slo)) != is_late
+
+
+def test_sarathi_fills_its_token_budget() -> None:
+    """Decodes, then prefills by arrival or priority, within the budget."""
+    shape = {"arrivals": [0, 1, 1], "priorities": [0, 1, 0], "batcher_options": {"token_budget": 6}}
+    requests = ((4, 4), (9, 1), (5, 1))
+    by_arrival = scheduled(load_of("sarathi_fcfs", *requests, **shape))
+    assert by_arrival == [{"a": 4}, {"a": 1, "b": 5}, {"a": 1, "b": 4, "c": 1}, {"a": 1, "c": 4}]
+    by_priority = scheduled(load_of("sarathi_priority", *requests, **shape))
+    assert by_priority == [{"a": 4}, {"a": 1, "c": 5}, {"a": 1, "b": 5}, {"a": 1, "b": 4}]
+
+
+def test_the_last_in_the_order_is_preempted() -> None:
+    """Not the last admitted one, where its deadline is earlier."""
+    load = load_of(
+        "edf", (4, 9), (4, 9), arrivals=[0, 1], slos=[(900.0, 1.0), (5.0, 1.0)], num_gpu_blocks=5,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    assert next(step["preempted"] for step in our_steps(load) if step["preempted"]) == ["a"]
+
+
+def test_a_request_left_out_keeps_its_blocks() -> None:
+    """A prefill that gets no time in a step goes on from where it was."""
+    load = load_of(
+        "edf", (16, 1), (8, 1), arrivals=[0, 1], slos=[(50.0, None), (3.0, None)], max_num_batched_tokens=8,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    assert scheduled(load) == [{"a": 8}, {"b": 8}, {"a": 8}]
+
+
+@pytest.mark.parametrize(
+    ("batcher", "options", "error"),
+    [
+        ("edf", {"etta": 1.0}, "batcher_options.etta: is no known option of edf; did you mean eta?"),
+        ("vllm_v1", {"eta": 1.0}, "batcher_options.eta: is no known option of vllm_v1"),
+        ("edf", {"eta": -1.0}, "batcher_options.eta: must be at least 0, not -1"),
+        ("edf", {"eta": math.nan}, "batcher_options.eta: must be a number, not nan"),
+        ("edf", {"eta": "1"}, "batcher_options.eta: must be a number, not '1'"),
+        ("density", {"first_token_weight": 0}, "batcher_options.first_token_weight: must be at least 1e-06, not 0"),
+    ],
+)
+def test_wrong_options_are_refused(batcher: str, options: dict[str, Any], error: str) -> None:
+    """One line names the option, and the closest name of an unknown one."""
+    with pytest.raises(ValueError, match=f"^{error.replace('?', '.')}$"):
+        settled(EngineConfig(batcher=batcher, batcher_options=options))
+
+
+def test_options_have_defaults() -> None:
+    """A settled configuration has all options of its rule."""
+    for name, batcher in BATCHERS.items():
+        options = settled(EngineConfig(batcher=name, max_model_len=512)).batcher_options
+        assert options == {option.name: option.default for option in batcher.options}
+
+
+def test_async_scheduling_is_refused() -> None:
+    """These rules plan a step once the one before it has ended."""
+    with pytest.raises(ValueError, match="async_scheduling: edf supports only False, not True"):
+        settled(EngineConfig(batcher="edf", async_scheduling=True))
