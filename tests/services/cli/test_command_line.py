@@ -91,6 +91,22 @@ def test_settings_come_from_flag_environment_and_file_in_that_order(tmp_path: Pa
     assert makespan("-c", str(settings), "--max-num-seqs", "4", BLOCK_MAX_NUM_SEQS="2") == four
 
 
+def test_options_of_a_local_scheduler_come_from_flags_or_file(tmp_path: Path) -> None:
+    """Both forms mean the same; an unknown option is refused in one line."""
+    settings = tmp_path / "engine.toml"
+    settings.write_text('batcher = "sarathi_fcfs"\nbatcher_options = { token_budget = 32 }\n')
+
+    def makespan(*arguments: str) -> float:
+        return float(answer("replay", REQUESTS, "-p", "constant", *arguments)["summary"]["makespan_s"])
+
+    by_flag = makespan("--batcher", "sarathi_fcfs", "--batcher-option", "token_budget=32")
+    assert by_flag == makespan("-c", str(settings)) > makespan("--batcher", "sarathi_fcfs")
+    done = block("replay", REQUESTS, "-p", "constant", "-c", str(settings), "--batcher-option", "tokenbudget=8")
+    assert done.returncode == 2
+    message = "batcher_options.tokenbudget: is no known option of sarathi_fcfs; did you mean token_budget?"
+    assert done.stderr.strip() == f"block: {message}"
+
+
 def test_token_ids_are_counted_and_share_prefixes() -> None:
     """Prompts of token ids share cached prefixes."""
     lines = [{"prompt_tokens": list(range(40)), "output_tokens": 2, "arrival_s": n * 10.0} for n in range(2)]
