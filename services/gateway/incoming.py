@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,10 @@ def _as_text(name: bytes, value: bytes) -> str:
     return text
 
 
-def _milliseconds(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> float | None:
-    for name in names:
-        if name in given:
-            number = _positive(given, name, "a number of milliseconds above 0")
-            return None if number is None else number / 1000
-    return None
+def _milliseconds(given: Mapping[bytes, bytes], names: Sequence[bytes]) -> float | None:
+    name = next((name for name in names if name in given), names[0])
+    number = _positive(given, name, "a number of milliseconds above 0")
+    return None if number is None else number / 1000
 
 
 def _positive(given: Mapping[bytes, bytes], name: bytes, expected: str = "a number above 0") -> float | None:
@@ -203,10 +201,11 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
     added: dict[str, Any] = {}
     if openai.priority is None and request.priority != 0:
         added["priority"] = request.priority
-    if xargs := _xargs_of(request):
+    own = openai.xargs or {}
+    xargs = {**own, **_xargs_of(request)}
+    if xargs != own:
         if openai.xargs is not None:  # the whole body is written again
-            data = json.loads(body)
-            return json.dumps({**added, **data, "vllm_xargs": {**openai.xargs, **xargs}}).encode()
+            return json.dumps({**json.loads(body), **added, "vllm_xargs": xargs}).encode()
         added["vllm_xargs"] = xargs
     if not added:
         return body

@@ -35,7 +35,7 @@ from services.rpc.http2 import (
 )
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # between two attempts to connect
-KEEPALIVE_S = 20.0  # a server that sends nothing for so long is asked for a sign of life
+KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while calls are in progress
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a reply
 MAX_CALLS_UNSENT = 1000  # that wait for the first connection
@@ -262,7 +262,9 @@ class GrpcChannel:
     def _keep_alive(self, connection: Http2Connection) -> None:
         loop = asyncio.get_running_loop()
         silent_s = loop.time() - connection.received_s
-        if silent_s < KEEPALIVE_S - 1.0 or not connection.num_streams():
+        if silent_s < KEEPALIVE_S:
+            self._keepalive = loop.call_later(KEEPALIVE_S - silent_s, self._keep_alive, connection)
+        elif not connection.num_streams():
             self._keepalive = loop.call_later(KEEPALIVE_S, self._keep_alive, connection)
         else:
             connection.ping()
@@ -319,13 +321,6 @@ class GrpcCall:
                 self._unsent.append((data, last))
         else:
             self._send(data, last)
-
-    def send_end(self) -> None:
-        """Send no more messages."""
-        if self._stream is None or self._connection is None:
-            self._unsent.append((b"", True))
-        else:
-            self._send(b"", True)
 
     def cancel(self) -> None:
         """End the call, if it has not ended, without a call of `on_end`."""

@@ -100,7 +100,7 @@ class Http2Connection(asyncio.Protocol):
         """Wait for the transport."""
         self.is_ready = False
         self.is_open = True  # new streams may be opened
-        self.received_s = 0.0  # when the server was last heard of
+        self.received_s = 0.0  # when bytes of the server last arrived
         self._on_ready = on_ready
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
@@ -392,7 +392,7 @@ class Http2Connection(asyncio.Protocol):
         if self._is_paused:
             self._num_unread_acks += 1
             if self._num_unread_acks > MAX_UNREAD_ACKS:
-                raise Http2Error(ENHANCE_YOUR_CALM, "the server asks for answers and does not read them")
+                raise Http2Error(ENHANCE_YOUR_CALM, "the server sends pings or settings, and does not read the replies")
         self._transport.write(frame)
 
     def _end(self, stream_id: int, error: Http2Error | None) -> None:

@@ -74,7 +74,7 @@ def answer(given: float | CandidateStatus | Answer, version: int = 0) -> Answer:
     return Answer(FORECAST, forecast_of(given), version, EPOCH)
 
 
-def begun(core: SchedulerCore, now_s: float = 0.0, **request: Any) -> tuple[Decision, Intention]:
+def started(core: SchedulerCore, now_s: float = 0.0, **request: Any) -> tuple[Decision, Intention]:
     """Start a decision."""
     decision = core.decision(PlacementRequest(**{"request_id": "r", "arrived_s": now_s, **request}))
     return decision, decision.start(now_s)
@@ -84,7 +84,7 @@ def answered(
     core: SchedulerCore, answers: Mapping[str, float | CandidateStatus | Answer], now_s: float = 0.0, **request: Any
 ) -> tuple[Decision, Intention]:
     """Start a decision, and have it answered by all that it asks."""
-    decision, intention = begun(core, now_s, **request)
+    decision, intention = started(core, now_s, **request)
     assert isinstance(intention, Ask), intention
     return decision, decision.answers(replies(intention, answers), now_s)
 
@@ -178,7 +178,7 @@ def test_where_it_would_never_finish_comes_after_every_fallback() -> None:
 def test_a_forecast_of_which_a_part_is_missing_comes_after_whole_ones() -> None:
     """A policy over delays cannot compare instances that did not report them; delays are asked for."""
     core = core_over("ab", "marginal")
-    _, intention = begun(core)
+    _, intention = started(core)
     assert isinstance(intention, Ask)
     assert intention.with_delays
     whole = answer(9.0)._replace(forecast=replace(forecast_of(9.0), delay_sum_s=1.0))
@@ -190,7 +190,7 @@ def test_an_engine_that_failed_recently_comes_last_whatever_its_forecast() -> No
     core = core_over("ab")
     for _ in range(2):
         core.instances.engine_failed("a", 0.0)
-    decision, intention = begun(core)
+    decision, intention = started(core)
     assert isinstance(intention, Ask)
     assert (intention.candidates.instance_ids, intention.others) == (("b",), ["a"])
     assert intention.instance_ids == ("b", "a")
@@ -265,7 +265,7 @@ def test_a_left_out_instance_that_fails_gives_way_to_the_next() -> None:
 def test_what_was_ranked_once_is_not_ranked_again() -> None:
     """A policy that remembers scores once per request; an instance that fails drops out, the others keep their order."""
     core = core_over("abc", "round_robin")
-    decision, intention = begun(core)
+    decision, intention = started(core)
     assert reserve_at(intention) == "a"
     assert intention == Reserve("a", 0, None, None, None)
     assert reserve_at(decision.reservation_failed(DOWN, "gone", 0.0)) == "b"
@@ -273,14 +273,14 @@ def test_what_was_ranked_once_is_not_ranked_again() -> None:
     decision.reserved(10.0)
     assert decision.placement.basis is DecisionBasis.BLIND
     assert why(decision.placement, 3) == "round_robin over 2; without a: when reserving: gone"
-    assert reserve_at(begun(core)[1]) == "b"
+    assert reserve_at(started(core)[1]) == "b"
 
 
 def test_the_order_among_all_is_that_of_their_scores() -> None:
     """An unknown score comes last."""
     core = core_over(dict(zip("abdef", (0.0, 1.0, 3.0, 2.0, 5.0), strict=True)) | {"c": 0.0}, "expr: num_running")
     core.instances.table.known.reported[INDEX_OF["num_running"], 2] = math.nan
-    decision, intention = begun(core)
+    decision, intention = started(core)
     order = [reserve_at(intention)]
     while not isinstance(intention := decision.reservation_failed(REFUSED, "no", 0.0), Shed):
         order.append(reserve_at(intention))
@@ -292,7 +292,7 @@ def test_the_explanation_keeps_what_was_seen_whatever_is_reported_later() -> Non
     core = core_over(dict(zip("abcdef", range(6), strict=True)), "jsq: tie_break = 'num_total_blocks'")
     for name, num_blocks in zip("abcdef", (5.0, 4.0, 3.0, 2.0, 1.0, 0.0), strict=True):
         report(core, name, 10.0, num_running=5.0, num_total_blocks=num_blocks)
-    decision, intention = begun(core, 12.0)
+    decision, intention = started(core, 12.0)
     assert reserve_at(intention) == "f"
     report(core, "f", 13.0, num_running=99.0, num_total_blocks=7.0)
     report(core, "a", 13.0, num_running=5.0, num_total_blocks=-1.0)
@@ -309,7 +309,7 @@ def test_a_failed_reservation_falls_back_by_the_order_of_the_decision() -> None:
     core = core_over("abc", "jsq: tie_break = 'num_total_blocks'")
     for name, num_blocks in zip("abc", (1.0, 2.0, 3.0), strict=True):
         report(core, name, num_total_blocks=num_blocks)
-    decision, intention = begun(core)
+    decision, intention = started(core)
     assert reserve_at(intention) == "a"
     report(core, "c", num_total_blocks=0.0)
     assert reserve_at(decision.reservation_failed(DOWN, "gone", 0.0)) == "b"
@@ -317,12 +317,12 @@ def test_a_failed_reservation_falls_back_by_the_order_of_the_decision() -> None:
 
 def test_candidates_of_which_nothing_is_known_have_no_age() -> None:
     """Their score is unknown; a policy that reads nothing has asked none."""
-    decision, _ = begun(core_over("ab", "jsq"), 5.0)
+    decision, _ = started(core_over("ab", "jsq"), 5.0)
     first = decision.candidates()[0]
     assert first.score is not None
     assert math.isnan(first.score)
     assert (first.status, first.age_s) == (CandidateStatus.INDICATORS, 0.0)
-    decision, _ = begun(core_over("ab", "round_robin"), 5.0)
+    decision, _ = started(core_over("ab", "round_robin"), 5.0)
     first = decision.candidates()[0]
     assert (first.status, first.age_s, first.read) == (CandidateStatus.NOT_QUERIED, 0.0, {})
 
@@ -415,7 +415,7 @@ def test_an_instance_that_was_removed_meanwhile_is_no_error() -> None:
     """Its answer is compared; the reservation fails, and the next best one is tried."""
     core = core_over("abc")
     core.instances.suspect("b")
-    decision, ask = begun(core)
+    decision, ask = started(core)
     assert isinstance(ask, Ask)
     core.instances.update([core.instances.by_id["b"], core.instances.by_id["c"]])
     core.instances.suspect("b")
@@ -467,7 +467,7 @@ def test_excluded_instances_are_not_asked() -> None:
     assert reserve_at(intention) == "b"
     decision.reserved(10.0)
     assert why(decision.placement, 2).endswith("without a: excluded by the caller")
-    _, intention = begun(core, excluded={"a", "b"})
+    _, intention = started(core, excluded={"a", "b"})
     assert isinstance(intention, Shed)
     assert isinstance(intention.error, NoInstanceError)
 
@@ -492,19 +492,19 @@ def test_a_dry_run_reserves_nothing_and_waits_for_nothing() -> None:
 def test_only_instances_that_serve_the_model_are_asked() -> None:
     """An unknown model is refused; without instances there is no such model to speak of."""
     core = core_over("abc", models={"a": "m", "b": "n", "c": "mn"})
-    decision, intention = begun(core, model="n")
+    decision, intention = started(core, model="n")
     assert isinstance(intention, Ask)
     assert intention.instance_ids == ("b", "c")
     assert decision.answers(replies(intention, {"b": 2.0, "c": 1.0}), 0.0) == Reserve(
         "c", 2, 0, EPOCH, forecast_of(1.0)
     )
-    _, intention = begun(core, model="o")
+    _, intention = started(core, model="o")
     assert isinstance(intention, Shed)
     assert isinstance(intention.error, UnknownModelError)
-    _, intention = begun(core)
+    _, intention = started(core)
     assert isinstance(intention, Shed)
     assert "request.model: is missing; there are m, n" in str(intention.error)
-    _, intention = begun(core_over(""))
+    _, intention = started(core_over(""))
     assert isinstance(intention, Shed)
     assert isinstance(intention.error, NoInstanceError)
 
@@ -527,11 +527,11 @@ def test_where_none_is_healthy_the_fallback_needs_no_policy(name: str) -> None:
             instances[instance].sidecar.num_failures = 2
         for instance in "abcde":
             core.instances.suspect(instance)
-        decision, intention = begun(core)
+        decision, intention = started(core)
         assert "".join(decision.ranking()) == "bdca"
         assert placed_at(intention) == "b"
     assert all(one.score is None for one in decision.candidates())
-    assert isinstance(begun(core_over("", name))[1], Shed)
+    assert isinstance(started(core_over("", name))[1], Shed)
 
 
 # Forecasts that the policy does not need.
@@ -540,7 +540,7 @@ def test_where_none_is_healthy_the_fallback_needs_no_policy(name: str) -> None:
 def test_the_chosen_instance_forecasts_where_that_is_wanted_always() -> None:
     """The forecast is recorded with the reservation, which it does not make conditional."""
     core = core_over({"a": 3.0, "b": 1.0}, "jsq", forecast_always=True)
-    decision, intention = begun(core)
+    decision, intention = started(core)
     assert isinstance(intention, Ask)
     assert (intention.instance_ids, intention.with_delays) == (("b",), False)
     intention = decision.answers({"b": answer(2.0, version=3)}, 0.0)
@@ -554,12 +554,12 @@ def test_the_chosen_instance_forecasts_where_that_is_wanted_always() -> None:
 def test_a_forecast_that_no_policy_needs_may_fail() -> None:
     """The request is reserved without one; if that fails too, the next instance is asked."""
     core = core_over({"a": 3.0, "b": 1.0}, "jsq", forecast_always=True)
-    decision, _ = begun(core)
+    decision, _ = started(core)
     assert decision.answers({}, 0.0) == Reserve("b", 1, None, None, None)
     intention = decision.reservation_failed(DOWN, "gone", 0.0)
     assert isinstance(intention, Ask)
     assert intention.instance_ids == ("a",)
-    decision, intention = begun(core_over("a", "jsq", forecast_always=True), dry_run=True)
+    decision, intention = started(core_over("a", "jsq", forecast_always=True), dry_run=True)
     assert placed_at(intention) == "a"
 
 
@@ -571,7 +571,7 @@ FREE = Answer(FORECAST, forecast_of(9.0), 0, EPOCH)
 
 def held(core: SchedulerCore, now_s: float = 0.0, **request: Any) -> tuple[Decision, Wait]:
     """A decision that waits."""
-    decision, intention = begun(core, now_s, **request)
+    decision, intention = started(core, now_s, **request)
     if isinstance(intention, Ask):
         intention = decision.answers(dict.fromkeys(intention.instance_ids, QUEUED), now_s)
     assert isinstance(intention, Wait), intention
@@ -579,7 +579,7 @@ def held(core: SchedulerCore, now_s: float = 0.0, **request: Any) -> tuple[Decis
 
 
 def test_a_request_that_no_instance_admits_waits_for_the_next_attempt() -> None:
-    """The head of the queue tries again after a pause; all attempts see the instances anew."""
+    """The head of the queue tries again after a pause; all attempts see the current instances."""
     core = core_over("a", HOLD)
     decision, wait = held(core, 100.0)
     assert wait == Wait(100.0 + RETRY_S)
@@ -643,10 +643,10 @@ def test_a_request_joins_behind_others_without_asking() -> None:
     """First come, first served; requests of other models and dry runs do not wait behind it."""
     core = core_over("ab", HOLD, models={"a": "m", "b": "n"})
     held(core, model="m")
-    _, intention = begun(core, model="m")
+    _, intention = started(core, model="m")
     assert isinstance(intention, Wait)
-    assert isinstance(begun(core, model="n")[1], Ask)
-    assert isinstance(begun(core, model="m", dry_run=True)[1], Ask)
+    assert isinstance(started(core, model="n")[1], Ask)
+    assert isinstance(started(core, model="m", dry_run=True)[1], Ask)
     assert core.num_waiting == 2
 
 
@@ -703,7 +703,7 @@ def test_a_decision_is_made_ready_once() -> None:
     decision.tick(1.0)
     assert not decision.is_waiting
     assert not decision.wake()
-    other, _ = begun(core_over("a"))
+    other, _ = started(core_over("a"))
     assert not other.wake()
 
 
@@ -723,7 +723,7 @@ def test_another_order_makes_another_request_the_head() -> None:
 def test_instances_that_come_or_go_while_asking_do_not_matter_to_refusals() -> None:
     """Refusals are noted by row, and rows are others then; all are worth asking again."""
     core = core_over("abc", HOLD)
-    decision, ask = begun(core)
+    decision, ask = started(core)
     assert isinstance(ask, Ask)
     core.instances.update([core.instances.by_id["a"]])
     assert isinstance(decision.answers(replies(ask, dict.fromkeys("abc", QUEUED)), 0.0), Wait)
@@ -764,7 +764,7 @@ def test_prompts_are_remembered_where_they_are_sent() -> None:
 
     def begin(**more: Any) -> tuple[Decision, Intention]:
         blocks = PromptBlocks(names=("x", "y"), block_tokens=16)
-        return begun(core, blocks=blocks, indicators=RequestIndicators(prompt_tokens=40), **more)
+        return started(core, blocks=blocks, indicators=RequestIndicators(prompt_tokens=40), **more)
 
     assert placed_at(begin(dry_run=True)[1]) == "a"
     decision, intention = begin(excluded={"a"})
@@ -779,7 +779,7 @@ def test_policies_keep_their_state_and_are_bounded_in_number() -> None:
     """Requests may name any; the one in use is never dropped."""
     core = core_over("ab", "round_robin")
     first = core.policy
-    assert reserve_at(begun(core)[1]) == "a"
+    assert reserve_at(started(core)[1]) == "a"
     for number in range(MAX_POLICIES + 5):
         core.policy_named(f"jsq: waiting_weight = {number}")
     assert core.policy_named("round_robin") is first

@@ -79,7 +79,7 @@ def test_more_holders_end_the_alarm() -> None:
     assert seen(hotspots, 31.0) == [0]
     assert seen(hotspots, 32.0, hits=np.array([90.0, 90.0, 90.0, 0.0])) is None
     assert seen(hotspots, 33.0, hits=np.full(4, 90.0)) is None
-    assert [seen(hotspots, 34.0 + one) for one in range(3)] == [None, None, [0]]  # the row began anew
+    assert [seen(hotspots, 34.0 + one) for one in range(3)] == [None, None, [0]]  # a new row starts
 
 
 def test_a_minute_later_all_is_forgotten() -> None:
@@ -280,6 +280,6 @@ def test_it_never_fires_where_the_condition_holds() -> None:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_on_mooncake_it_never_fires_where_the_condition_holds(name: str) -> None:
-    """The paper's condition, reckoned anew at each verdict; and hardly ever is there a verdict at all."""
+    """The paper's condition, computed again for each verdict; verdicts are rare."""
     num_fired, num_requests = fires_over(mooncake(name))
     assert num_fired < 0.02 * num_requests

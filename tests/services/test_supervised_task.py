@@ -14,21 +14,21 @@ from tests.services.waiting import PATIENCE_S
 
 def failing(*failures: BaseException) -> tuple[Callable[[], Coroutine[None, None, None]], list[int]]:
     """A task that fails with these exceptions, one after the other, and then ends; it counts its starts."""
-    begun: list[int] = []
+    started: list[int] = []
 
     async def work() -> None:
-        begun.append(len(begun))
-        if len(begun) <= len(failures):
-            raise failures[len(begun) - 1]
+        started.append(len(started))
+        if len(started) <= len(failures):
+            raise failures[len(started) - 1]
 
-    return work, begun
+    return work, started
 
 
 def test_failures_are_logged_and_the_task_is_restarted(caplog: pytest.LogCaptureFixture) -> None:
     """Each failure is logged with its traceback; a task that returns is not restarted."""
-    work, begun = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
+    work, started = failing(KeyError("b"), asyncio.CancelledError(), ZeroDivisionError())
     asyncio.run(supervised("counting", work, pause_s=0))
-    assert begun == [0, 1, 2, 3]
+    assert started == [0, 1, 2, 3]
     assert [(one.levelno, one.fields["work"]) for one in caplog.records] == [(logging.ERROR, "counting")] * 3  # type: ignore[attr-defined]
     assert all(one.exc_info for one in caplog.records)
 
@@ -55,7 +55,7 @@ def test_a_cancelled_task_is_not_restarted() -> None:
                 clumsily.append(True)
                 raise KeyError("b") from None
 
-        failed, begun = failing(KeyError("a"))
+        failed, started = failing(KeyError("a"))
         tasks = [
             asyncio.create_task(supervised("waiting", work)), asyncio.create_task(supervised("pausing", failed)),
             asyncio.create_task(supervised("failing in the end", clumsy, pause_s=0)),
@@ -65,6 +65,6 @@ def test_a_cancelled_task_is_not_restarted() -> None:
             task.cancel()
         await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.cancelled() for task in tasks)
-        assert (ended, begun) == ([True], [0])
+        assert (ended, started) == ([True], [0])
 
     asyncio.run(test())

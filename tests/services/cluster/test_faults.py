@@ -30,7 +30,7 @@ LONG = {"model": MODEL, "prompt": "tell me a story", "max_tokens": 400, "ignore_
 
 @asynccontextmanager
 async def flowing(live: Living) -> AsyncIterator[tuple[str, AsyncIterator[str]]]:
-    """A stream that has begun on an engine that is slow now; its instance, and the rest of the stream."""
+    """A stream that started on an engine that is slow now; its instance, and the rest of the stream."""
     async with live.client.stream("POST", f"{live.gateway}/v1/completions", json=LONG) as response:
         assert response.status_code == 200
         events = aiter(response.aiter_lines())

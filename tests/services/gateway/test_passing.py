@@ -182,6 +182,19 @@ def test_facts_reach_engine_and_scheduler(
     run(test)
 
 
+def test_a_body_that_says_everything_itself_is_not_written_again() -> None:
+    """The engine gets the client's own bytes."""
+    body = b'{"prompt":"x" , "vllm_xargs": {"block_ttft_s":1.50, "block_class":"best-effort"}}'
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            await here.client.post(PATHS[0], content=body, headers={"x-slo-ttft-ms": "250"})
+            assert here.engines[0].calls[0].body == body
+            assert here.scheduler.asked[0].request.slo.ttft_s == 1.5
+
+    run(test)
+
+
 def test_an_api_key_says_who_the_client_is() -> None:
     """A client cannot name another one, neither to the scheduler nor to the engine."""
 

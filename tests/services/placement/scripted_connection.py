@@ -194,7 +194,7 @@ def predict_response(name: str, request_id: str, answer: Answer) -> predictor_pb
 def reserve_response(
     sidecar: Sidecar, scripted: Reply, result: str, request: predictor_pb2.ReserveRequest
 ) -> predictor_pb2.ReserveResponse:
-    """The wire form of what became of a reservation."""
+    """The wire form of a reservation's result."""
     request_id = request.request.request_id
     response = predictor_pb2.ReserveResponse(
         instance_id=sidecar.name, version=sidecar.version, epoch=EPOCH, expires_in_s=10.0, result=RESULTS[result]

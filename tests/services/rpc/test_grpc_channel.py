@@ -138,6 +138,7 @@ details = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\
 codes = st.sampled_from([code.name for code in grpc.StatusCode])
 steps = st.lists(
     st.tuples(st.lists(st.sampled_from([0, 1, 300, 20_000, 100_000]), max_size=4), codes | st.just("OK"), details),
+    min_size=1,
     max_size=6,
 )
 
@@ -201,9 +202,8 @@ def test_streams_and_calls_are_those_of_grpc(streams: list[list[tuple[list[int],
             started = []
             for script in scripts:
                 stream = Each(ours)
-                for raw in script:
-                    stream.call.send(raw)
-                stream.call.send_end()
+                for number, raw in enumerate(script, 1):
+                    stream.call.send(raw, last=number == len(script))
                 started.append((stream, theirs.stream_stream(f"/{SERVICE}/Each")(iter(script))))
             for stream, call in started:
                 same(await by_ours(stream), await by_grpc(call))

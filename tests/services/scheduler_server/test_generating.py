@@ -118,7 +118,7 @@ def test_an_engine_that_hangs_before_the_first_token_is_given_up() -> None:
 
 
 def test_an_engine_that_stalls_after_the_first_token_fails_the_request() -> None:
-    """A response that has begun is not restarted on another engine."""
+    """A response that has started is not restarted on another engine."""
 
     async def test() -> None:
         async with cluster(idle_s=1.0) as (client, stubs, behind):
