@@ -39,11 +39,9 @@ def main() -> None:
     for server in arguments.server or ARGUMENTS:
         started(server)  # reads the files into the page cache, and compiles the kernels
         rounds = [started(server) for _ in range(arguments.rounds)]
-        for name, unit, values in zip(
-            ("cpu_s", "wall_s", "resident_mib"), ("s", "s", "MiB"), zip(*rounds), strict=True
-        ):
-            value = statistics.median(values)
-            results.append({"name": f"{name}.{server}", "value": value, "unit": unit, "n": len(values)})
+        for column, (name, unit) in enumerate((("cpu_s", "s"), ("wall_s", "s"), ("resident_mib", "MiB"))):
+            value = statistics.median(one[column] for one in rounds)
+            results.append({"name": f"{name}.{server}", "value": value, "unit": unit, "n": len(rounds)})
     report("cold_start", results, as_json=arguments.json)
 
 
