@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from predictor import blocks, queues, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
@@ -22,6 +24,7 @@ def loop_with(schedule: Callable[[State], bool]) -> Callable[[State, float, int,
 
     def drive(state: State, until_s: float, last_step: int, watched: int) -> None:
         while reach_plan(state, until_s, last_step, watched):
+            state.engine[0].steady_limit_s = np.inf
             state.engine[0].steady = schedule(state)
             send(state)
 
@@ -115,6 +118,8 @@ def count_repeats(state: State, until_s: float) -> int:
         request = state.requests[state.running[position]]
         max_repeats = min(max_repeats, request.final_tokens - request.output_tokens)
     max_repeats -= engine.pipeline_depth - 1
+    if engine.steady_limit_s < np.inf:
+        max_repeats = min(max_repeats, _within_limit(state))
     if max_repeats <= 0:
         return 0
     max_repeats = _within_blocks(state, max_repeats)
@@ -129,6 +134,19 @@ def count_repeats(state: State, until_s: float) -> int:
         else:
             too_many = middle
     return fits
+
+
+@kernel
+def _within_limit(state: State) -> int:
+    """Return a number of repetitions that all take at most `steady_limit_s`; rounding makes it one less at most."""
+    n = state.engine[0].num_running
+    context, longest = _contexts(state)
+    first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
+    growth_s = decode_slope(state.costs, n) * n
+    spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) / state.engine[0].pace - first_s
+    if spare_s < 0:
+        return 0
+    return 1 + int(min(spare_s / growth_s, 1e9)) if growth_s > 0 else 1 << 40
 
 
 @kernel

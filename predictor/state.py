@@ -63,6 +63,7 @@ ENGINE = np.dtype(
         ("num_preemptions", "i8"),
         ("decodes_since_look", "i8"),
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
+        ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
     ],

@@ -11,18 +11,23 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
-from predictor.request import RequestFacts
+from predictor.request import RequestFacts, Slo
 from scripts.report import report
 from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
 CASES = ((4, 0), (24, 0), (46, 0), (48, 10), (48, 20), (48, 50), (48, 100), (256, 200))
 ENGINES = 10  # random engines of each size
+BY_DEADLINE = ("slide_batching", "density", "edf")  # local schedulers measured with deadlines
+DEADLINE_CASES = ((24, 0), (48, 20))
+REPLAY_RATE = 2.9  # requests per second, a tenth more than the engine serves
+SLOS = (Slo(ttft_s=1.0, tpot_s=0.1), Slo(ttft_s=3.0, tpot_s=0.1))
 BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
 
 
@@ -49,13 +54,23 @@ def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
                 name += ".caching" if caching else ""
                 name += f".{what}" if what else ""
                 yield {"name": name, "value": statistics.median(times_us), "unit": "us", "n": rounds}
+    for batcher in BY_DEADLINE:
+        for running, waiting in DEADLINE_CASES:
+            times_us = [
+                microseconds(running, waiting, "", batcher=batcher, seed=seed, rounds=max(1, rounds // ENGINES))
+                for seed in range(ENGINES)
+            ]
+            name = f"forecast_us.r{running}.w{waiting}.{batcher}"
+            yield {"name": name, "value": statistics.median(times_us), "unit": "us", "n": rounds}
 
 
-def microseconds(running: int, waiting: int, what: str, *, caching: bool, seed: int, rounds: int) -> float:
+def microseconds(
+    running: int, waiting: int, what: str, *, seed: int, rounds: int, caching: bool = False, batcher: str = "vllm_v1"
+) -> float:
     """Return the median time of a forecast on random engines; `again` repeats it on an unchanged engine."""
     rng = random.Random(seed)
-    engine = engine_with(running, waiting, rng, caching=caching)
-    candidate = sharegpt_like("candidate", rng)
+    engine = engine_with(running, waiting, rng, caching=caching, batcher=batcher)
+    candidate = sharegpt_like("candidate", rng, arrival_s=engine.now_s, slo=SLOS[seed % 2])
     forecaster = Forecaster(engine)
     now_s, serial = engine.now_s, 1 if what == "again" else None
     times = []
@@ -66,7 +81,7 @@ def microseconds(running: int, waiting: int, what: str, *, caching: bool, seed: 
     return statistics.median(times)
 
 
-def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool) -> Engine:
+def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool, batcher: str) -> Engine:
     """Return an engine with `running` requests in the middle of their responses, and `waiting` ones."""
     config = EngineConfig(
         max_num_seqs=max(48, running),
@@ -74,26 +89,32 @@ def engine_with(running: int, waiting: int, rng: random.Random, *, caching: bool
         num_gpu_blocks=1057 if running <= 48 else 6000,
         max_model_len=2048,
         enable_prefix_caching=caching,
+        batcher=batcher,
     )
     engine = Engine(config, load_profile(PROFILE).step_time)
     for number in range(running):
-        engine.add(sharegpt_like(f"r{number}", rng))
+        engine.add(sharegpt_like(f"r{number}", rng, slo=SLOS[number % 2]))
     engine.advance(0.12 * math.sqrt(running))  # all are admitted, and few have finished
     for number in range(waiting):
-        engine.add(sharegpt_like(f"w{number}", rng, arrival_s=engine.now_s))
+        engine.add(sharegpt_like(f"w{number}", rng, arrival_s=engine.now_s, slo=SLOS[number % 2]))
     return engine
 
 
-def sharegpt_like(name: str, rng: random.Random, arrival_s: float = 0.0) -> RequestFacts:
+def sharegpt_like(name: str, rng: random.Random, *, arrival_s: float = 0.0, slo: Slo | None = None) -> RequestFacts:
     """Draw lengths like ShareGPT's (medians 36 and 283 tokens, heavy tails)."""
     prompt = min(1000, 1 + int(rng.lognormvariate(3.6, 1.5)))
     answer = min(1000, 1 + int(rng.lognormvariate(5.5, 0.9)))
-    return RequestFacts(request_id=name, prompt_tokens=prompt, output_tokens=answer, arrival_s=arrival_s)
+    return RequestFacts(request_id=name, prompt_tokens=prompt, output_tokens=answer, arrival_s=arrival_s, slo=slo)
 
 
 def measure_replay(num_requests: int = 20_000) -> Iterator[dict[str, object]]:
     """Time one saturated engine over many requests."""
-    for caching in (False, True):
+    cases = [
+        ("vllm_v1", False, ""),
+        ("vllm_v1", True, ".caching"),
+        *((name, False, f".{name}") for name in BY_DEADLINE),
+    ]
+    for batcher, caching, suffix in cases:
         rates = []
         for seed in range(5):
             rng = random.Random(seed)
@@ -103,15 +124,26 @@ def measure_replay(num_requests: int = 20_000) -> Iterator[dict[str, object]]:
                 num_gpu_blocks=1057,
                 max_model_len=2048,
                 enable_prefix_caching=caching,
+                batcher=batcher,
             )
             requests = [sharegpt_like(f"r{number}", rng) for number in range(num_requests)]
+            if batcher in BY_DEADLINE:
+                requests = with_deadlines(requests)
             start_s = time.process_time()
             engine = loaded_engine(config, load_profile(PROFILE).step_time, requests)
             engine.advance()
             outcomes = [engine.outcome(request.request_id) for request in requests]
             rates.append(len(outcomes) / (time.process_time() - start_s))
-        name = "replay_requests_per_cpu_s" + (".caching" if caching else "")
+        name = f"replay_requests_per_cpu_s{suffix}"
         yield {"name": name, "value": statistics.median(rates), "unit": "requests/s", "n": num_requests}
+
+
+def with_deadlines(requests: list[RequestFacts]) -> list[RequestFacts]:
+    """Return the requests with targets, and arriving a tenth faster than this engine can serve them."""
+    return [
+        replace(request, arrival_s=number / REPLAY_RATE, slo=SLOS[number % 2])
+        for number, request in enumerate(requests)
+    ]
 
 
 if __name__ == "__main__":

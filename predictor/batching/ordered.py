@@ -206,20 +206,24 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
     step = state.steps[steps.current(state)]
     steps.clear_sums(step)
     if can_decode_all(state, num_tokens, decode_limit_s):
-        return decode_all(state) and decode_limit_s == np.inf
+        engine.steady_limit_s = decode_limit_s
+        return decode_all(state)
     threshold = engine.long_prefill_token_threshold if count > 1 else 0
     make_heap(state, count)
-    admits = True
-    while count > 0 and num_tokens > 0:
+    admits, steady, num_left, num_seen = True, True, num_tokens, 0
+    while count > 0 and num_left > 0:
+        joins = admits and step.num_preempted == 0 and engine.num_running < engine.max_num_seqs
+        if not joins and num_seen == engine.num_running:
+            break
         slot = pop(state, count)
         count -= 1
         runs = state.requests[slot].status == RUNNING
-        if not runs and (not admits or step.num_preempted > 0 or engine.num_running == engine.max_num_seqs):
+        if not runs and not joins:
             continue
         num_hits = 0 if runs else blocks.find_hits(state, slot)
         before = state.requests[slot].computed_tokens if runs else num_hits * engine.block_size
         wanted = steps.tokens_of(state, slot) - before
-        most = min(wanted, num_tokens)
+        most = min(wanted, num_left)
         if 0 < threshold < most:
             most = threshold
         seconds = decode_limit_s if is_decode(state, slot) else prefill_limit_s
@@ -229,6 +233,7 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
                 break
             chunk = 1
         if runs:
+            num_seen += 1
             if not make_room(state, slot, before + chunk):
                 continue
         else:
@@ -237,12 +242,17 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
                 continue
             queues.admit(state, waiting_position(state, slot), before)
             blocks.adopt_hits(state, slot, num_hits)
+            num_seen += 1
         vllm_v1.give_blocks(state, slot, before + chunk)
+        steady = steady and vllm_v1.goes_on_decoding(state, slot, before + chunk)
         add(state, slot, chunk)
-        num_tokens -= chunk
+        num_left -= chunk
         if chunk < most:
             break
-    return False
+    engine.steady_limit_s = decode_limit_s
+    none_joins = engine.num_waiting == 0 or engine.num_running == engine.max_num_seqs
+    all_decode = steady and step.num_scheduled == engine.num_running <= num_tokens
+    return all_decode and none_joins and step.num_preempted == 0
 
 
 @kernel
@@ -254,10 +264,10 @@ def fill_tokens(state: State, count: int, num_tokens: float) -> bool:
 
 @kernel
 def can_decode_all(state: State, num_tokens: int, decode_limit_s: float) -> bool:
-    """Return whether nobody waits and a decode of every running request fits, so that their order has no effect."""
+    """Return whether no request can join and a decode of every running one fits, so that their order has no effect."""
     engine = state.engine[0]
     n = engine.num_running
-    if engine.num_waiting > 0 or n == 0 or n > num_tokens:
+    if n == 0 or n > num_tokens or (engine.num_waiting > 0 and n < engine.max_num_seqs):
         return False
     num_blocks = context = longest = 0
     for position in range(n):

@@ -24,7 +24,11 @@ def schedule(state: State) -> bool:
         rank.key = rank.due_s
         if rank.group == URGENT:
             rank.key = rank.cost_s / ordered.weight_of(state, slot, state.engine[0].options[FIRST_TOKEN_WEIGHT])
-    return ordered.fill(state, count, state.engine[0].max_num_batched_tokens, budget_s, budget_s)
+    engine = state.engine[0]
+    steady = ordered.fill(state, count, engine.max_num_batched_tokens, budget_s, budget_s)
+    if budget_s < np.inf:  # it shrinks to this as deadlines come nearer
+        engine.steady_limit_s = engine.options[ETA] * ordered.shortest_tpot_s(state, count)
+    return steady
 
 
 @kernel

@@ -151,8 +151,9 @@ class Engine:
             self.fill(plan)
 
     def can_decode_all(self, plan: Plan) -> bool:
-        """Whether nobody waits and a decode of all fits, so that they are served in the order of their admission."""
-        if self.waiting or not all(request.decodes for request in self.running):
+        """Whether nobody can join and a decode of all fits, so that they are served in the order of their admission."""
+        has_seat = len(self.running) < self.settings["max_num_seqs"]
+        if (self.waiting and has_seat) or not all(request.decodes for request in self.running):
             return False
         lacking = sum(self.blocks_for(one.computed + 1) - len(one.blocks) for one in self.running)
         took_s = self.seconds([(1, one.computed, True) for one in self.running])

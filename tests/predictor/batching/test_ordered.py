@@ -38,6 +38,26 @@ def test_every_step_is_the_oracles(batcher: str, policy: str) -> None:
     assert min(seen["preemptions"], seen["queueing"]) > 20
 
 
+@pytest.mark.parametrize("batcher", ["edf", "sjf", "density", "slide_batching"])
+def test_repeated_steps_end_where_the_limit_in_time_is_reached(batcher: str) -> None:
+    """Decodes take longer with longer contexts: all are in each step until that takes too long, repeated or not."""
+    requests, shape = 3 * [(4, 300)], {"max_model_len": 512, "num_gpu_blocks": 256}
+    unbounded = list(our_steps(load_of(batcher, *requests, **shape), AFFINE))
+    assert len(unbounded) == 300
+    longest_s = unbounded[100]["end_s"] - unbounded[100]["start_s"]
+    slos = [(longest_s, longest_s), NEVER, NEVER]
+    load = load_of(batcher, *requests, slos=slos, batcher_options={"eta": 1.0}, **shape)
+    sizes = [len(step["scheduled"]) for step in our_steps(load, AFFINE)]
+    assert min(sizes[:100]) == 3 > min(sizes[100:])
+    stepped, fast = load.loaded(AFFINE), load.loaded(AFFINE)
+    while stepped.next_step():
+        pass
+    fast.advance()
+    ends_s = [[engine.outcome(name).finished_s for name in "abc"] for engine in (stepped, fast)]
+    assert ends_s[1] == pytest.approx(ends_s[0])
+    assert fast.state.engine[0].num_steps == stepped.state.engine[0].num_steps == len(sizes)
+
+
 @pytest.mark.parametrize("batcher", ["edf", "sjf", "density"])
 def test_steps_are_bounded_in_time(batcher: str) -> None:
     """A step of more than one token ends within the fraction of the shortest TPOT target of all requests."""
