@@ -36,6 +36,8 @@ def find_hits(state: State, slot: int) -> int:
     The last token is always computed again: without it there is nothing to sample from.
     """
     request = state.requests[slot]
+    if state.engine[0].plans_only:
+        return known_hits(state, slot)
     if not state.engine[0].prefix_caching:
         return 0
     max_hits = (request.prompt_tokens + request.output_tokens - 1) // state.engine[0].block_size
@@ -51,14 +53,42 @@ def find_hits(state: State, slot: int) -> int:
     return max_hits
 
 
+@small_kernel
+def known_hits(state: State, slot: int) -> int:
+    """Return how many hits the real engine has reported for a request; where it has not, ask for them in `pending`."""
+    engine, request = state.engine[0], state.requests[slot]
+    if request.num_hashes == NONE:
+        request.num_hashes = request.full_blocks = 0
+        state.pending[engine.num_pending] = slot
+        engine.num_pending += 1
+    return request.num_hashes
+
+
 @kernel
 def count_idle(state: State, slot: int, num_hits: int) -> int:
     """Count the hit blocks that no request holds: adopting them uses up free blocks."""
+    if state.engine[0].plans_only:
+        return state.requests[slot].full_blocks
     idle = 0
     for position in range(num_hits):
         if state.blocks[state.tables[slot, position]].num_refs == 0:
             idle += 1
     return idle
+
+
+@kernel
+def count_own(state: State, slot: int) -> int:
+    """Count the blocks that a running request shares with no other: preempting it frees them."""
+    request = state.requests[slot]
+    if state.engine[0].plans_only:
+        return request.full_blocks
+    if not state.engine[0].prefix_caching:
+        return request.num_blocks
+    own = 0
+    for position in range(request.num_blocks):
+        if state.blocks[state.tables[slot, position]].num_refs == 1:
+            own += 1
+    return own
 
 
 @kernel

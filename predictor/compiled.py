@@ -15,7 +15,7 @@ from numba.extending import is_jitted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HOLDS_KERNELS = re.compile(rb"from predictor\.compiled import [^\n]*kernel")
+HOLDS_KERNELS = re.compile(rb"predictor\.compiled import [^\n]*kernel")
 
 
 def _cache_directory() -> Path:

@@ -136,7 +136,7 @@ def constant_profile() -> Profile:
 
 def profile_names() -> tuple[str, ...]:
     """Return the names of all profiles that can be loaded."""
-    folder = resources.files("predictor") / "profiles"
+    folder = resources.files(__package__) / "profiles"
     shipped = [entry.name.removesuffix(SUFFIX) for entry in folder.iterdir() if entry.name.endswith(SUFFIX)]
     return tuple(sorted([CONSTANT_NAME, *shipped]))
 
@@ -149,7 +149,7 @@ def load_profile(name: str) -> Profile:
     if name not in names:
         hint = did_you_mean(name, names, f"; there are {', '.join(names)}")
         raise ValueError(f"profile: there is none named {name!r}{hint}")
-    text = (resources.files("predictor") / "profiles" / (name + SUFFIX)).read_text(encoding="utf-8")
+    text = (resources.files(__package__) / "profiles" / (name + SUFFIX)).read_text(encoding="utf-8")
     return profile_from_json(text)
 
 

@@ -41,6 +41,7 @@ ENGINE = np.dtype(
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
         ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
         # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),

@@ -167,6 +167,7 @@ def loads(
     *,
     policy: str | None = None,
     chunked: bool | None = None,
+    is_async: bool | None = None,
     ending: bool = False,
     tick_s: float = 0.25,
     max_requests: int = 10,
@@ -176,7 +177,7 @@ def loads(
     With `ending`, every run ends: no two requests arrive at the same time, which with priorities could preempt each other
     without end, and vLLM v0 has the spare block without which it recomputes a single prompt without end.
     """
-    engine = draw(engines(batcher, policy=policy, chunked=chunked))
+    engine = draw(engines(batcher, policy=policy, chunked=chunked, is_async=is_async))
     requests = draw(request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests))
     size = engine["block_size"]
     largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
@@ -194,7 +195,9 @@ def _most_tokens(engine: dict[str, Any], request: dict[str, Any]) -> int:
 
 
 @st.composite
-def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool | None) -> dict[str, Any]:
+def engines(
+    draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool | None, is_async: bool | None
+) -> dict[str, Any]:
     """Draw an engine's settings without its number of blocks; settings that its batcher ignores have their defaults."""
     block_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     max_num_seqs = draw(st.integers(1, 6))
@@ -216,7 +219,7 @@ def engines(draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool 
         config = replace(
             config,
             enable_prefix_caching=draw(st.booleans()),
-            async_scheduling=batcher == "vllm_v1" and draw(st.booleans()),
+            async_scheduling=draw(st.booleans()) if is_async is None else is_async,
             long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
             scheduler_reserve_full_isl=draw(st.booleans()),
         )

@@ -69,8 +69,8 @@ def _ordered(schedule: Callable[[State], bool], *options: BatcherOption) -> Batc
         null_blocks=1,
         orders_queue=True,
         options=options,
-        defaults={"enable_prefix_caching": True, "watermark": 0.0},
-        fixed={"enable_chunked_prefill": True, "async_scheduling": False},
+        defaults={"enable_prefix_caching": True, "async_scheduling": False, "watermark": 0.0},
+        fixed={"enable_chunked_prefill": True},
         check=vllm_limits.check,
     )
 

@@ -16,13 +16,13 @@ def schedule(state: State) -> bool:
     """Fill the step; a decode that is late already has no deadline to keep."""
     engine = state.engine[0]
     count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
-    seconds = np.inf
+    start_s, seconds = ordered.start_s(state), np.inf
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
         rank.key = rank.due_s
         if not ordered.is_decode(state, slot):
             rank.group = 1
-        elif rank.due_s >= engine.now_s:
-            seconds = min(seconds, rank.due_s - engine.now_s)
+        elif rank.due_s >= start_s:
+            seconds = min(seconds, rank.due_s - start_s)
     return ordered.fill(state, count, engine.max_num_batched_tokens, np.inf, seconds)

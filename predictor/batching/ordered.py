@@ -1,7 +1,8 @@
 """Steps filled in an order over all requests, within seconds as well as tokens, seats and KV blocks.
 
-A rule lists all requests with `list_requests`, gives each a rank (`state.RANK`), and calls `fill`. Memory is managed as
-in vLLM v1 (prefix hits, preemption by recompute), with one step in flight at a time.
+A rule lists all requests with `list_requests`, gives each a rank (`state.RANK`), and calls `fill`, which plans the step
+in that order and then carries it out in the order of vLLM's own loop: preemptions, running requests, admissions. So a
+plan can also be carried out by a real vLLM. Memory is managed as in vLLM v1 (prefix hits, preemption by recompute).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 from predictor import blocks, queues, steps
 from predictor.batching import vllm_v1
 from predictor.compiled import kernel, small_kernel
-from predictor.state import RUNNING, State
+from predictor.state import RUNNING, WAITING, State
 from predictor.step_time import (
     CONSTANT,
     DECODE_BASE,
@@ -24,6 +25,8 @@ from predictor.step_time import (
     step_seconds,
 )
 
+LEFT_OUT_S = -1.0  # the cost of a request that the planned step preempts, or can neither serve nor preempt
+
 # Facts about the queue, for the rules.
 
 
@@ -31,17 +34,21 @@ from predictor.step_time import (
 def list_requests(state: State, from_first_token: bool) -> int:
     """Enter all running and waiting requests into `turns`, all with the same rank; return their number.
 
-    Due times are those of `due_s`.
+    Due times are those of `due_s`. Requests that only wait for their output in flight are left out.
     """
     engine = state.engine[0]
     token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
-    count = engine.num_running + engine.num_waiting
-    for place in range(count):
+    count = 0
+    for place in range(engine.num_running + engine.num_waiting):
         if place < engine.num_running:
             slot = state.running[place]
         else:
             slot = queues.waiting_at(state, place - engine.num_running)
-        state.turns[place] = slot
+        if engine.pipeline_depth > 1 and awaits_output(state, slot):
+            state.ranks[slot].cost_s = LEFT_OUT_S
+            continue
+        state.turns[count] = slot
+        count += 1
         rank = state.ranks[slot]
         rank.group, rank.key = 0, 0.0
         rank.due_s = due_s(state, slot, from_first_token)
@@ -55,12 +62,38 @@ def list_requests(state: State, from_first_token: bool) -> int:
 
 
 @small_kernel
+def awaits_output(state: State, slot: int) -> bool:
+    """Return whether a request cannot be scheduled before its output in flight is known (async scheduling)."""
+    request = state.requests[slot]
+    if request.status == WAITING:
+        return bool(request.stale_tokens > 0)
+    return bool(
+        request.computed_tokens >= steps.tokens_of(state, slot)
+        or request.computed_tokens + 1 >= state.engine[0].max_model_len
+        or vllm_v1.is_ending(state, slot)
+    )
+
+
+@small_kernel
+def start_s(state: State) -> float:
+    """Return when the planned step starts: now, or when the step in flight ends."""
+    engine = state.engine[0]
+    return max(engine.now_s, state.steps[engine.oldest].end_s) if engine.num_in_flight > 0 else engine.now_s
+
+
+@small_kernel
+def num_produced(state: State, slot: int) -> int:
+    """Return the tokens of a response so far, those in flight included."""
+    return state.requests[slot].output_tokens + state.requests[slot].placeholders
+
+
+@small_kernel
 def is_decode(state: State, slot: int) -> bool:
     """Return whether a request has a token to compute and no more, the last one of its response so far."""
     request = state.requests[slot]
     return (
         request.status == RUNNING
-        and request.output_tokens > 0
+        and num_produced(state, slot) > 0
         and steps.tokens_of(state, slot) == request.computed_tokens + 1
     )
 
@@ -73,10 +106,11 @@ def due_s(state: State, slot: int, from_first_token: bool) -> float:
     """
     request, facts = state.requests[slot], state.facts[slot]
     due = request.arrival_s + facts.ttft_slo_s
-    if request.output_tokens > 0:
+    produced = num_produced(state, slot)
+    if produced > 0:
         if from_first_token and 0 <= request.first_token_s < due:
             due = request.first_token_s
-        due += request.output_tokens * facts.tpot_slo_s
+        due += produced * facts.tpot_slo_s
     return np.inf if np.isnan(due) else due
 
 
@@ -131,7 +165,7 @@ def limit_s(state: State, count: int, share: float) -> float:
 def weight_of(state: State, slot: int, first_token_weight: float) -> float:
     """Return the gain of the next token: the request's weight, multiplied for the first (w_p / w_d of ProServe §2)."""
     weight = state.facts[slot].weight
-    return weight * first_token_weight if state.requests[slot].output_tokens == 0 else weight
+    return weight * first_token_weight if num_produced(state, slot) == 0 else weight
 
 
 # The order: `turns` as a heap, since most of a long queue is never reached.
@@ -203,27 +237,40 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
     out keeps its blocks. Returns whether the next step will decode all running requests, if none ends or arrives.
     """
     engine = state.engine[0]
-    step = state.steps[steps.current(state)]
-    steps.clear_sums(step)
+    steps.clear_sums(state.steps[steps.current(state)])
     if can_decode_all(state, num_tokens, decode_limit_s):
         engine.steady_limit_s = decode_limit_s
         return decode_all(state)
-    threshold = engine.long_prefill_token_threshold if count > 1 else 0
+    plan(state, count, num_tokens, decode_limit_s, prefill_limit_s)
+    if not engine.plans_only:
+        carry_out(state)
+    engine.steady_limit_s = decode_limit_s
+    return will_decode_all(state, num_tokens)
+
+
+@kernel
+def plan(state: State, count: int, num_tokens: int, decode_limit_s: float, prefill_limit_s: float) -> None:
+    """Choose the requests of the step, their tokens, and whom to preempt; the queues and blocks stay as they are."""
+    engine = state.engine[0]
+    step = state.steps[steps.current(state)]
+    num_running, num_free_blocks = engine.num_running, engine.num_free_blocks
+    threshold = engine.long_prefill_token_threshold if num_running + engine.num_waiting > 1 else 0
     make_heap(state, count)
-    admits, steady, num_left, num_seen = True, True, num_tokens, 0
-    while count > 0 and num_left > 0:
+    admits, num_seen = True, 0
+    while count > 0 and num_tokens > 0:
         joins = admits and step.num_preempted == 0 and engine.num_running < engine.max_num_seqs
         if not joins and num_seen == engine.num_running:
             break
         slot = pop(state, count)
         count -= 1
         runs = state.requests[slot].status == RUNNING
-        if not runs and not joins:
+        num_seen += runs
+        if (runs and state.ranks[slot].cost_s == LEFT_OUT_S) or (not runs and not joins):
             continue
         num_hits = 0 if runs else blocks.find_hits(state, slot)
         before = state.requests[slot].computed_tokens if runs else num_hits * engine.block_size
         wanted = steps.tokens_of(state, slot) - before
-        most = min(wanted, num_left)
+        most = min(wanted, num_tokens)
         if 0 < threshold < most:
             most = threshold
         seconds = decode_limit_s if is_decode(state, slot) else prefill_limit_s
@@ -232,27 +279,81 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
             if step.num_scheduled > 0:
                 break
             chunk = 1
+        held = state.requests[slot].num_blocks
         if runs:
-            num_seen += 1
             if not make_room(state, slot, before + chunk):
                 continue
         else:
             admits = vllm_v1.fits(state, slot, num_hits, before + chunk)
             if not admits:
                 continue
-            queues.admit(state, waiting_position(state, slot), before)
-            blocks.adopt_hits(state, slot, num_hits)
+            held = num_hits - blocks.count_idle(state, slot, num_hits)
+            state.running[engine.num_running] = slot  # until the end of the plan
+            engine.num_running += 1
             num_seen += 1
-        vllm_v1.give_blocks(state, slot, before + chunk)
-        steady = steady and vllm_v1.goes_on_decoding(state, slot, before + chunk)
-        add(state, slot, chunk)
-        num_left -= chunk
+        engine.num_free_blocks -= max(0, blocks.blocks_for(before + chunk, engine.block_size) - held)
+        add(state, slot, before, chunk)
+        num_tokens -= chunk
         if chunk < most:
             break
-    engine.steady_limit_s = decode_limit_s
-    none_joins = engine.num_waiting == 0 or engine.num_running == engine.max_num_seqs
-    all_decode = steady and step.num_scheduled == engine.num_running <= num_tokens
-    return all_decode and none_joins and step.num_preempted == 0
+    engine.num_running, engine.num_free_blocks = num_running, num_free_blocks
+
+
+@kernel
+def carry_out(state: State) -> None:
+    """Carry out the plan in vLLM's order: preemptions, running requests, admissions.
+
+    An admission finds its prefix hits again, because the blocks taken and filled before it have changed the cache. It
+    gets no more tokens than were planned.
+    """
+    engine = state.engine[0]
+    index = steps.current(state)
+    step = state.steps[index]
+    num_planned, num_preempted = step.num_scheduled, step.num_preempted
+    step.num_scheduled = step.num_preempted = 0
+    for victim in range(num_preempted):
+        position = 0
+        while state.running[position] != state.preempted[victim]:
+            position += 1
+        queues.preempt(state, position)
+    num_admitted = 0
+    for place in range(num_planned):
+        entry = state.batch[index, place]
+        slot, num_tokens = entry.slot, entry.tokens
+        if state.requests[slot].status == RUNNING:
+            vllm_v1.give_blocks(state, slot, state.requests[slot].computed_tokens + num_tokens)
+            steps.assign(state, slot, num_tokens)
+        else:
+            state.turns[num_admitted] = slot
+            state.ranks[slot].group = num_tokens
+            num_admitted += 1
+    for place in range(num_admitted):
+        slot = state.turns[place]
+        num_hits = blocks.find_hits(state, slot)
+        before = num_hits * engine.block_size
+        num_tokens = min(state.ranks[slot].group, steps.tokens_of(state, slot) - before)
+        queues.admit(state, waiting_position(state, slot), before)
+        blocks.adopt_hits(state, slot, num_hits)
+        vllm_v1.give_blocks(state, slot, before + num_tokens)
+        steps.assign(state, slot, num_tokens)
+
+
+@kernel
+def will_decode_all(state: State, num_tokens: int) -> bool:
+    """Return whether all running requests are in the planned step and decode from the next one on, and none joins."""
+    engine = state.engine[0]
+    index = steps.current(state)
+    step = state.steps[index]
+    n = engine.num_running
+    if step.num_preempted > 0 or step.num_scheduled < n or n > num_tokens:
+        return False
+    if engine.num_waiting > 0 and n < engine.max_num_seqs:
+        return False
+    for place in range(n):
+        entry = state.batch[index, place]
+        if not vllm_v1.goes_on_decoding(state, entry.slot, state.requests[entry.slot].computed_tokens + entry.tokens):
+            return False
+    return True
 
 
 @kernel
@@ -272,7 +373,7 @@ def can_decode_all(state: State, num_tokens: int, decode_limit_s: float) -> bool
     num_blocks = context = longest = 0
     for position in range(n):
         slot = state.running[position]
-        if not is_decode(state, slot):
+        if not is_decode(state, slot) or (engine.pipeline_depth > 1 and awaits_output(state, slot)):
             return False
         tokens = state.requests[slot].computed_tokens + 1
         num_blocks += not blocks.has_room(state, slot, tokens)
@@ -290,20 +391,20 @@ def decode_all(state: State) -> bool:
     for position in range(state.engine[0].num_running):
         slot = state.running[position]
         tokens = state.requests[slot].computed_tokens + 1
-        vllm_v1.give_blocks(state, slot, tokens)
+        if not state.engine[0].plans_only:
+            vllm_v1.give_blocks(state, slot, tokens)
         steady = steady and vllm_v1.goes_on_decoding(state, slot, tokens)
-        add(state, slot, 1)
+        add(state, slot, tokens - 1, 1)
     return steady
 
 
 @small_kernel
-def add(state: State, slot: int, num_tokens: int) -> None:
-    """Add tokens of a request to the step, and to the sums that its duration depends on."""
+def add(state: State, slot: int, before: int, num_tokens: int) -> None:
+    """Add tokens of a request, behind `before` others, to the step and to the sums that its duration depends on."""
     index = steps.current(state)
     step = state.steps[index]
     steps.assign(state, slot, num_tokens)
     entry = state.batch[index, step.num_scheduled - 1]
-    before = state.requests[slot].computed_tokens
     entry.sampled = before + num_tokens >= steps.tokens_of(state, slot)
     steps.add_to_sums(step, entry, before)
 
@@ -353,19 +454,24 @@ def fits_in_time(state: State, before: int, wanted: int, num_tokens: int, second
 
 @kernel
 def make_room(state: State, slot: int, num_tokens: int) -> bool:
-    """Preempt the last running requests in the order until there are blocks for `num_tokens` tokens of this one.
+    """Choose the last running requests in the order to be preempted until blocks suffice for `num_tokens` tokens.
 
-    Returns False where too few requests come after it; those in the step already come before it.
+    Returns False where too few requests come after this one; those in the step already come before it.
     """
     engine = state.engine[0]
+    step = state.steps[steps.current(state)]
     while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:
-        last, last_position = slot, -1
+        last = slot
         for position in range(engine.num_running):
-            if goes_before(state, last, state.running[position]):
-                last, last_position = state.running[position], position
-        if last_position < 0:
+            other = state.running[position]
+            if state.ranks[other].cost_s != LEFT_OUT_S and goes_before(state, last, other):
+                last = other
+        if last == slot:
             return False
-        queues.preempt(state, last_position)
+        state.ranks[last].cost_s = LEFT_OUT_S
+        state.preempted[step.num_preempted] = last
+        step.num_preempted += 1
+        engine.num_free_blocks += blocks.count_own(state, last)
     return True
 
 

@@ -41,7 +41,7 @@ def time_budget_s(state: State, count: int) -> float:
     shortest = ordered.shortest_tpot_s(state, count)
     if shortest == np.inf:
         return np.inf
-    return max(first_s - engine.now_s, engine.options[ETA] * shortest)
+    return max(first_s - ordered.start_s(state), engine.options[ETA] * shortest)
 
 
 @kernel
@@ -52,7 +52,7 @@ def partition(state: State, count: int, budget_s: float) -> None:
     """
     engine = state.engine[0]
     factor = engine.options[GAMMA] * time_per_cost(state, budget_s)
-    by_request = engine.options[PHI] > 0
+    by_request, start_s = engine.options[PHI] > 0, ordered.start_s(state)
     total_s = 0.0
     for place in range(count):
         rank = state.ranks[state.turns[place]]
@@ -66,7 +66,7 @@ def partition(state: State, count: int, budget_s: float) -> None:
         rank = state.ranks[slot]
         if by_request:
             total_s += rank.cost_s
-        rank.group = URGENT if rank.due_s - engine.now_s < factor * total_s else NORMAL
+        rank.group = URGENT if rank.due_s - start_s < factor * total_s else NORMAL
 
 
 @kernel

@@ -30,11 +30,7 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
     while position < engine.num_running and budget > 0:
         slot = state.running[position]
         request = state.requests[slot]
-        # async: the step in flight will produce its last token
-        ending = request.placeholders > 0 and (
-            request.computed_tokens + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens
-        )
-        if ending:
+        if is_ending(state, slot):
             position += 1
             continue
         num_tokens = uncomputed_tokens(state, slot, threshold, budget)
@@ -53,6 +49,15 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         budget -= num_tokens
         position += 1
     return budget, steady and position == engine.num_running
+
+
+@small_kernel
+def is_ending(state: State, slot: int) -> bool:
+    """Return whether the step in flight will produce the last token of a request (async scheduling)."""
+    request = state.requests[slot]
+    return request.placeholders > 0 and (
+        request.computed_tokens + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens
+    )
 
 
 @small_kernel

@@ -1,15 +1,14 @@
 """A plain engine for the local schedulers that order all requests, with the memory of vLLM v1.
 
-A rule returns a `Plan`: the order, and the limits of the step; `Engine.fill` does the rest. The rules are in
+A rule returns a `Plan`: the order, and the limits of the step; `Engine` does the rest. The rules are in
 `tests.oracle.ordered_rules`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from predictor.step_time import StepTime
@@ -31,23 +30,28 @@ class Request(vllm_v1.Request):
     request_class: str = ""
 
     @property
+    def produced(self) -> int:
+        """Tokens of the response, those in flight included."""
+        return self.num_output + self.placeholders
+
+    @property
     def left(self) -> int:
-        """Known tokens that are not computed."""
-        return self.num_tokens - self.computed
+        """Tokens that are not computed."""
+        return self.prompt_tokens + self.produced - self.computed
 
     @property
     def decodes(self) -> bool:
         """Whether it needs the last token of its response computed, and nothing else."""
-        return self.running and self.num_output > 0 and self.left == 1
+        return self.running and self.produced > 0 and self.left == 1
 
     def due_s(self, from_first_token: bool) -> float:
         """When its next token is due; never without targets."""
-        if self.ttft_slo_s is None or (self.num_output > 0 and self.tpot_slo_s is None):
+        if self.ttft_slo_s is None or (self.produced > 0 and self.tpot_slo_s is None):
             return INFINITY
         first_due_s = self.arrival_s + self.ttft_slo_s
         if from_first_token:
             first_due_s = min(first_due_s, self.first_token_s)
-        return first_due_s + self.num_output * (self.tpot_slo_s or 0.0)
+        return first_due_s + self.produced * (self.tpot_slo_s or 0.0)
 
 
 @dataclass
@@ -63,25 +67,30 @@ class Plan:
 Rule = Callable[["Engine"], Plan]
 
 
-@dataclass
-class Engine:
-    """The queues, the blocks, and the step being planned."""
+@dataclass(eq=False)
+class Chunk:
+    """What the plan gives a request; `before` of its tokens are computed."""
 
-    settings: EngineSettings
-    seconds: Seconds
-    step_time: StepTime
-    now_s: float = 0.0
-    running: list[Request] = field(default_factory=list)
-    waiting: list[Request] = field(default_factory=list)
-    scheduled: dict[str, int] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    request: Request
+    tokens: int
+    before: int
+    num_blocks: int  # taken from the free ones
 
-    def __post_init__(self) -> None:
-        """Free all blocks."""
-        self.pool = vllm_v1.BlockPool(self.settings["num_gpu_blocks"])
-        self.block_size = self.settings["block_size"]
-        self.by_priority = self.settings["scheduling_policy"] == "priority"
+    @property
+    def part(self) -> Part:
+        """Return what the step's duration depends on."""
+        return self.tokens, self.before, self.before + self.tokens == self.request.left + self.request.computed
+
+
+class Engine(vllm_v1.Engine):
+    """An engine that plans by a rule, and carries the plan out with the queues and blocks of vLLM v1."""
+
+    running: list[Request]  # type: ignore[assignment]  # all its requests have targets
+    waiting: list[Request]  # type: ignore[assignment]
+
+    def __init__(self, settings: EngineSettings, rule: Rule, seconds: Seconds, step_time: StepTime) -> None:
+        super().__init__(settings)
+        self.rule, self.seconds, self.step_time = rule, seconds, step_time
 
     # What rules read.
 
@@ -91,8 +100,14 @@ class Engine:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests."""
-        return self.running + self.waiting
+        """All requests that a step could serve: they do not only wait for their output in flight."""
+        running = [one for one in self.running if self.has_work(one)]
+        return running + [one for one in self.waiting if not one.stale]
+
+    def has_work(self, request: Request) -> bool:
+        """Whether a running request has tokens to compute, and not only its last token in flight."""
+        longest = self.settings["max_model_len"] - request.computed - 1
+        return min(request.left, longest) > 0 and not self.surely_done(request)
 
     @property
     def shortest_tpot_s(self) -> float:
@@ -140,129 +155,118 @@ class Engine:
 
     # Planning.
 
-    def plan(self, rule: Rule) -> None:
-        """Plan a step."""
-        self.scheduled, self.parts, self.preempted = {}, [], []
-        plan = rule(self)
+    def schedule(self) -> tuple[dict[str, int], list[str]]:
+        """Plan a step, and carry it out: tokens by request, in order, and the preempted requests."""
+        plan = self.rule(self)
         if self.can_decode_all(plan):
-            for request in self.running:
-                self.give(request, 1)
+            chunks, victims = [Chunk(one, 1, one.computed, 0) for one in self.running], []
         else:
-            self.fill(plan)
+            chunks, victims = self.choose(plan)
+        for victim in victims:
+            self.running.remove(victim)
+            self.preempt(victim)
+        scheduled = {}
+        for chunk in sorted(chunks, key=lambda chunk: not chunk.request.running):
+            scheduled[chunk.request.id] = self.give(chunk.request, chunk.tokens)
+        return scheduled, [victim.id for victim in victims]
 
     def can_decode_all(self, plan: Plan) -> bool:
         """Whether nobody can join and a decode of all fits, so that they are served in the order of their admission."""
         has_seat = len(self.running) < self.settings["max_num_seqs"]
-        if (self.waiting and has_seat) or not all(request.decodes for request in self.running):
+        can_join = bool(self.waiting) and has_seat
+        if can_join or not all(request.decodes and self.has_work(request) for request in self.running):
             return False
         lacking = sum(self.blocks_for(one.computed + 1) - len(one.blocks) for one in self.running)
         took_s = self.seconds([(1, one.computed, True) for one in self.running])
         fits = len(self.running) <= plan.num_tokens and lacking <= len(self.pool.free)
         return fits and took_s <= plan.decode_limit_s
 
-    def fill(self, plan: Plan) -> None:
-        """Serve in order until a request gets less than it could take."""
-        threshold = self.settings["long_prefill_token_threshold"] if len(plan.order) > 1 else 0
+    def choose(self, plan: Plan) -> tuple[list[Chunk], list[Request]]:
+        """Serve in order until a request gets less than it could take; return the chunks, and whom to preempt."""
+        others = len(self.running) + len(self.waiting) > 1
+        threshold = self.settings["long_prefill_token_threshold"] if others else 0
+        chunks: list[Chunk] = []
+        victims: list[Request] = []
         admits = True
         for position, request in enumerate(plan.order):
-            budget = plan.num_tokens - sum(self.scheduled.values())
+            budget = plan.num_tokens - sum(chunk.tokens for chunk in chunks)
             if budget == 0:
-                return
-            has_seat = len(self.running) < self.settings["max_num_seqs"]
-            if not request.running and (not admits or self.preempted or not has_seat):
+                break
+            num_admitted = sum(not chunk.request.running for chunk in chunks)
+            has_seat = len(self.running) + num_admitted < self.settings["max_num_seqs"]
+            if request in victims or (not request.running and (not admits or victims or not has_seat)):
                 continue
             hits: list[int] = []
             if not request.running and self.settings["enable_prefix_caching"]:
                 hits = self.pool.hits(request, self.block_size)
             before = request.computed if request.running else len(hits) * self.block_size
-            most = min(request.num_tokens - before, budget, threshold or budget)
+            left = request.left + request.computed - before
+            most = min(left, budget, threshold or budget)
             limit_s = plan.decode_limit_s if request.decodes else plan.prefill_limit_s
-            chunk = self.largest_chunk(request, before, most, limit_s)
-            if chunk == 0 and self.scheduled:
-                return
-            chunk = max(chunk, 1)
+            count = self.largest_chunk([chunk.part for chunk in chunks], before, left, most, limit_s)
+            if count == 0 and chunks:
+                break
+            count = max(count, 1)
+            free = len(self.pool.free) + sum(self.own_blocks(victim) for victim in victims)
+            free -= sum(chunk.num_blocks for chunk in chunks)
             if request.running:
-                if not self.make_room(request, before + chunk, plan.order[position + 1 :]):
+                needed = max(0, self.blocks_for(before + count) - len(request.blocks))
+                later = [one for one in plan.order[position + 1 :] if one.running and one not in victims]
+                while needed > free and later:
+                    victims.append(later.pop())
+                    free += self.own_blocks(victims[-1])
+                if needed > free:
                     continue
             else:
-                admits = self.has_room_to_admit(request, hits, before + chunk)
+                idle_hits = sum(self.pool.refs[block] == 0 for block in hits)
+                needed = self.blocks_for(before + count) - len(hits) + idle_hits
+                must_fit = needed
+                if self.settings["scheduler_reserve_full_isl"]:
+                    must_fit = max(needed, self.blocks_for(request.num_tokens) - len(hits) + idle_hits)
+                kept = self.watermark_blocks if self.running or num_admitted else 0
+                admits = must_fit + kept <= free
                 if not admits:
                     continue
-                self.waiting.remove(request)
-                self.running.append(request)
-                self.pool.hold(hits)
-                request.running, request.computed = True, before
-                request.blocks, request.num_cached = hits, len(hits)
-            self.give(request, chunk)
-            if chunk < most:
-                return
+            chunks.append(Chunk(request, count, before, needed))
+            if count < most:
+                break
+        return chunks, victims
 
-    def largest_chunk(self, request: Request, before: int, most: int, limit_s: float) -> int:
+    def own_blocks(self, request: Request) -> int:
+        """Return the number of its blocks that no other request holds."""
+        return sum(self.pool.refs[block] == 1 for block in request.blocks)
+
+    def largest_chunk(self, parts: list[Part], before: int, left: int, most: int, limit_s: float) -> int:
         """Try all chunks; one of a single token comes last, because it is computed in another way."""
-        for chunk in (most, *range(most - 1, 1, -1), 1):
-            part = (chunk, before, before + chunk == request.num_tokens)
-            if limit_s == INFINITY or self.seconds([*self.parts, part]) <= limit_s:
-                return chunk
+        for count in (most, *range(most - 1, 1, -1), 1):
+            if limit_s == INFINITY or self.seconds([*parts, (count, before, count == left)]) <= limit_s:
+                return count
         return 0
 
-    def make_room(self, request: Request, num_tokens: int, later: list[Request]) -> bool:
-        """Preempt later requests, the last one first."""
-        while self.blocks_for(num_tokens) - len(request.blocks) > len(self.pool.free):
-            victims = [one for one in later if one.running]
-            if not victims:
-                return False
-            self.preempt(victims[-1])
-        return True
+    def give(self, request: Request, count: int) -> int:
+        """Put up to this many tokens into the step, with blocks for them; a waiting request is admitted."""
+        if not request.running:
+            hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.pool.hold(hits)
+            request.running, request.computed = True, len(hits) * self.block_size
+            request.blocks, request.num_cached = hits, len(hits)
+        count = min(count, request.left)
+        lacking = self.blocks_for(request.computed + count) - len(request.blocks)
+        request.blocks = request.blocks + self.pool.take(max(0, lacking))
+        self.cache_full_blocks(request, request.computed + count)
+        request.computed += count
+        request.in_flight += count
+        return count
 
-    def preempt(self, victim: Request) -> None:
-        """Free a request's blocks; it keeps its output, and moves to the front of the queue."""
-        self.pool.release(victim.blocks)
-        victim.blocks, victim.num_cached, victim.computed, victim.running = [], 0, 0, False
-        self.running.remove(victim)
-        self.waiting.insert(0, victim)
-        self.sort_waiting()
-        self.preempted.append(victim.id)
-
-    def has_room_to_admit(self, request: Request, hits: list[int], num_tokens: int) -> bool:
-        """Whether blocks suffice for its chunk, or for its whole prompt where configured, above the watermark."""
-        if self.settings["scheduler_reserve_full_isl"]:
-            num_tokens = max(num_tokens, request.num_tokens)
-        needed = self.blocks_for(num_tokens) - len(hits) + sum(self.pool.refs[block] == 0 for block in hits)
-        kept = int(self.settings["watermark"] * self.settings["num_gpu_blocks"]) if self.running else 0
-        return needed + kept <= len(self.pool.free)
-
-    def give(self, request: Request, count: int) -> None:
-        """Put tokens into the step, with blocks for them."""
-        request.blocks = request.blocks + self.pool.take(
-            max(0, self.blocks_for(request.computed + count) - len(request.blocks))
-        )
-        if self.settings["enable_prefix_caching"]:
-            for index in range(request.num_cached, (request.computed + count) // self.block_size):
-                self.pool.cache(request.blocks[index], request.block_key(index))
-                request.num_cached += 1
-        self.scheduled[request.id] = count
-        self.parts.append((count, request.computed, count == request.left))
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens."""
-        return int(-(-num_tokens // self.block_size))
-
-    def sort_waiting(self) -> None:
-        """Sort the queue by priority, then arrival, then id, where configured."""
-        if self.by_priority:
-            self.waiting.sort(key=lambda request: (request.priority, request.arrival_s, request.id))
-
-    def update(self) -> None:
-        """Process the finished step: a request that has computed all its tokens gets one more."""
-        for request in list(self.running):
-            request.computed += self.scheduled.get(request.id, 0)
-            if request.id in self.scheduled and request.left == 0:
-                request.num_output += 1
-                request.first_token_s = min(request.first_token_s, self.now_s)
-                last = min(request.output_tokens, request.max_tokens)
-                if request.num_output == last or request.num_tokens == self.settings["max_model_len"]:
-                    self.pool.release(request.blocks)
-                    self.running.remove(request)
+    def update(self, scheduled: dict[str, int], sampled: set[str]) -> None:
+        """Process a finished step, and note first tokens."""
+        requests = [self.unfinished[name] for name in sampled if name in self.unfinished]
+        super().update(scheduled, sampled)
+        for request in requests:
+            assert isinstance(request, Request)
+            request.first_token_s = min(request.first_token_s, self.now_s)
 
 
 def replay(
@@ -273,29 +277,5 @@ def replay(
     step_time: StepTime,
 ) -> Iterator[Step]:
     """Run an engine with a rule, and yield each step right after its planning; `step_time` is what the rule knows."""
-    engine = Engine(settings, seconds, step_time)
-    arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
-    num_steps = 0
-    while arrivals or engine.requests:
-        while arrivals and arrivals[0].arrival_s <= engine.now_s:
-            engine.waiting.append(arrivals.popleft())
-            engine.sort_waiting()
-        if not engine.requests:
-            engine.now_s = arrivals[0].arrival_s
-            continue
-        engine.plan(rule)
-        assert engine.scheduled, "an empty step"
-        end_s = engine.now_s + seconds(engine.parts)
-        yield {
-            "step": num_steps,
-            "start_s": engine.now_s,
-            "end_s": end_s,
-            "scheduled": engine.scheduled,
-            "running": [request.id for request in engine.running],
-            "waiting": [request.id for request in engine.waiting],
-            "free_blocks": len(engine.pool.free),
-            "preempted": engine.preempted,
-        }
-        num_steps += 1
-        engine.now_s = end_s
-        engine.update()
+    engine = Engine(settings, rule, seconds, step_time)
+    return vllm_v1.run(engine, (Request(**request) for request in requests), seconds)

@@ -35,7 +35,7 @@ def density(engine: Engine) -> Plan:
 def slide_batching(engine: Engine) -> Plan:
     """ProServe's Algorithm 1."""
     shortest = engine.shortest_tpot_s
-    t_min = min(engine.due_s(one) - engine.now_s for one in engine.requests)
+    t_min = min((engine.due_s(one) - engine.start_s for one in engine.requests), default=INFINITY)
     t_budget = INFINITY if shortest == INFINITY else max(t_min, engine.option("eta") * shortest)
     factor = engine.option("gamma") * (1.0 if t_budget == INFINITY else INFINITY)
     if engine.constant_s < t_budget < INFINITY:
@@ -46,7 +46,7 @@ def slide_batching(engine: Engine) -> Plan:
         counted = engine.requests
         if engine.option("phi") > 0:
             counted = by_deadline[: by_deadline.index(request) + 1]
-        if engine.due_s(request) - engine.now_s < factor * sum(engine.cost_s(one) for one in counted):
+        if engine.due_s(request) - engine.start_s < factor * sum(engine.cost_s(one) for one in counted):
             urgent.add(request.id)
     order = engine.ordered(
         lambda one: (0, cost_per_weight(engine, one)) if one.id in urgent else (1, engine.due_s(one))
@@ -57,7 +57,7 @@ def slide_batching(engine: Engine) -> Plan:
 def decode_then_edf(engine: Engine) -> Plan:
     """All decodes, then prefills by deadline until the first deadline of a decode that is not late."""
     live = [
-        engine.due_s(one) - engine.now_s for one in engine.requests if one.decodes and engine.due_s(one) >= engine.now_s
+        engine.due_s(one) - engine.start_s for one in engine.requests if one.decodes and engine.due_s(one) >= engine.start_s
     ]
     order = engine.ordered(lambda one: (not one.decodes, engine.due_s(one)))
     return Plan(order, most_tokens(engine), INFINITY, min(live, default=INFINITY))
@@ -93,7 +93,7 @@ def share_of_tpot(engine: Engine) -> float:
 
 def cost_per_weight(engine: Engine, request: Request) -> float:
     """Return the inverse of a request's density."""
-    weight = request.weight * (engine.option("first_token_weight") if request.num_output == 0 else 1.0)
+    weight = request.weight * (engine.option("first_token_weight") if request.produced == 0 else 1.0)
     return engine.cost_s(request) / weight
 
 

@@ -97,6 +97,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
+        self.now_s = self.start_s = 0.0  # of the clock, and of the step that is planned
         self.is_async: bool = settings["async_scheduling"]
         self.by_priority: bool = settings["scheduling_policy"] == "priority"
         self.block_size: int = settings["block_size"]
@@ -281,8 +282,12 @@ def replay_steps(
 
     Endless where vLLM is: with priorities, two requests with equal priority and arrival can preempt each other forever.
     """
-    engine = Engine(settings)
-    arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
+    return run(Engine(settings), (Request(**request) for request in requests), seconds)
+
+
+def run(engine: Engine, requests: Iterable[Request], seconds: Seconds) -> Iterator[Step]:
+    """Serve requests, and yield each step right after its planning."""
+    arrivals = deque(sorted(requests, key=lambda request: request.arrival_s))
     depth = 2 if engine.is_async else 1  # EngineCore.step_with_batch_queue, EngineCore.step
     under_way: deque[tuple[dict[str, int], set[str], float]] = deque()
     num_steps = 0
@@ -291,10 +296,10 @@ def replay_steps(
         while arrivals and arrivals[0].arrival_s <= now_s:
             engine.add(arrivals.popleft())
         if len(under_way) < depth and engine.unfinished:
+            engine.start_s = max(now_s, last_end_s)
             scheduled, preempted = engine.schedule()
             sampled = engine.samples(scheduled)
-            start_s = max(now_s, last_end_s)
-            last_end_s = start_s + seconds(
+            last_end_s = engine.start_s + seconds(
                 [
                     (count, engine.unfinished[name].computed - count, name in sampled)
                     for name, count in scheduled.items()
@@ -303,7 +308,7 @@ def replay_steps(
             under_way.append((scheduled, sampled, last_end_s))
             yield {
                 "step": num_steps,
-                "start_s": start_s,
+                "start_s": engine.start_s,
                 "end_s": last_end_s,
                 "scheduled": scheduled,
                 "running": [request.id for request in engine.running],
@@ -315,7 +320,7 @@ def replay_steps(
             assert preempted or any(step[0] for step in under_way), "a request that can never run"
         elif under_way:
             scheduled, sampled, end_s = under_way.popleft()
-            now_s = max(now_s, end_s)
+            engine.now_s = now_s = max(now_s, end_s)
             engine.update(scheduled, sampled)
         elif arrivals:
             now_s = max(now_s, arrivals[0].arrival_s)
