@@ -13,7 +13,7 @@ from predictor.step_time import Costs
 
 NONE = -1  # no request, no block, no time
 
-MAX_OPTIONS = 8  # of a local scheduler
+MAX_OPTIONS = 16  # of a local scheduler
 
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3

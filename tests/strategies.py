@@ -43,12 +43,17 @@ ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_que
 OPTIONS = {
     "eta": (0.0, 0.25, 0.5, 1.0, 4.0),
     "gamma": (0.0, 0.5, 1.0, 4.0),
-    "phi": (0.0, 1.0),
+    "phi": (0.0, 1.0, 2.0),
     "first_token_weight": (0.25, 1.0, 8.0),
     "from_first_token": (0.0, 1.0),
     "token_budget": (0.0, 1.0, 5.0, 16.0),
+    "order": (0.0, 0.0, 1.0, 2.0),
+    "eta_max": (0.0, 0.25, 1.0),
+    "skip_overdue": (0.0, 1.0),
+    "estimator": (1.0, 1.0, 0.0),
 }
-KEEPS_WATERMARK = ("vllm_v0", "sarathi")
+KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
+ONLY_FCFS = ("vllm_fcfs",)
 RESERVES = ("orca", "faster_transformer")
 
 
@@ -204,7 +209,7 @@ def engines(
     max_model_len = block_size * draw(st.integers(3, 12)) + draw(st.integers(0, block_size - 1))
     chunking = draw(st.sampled_from(CHUNKING.get(batcher, (batcher in ORDERED,)))) if chunked is None else chunked
     lowest = max_num_seqs
-    if batcher in ("vllm_v0", "vllm_v1") and not chunking:
+    if batcher in ("vllm_v0", "vllm_v1", "vllm_fcfs") and not chunking:
         lowest = max(max_num_seqs, max_model_len)
     config = EngineConfig(
         batcher=batcher,
@@ -212,7 +217,7 @@ def engines(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=lowest + draw(st.sampled_from((0, 1, 2, 5, 16, 64))),
-        scheduling_policy=policy or draw(st.sampled_from(("fcfs", "priority"))),
+        scheduling_policy=policy or draw(st.sampled_from(("fcfs", "priority")[: 1 if batcher in ONLY_FCFS else 2])),
         enable_chunked_prefill=chunking,
     )
     if batcher in (*ORDERED, "vllm_v1"):

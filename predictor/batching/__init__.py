@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from predictor.batching import (
     decode_then_edf,
     density,
     edf,
+    fair_batching,
     faster_transformer,
     lightllm,
     orca,
@@ -38,6 +40,7 @@ class BatcherOption:
     default: float
     help: str
     minimum: float = 0.0
+    maximum: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,10 @@ def _ordered(schedule: Callable[[State], bool], *options: BatcherOption) -> Batc
     )
 
 
+def _switch(name: str, default: float, help_: str, maximum: float = 1.0) -> BatcherOption:
+    return BatcherOption(name, default, help_, maximum=maximum)
+
+
 def _eta(default: float, what: str = "limit of a step's time; 0: no limit") -> BatcherOption:
     return BatcherOption("eta", default, f"Fraction of the shortest TPOT target that is the {what}.")
 
@@ -82,11 +89,20 @@ def _eta(default: float, what: str = "limit of a step's time; 0: no limit") -> B
 FIRST_TOKEN_WEIGHT = BatcherOption(
     "first_token_weight", 1.0, "Weight of a first token, as a multiple of a later one's.", minimum=1e-6
 )
-FROM_FIRST_TOKEN = BatcherOption(
+FROM_FIRST_TOKEN = _switch(
     "from_first_token", 0.0, "1: where a first token is early, the others are due from then; 0: from its target."
 )
 TOKEN_BUDGET = BatcherOption("token_budget", 0.0, "Maximum number of tokens of a step; 0: max_num_batched_tokens.")
 PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
+
+VLLM_V0 = Batcher(
+    schedule=vllm_v0.schedule,
+    sorts_arrivals=False,
+    decode_reserve=1,
+    defaults={"enable_chunked_prefill": False, "watermark": 0.01},
+    fixed=PLAIN,
+    check=vllm_limits.check,
+)
 
 BATCHERS = {
     "vllm_v1": Batcher(
@@ -100,14 +116,9 @@ BATCHERS = {
         },
         check=vllm_limits.check,
     ),
-    "vllm_v0": Batcher(
-        schedule=vllm_v0.schedule,
-        sorts_arrivals=False,
-        decode_reserve=1,
-        defaults={"enable_chunked_prefill": False, "watermark": 0.01},
-        fixed=PLAIN,
-        check=vllm_limits.check,
-    ),
+    "vllm_v0": VLLM_V0,
+    # the default of vLLM v0, under the name that ProServe gives it
+    "vllm_fcfs": replace(VLLM_V0, fixed={**PLAIN, "enable_chunked_prefill": False, "scheduling_policy": "fcfs"}),
     "sarathi": Batcher(
         schedule=sarathi.schedule,
         decode_reserve=1,
@@ -127,11 +138,25 @@ BATCHERS = {
         slide_batching.schedule,
         BatcherOption("gamma", 1.0, "Aggressiveness: with more, more requests are urgent and go by density."),
         _eta(0.5, "least time budget of a step"),
-        BatcherOption("phi", 0.0, "Estimate of the load: 0 by all requests (φ_a), 1 by those before each (φ_c)."),
+        _switch(
+            "phi",
+            0.0,
+            "Estimate of the load: 0 by all requests (φ_a), 1 by those before each (φ_c), 2 by all, one in each step "
+            "(φ_p, for engines that only prefill).",
+            maximum=2.0,
+        ),
         FIRST_TOKEN_WEIGHT,
         FROM_FIRST_TOKEN,
+        _switch("order", 0.0, "0: sliding boundary, 1: only by deadline, 2: only by density.", maximum=2.0),
+        BatcherOption("eta_max", 0.0, "Fraction of the shortest TPOT target that limits a step's time; 0: no limit."),
+        _switch("skip_overdue", 0.0, "1: tokens that are late already do not shorten a step."),
+        _switch("estimator", 1.0, "0: without the step-time estimator, by numbers of tokens."),
+        TOKEN_BUDGET,
     ),
     "decode_then_edf": _ordered(decode_then_edf.schedule, FROM_FIRST_TOKEN),
+    "fair_batching": _ordered(
+        fair_batching.schedule, _eta(1.0, "least time budget of a step that has decodes"), FROM_FIRST_TOKEN
+    ),
     "sarathi_fcfs": _ordered(sarathi_fcfs.schedule, TOKEN_BUDGET),
     "sarathi_priority": _ordered(sarathi_priority.schedule, TOKEN_BUDGET),
 }
@@ -155,7 +180,7 @@ def settled(config: EngineConfig) -> EngineConfig:
 
 
 def _settled_options(config: EngineConfig, batcher: Batcher) -> dict[str, float]:
-    """Return all options of a local scheduler; refuse one that it does not have, or that is below its minimum."""
+    """Return all options of a local scheduler; refuse one that it does not have, or that is out of range."""
     try:
         require_known(
             config.batcher_options, [option.name for option in batcher.options], f"option of {config.batcher}"
@@ -167,6 +192,8 @@ def _settled_options(config: EngineConfig, batcher: Batcher) -> dict[str, float]
         value = float(config.batcher_options.get(option.name, option.default))
         if value < option.minimum:
             raise ValueError(f"batcher_options.{option.name}: must be at least {option.minimum:g}, not {value:g}")
+        if value > option.maximum:
+            raise ValueError(f"batcher_options.{option.name}: must be at most {option.maximum:g}, not {value:g}")
         settled_options[option.name] = value
     return settled_options
 

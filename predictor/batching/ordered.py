@@ -359,8 +359,14 @@ def will_decode_all(state: State, num_tokens: int) -> bool:
 @kernel
 def fill_tokens(state: State, count: int, num_tokens: float) -> bool:
     """Fill the step without a limit in seconds, up to `num_tokens` tokens; 0: the engine's limit alone."""
+    return fill(state, count, token_limit(state, num_tokens), np.inf, np.inf)
+
+
+@small_kernel
+def token_limit(state: State, num_tokens: float) -> int:
+    """Return a rule's limit of tokens in a step; for 0 it is the engine's."""
     most = state.engine[0].max_num_batched_tokens
-    return fill(state, count, min(most, int(num_tokens)) if num_tokens > 0 else most, np.inf, np.inf)
+    return min(most, int(num_tokens)) if num_tokens > 0 else most
 
 
 @kernel

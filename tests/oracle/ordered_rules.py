@@ -33,31 +33,64 @@ def density(engine: Engine) -> Plan:
 
 
 def slide_batching(engine: Engine) -> Plan:
-    """ProServe's Algorithm 1."""
+    """ProServe's Algorithm 1, and its ablations."""
     shortest = engine.shortest_tpot_s
-    t_min = min((engine.due_s(one) - engine.start_s for one in engine.requests), default=INFINITY)
+    remaining = {one.id: engine.due_s(one) - engine.start_s for one in engine.requests}
+    costs = {one.id: engine.cost_s(one) for one in engine.requests}
+    t_min = min(
+        (time for time in remaining.values() if time >= 0 or engine.option("skip_overdue") == 0), default=INFINITY
+    )
+    if engine.option("eta_max"):
+        t_min = min(t_min, engine.option("eta_max") * shortest)
     t_budget = INFINITY if shortest == INFINITY else max(t_min, engine.option("eta") * shortest)
-    factor = engine.option("gamma") * (1.0 if t_budget == INFINITY else INFINITY)
+    factor = 1.0 if t_budget == INFINITY else INFINITY
     if engine.constant_s < t_budget < INFINITY:
-        factor = engine.option("gamma") * (t_budget / (t_budget - engine.constant_s))
+        factor = t_budget / (t_budget - engine.constant_s)
+    extra_s = 0.0
+    if engine.option("phi") == 2:
+        factor, extra_s = 1.0, len(engine.requests) * engine.constant_s
+    if engine.option("estimator") == 0:
+        costs = {one.id: float(one.left) for one in engine.requests}
+        factor = 0.0 if shortest == INFINITY else shortest / token_budget(engine)
+        t_budget, extra_s = INFINITY, 0.0
+    factor *= engine.option("gamma")
     by_deadline = engine.ordered(lambda one: (engine.due_s(one),))
     urgent = set()
     for request in engine.requests:
         counted = engine.requests
-        if engine.option("phi") > 0:
+        if engine.option("phi") == 1:
             counted = by_deadline[: by_deadline.index(request) + 1]
-        if engine.due_s(request) - engine.start_s < factor * sum(engine.cost_s(one) for one in counted):
+        is_near = remaining[request.id] < factor * sum((costs[one.id] for one in counted), start=extra_s)
+        if {0: is_near, 1: False, 2: True}[int(engine.option("order"))]:
             urgent.add(request.id)
     order = engine.ordered(
-        lambda one: (0, cost_per_weight(engine, one)) if one.id in urgent else (1, engine.due_s(one))
+        lambda one: (0, costs[one.id] / next_weight(engine, one)) if one.id in urgent else (1, engine.due_s(one))
     )
-    return Plan(order, most_tokens(engine), t_budget, t_budget)
+    return Plan(order, token_budget(engine), t_budget, t_budget)
+
+
+def fair_batching(engine: Engine) -> Plan:
+    """Decodes that cannot wait for two more steps, prefills, and other decodes, each by due time."""
+    step_s = engine.shortest_tpot_s
+    slack_s = {one.id: engine.due_s(one) - engine.start_s for one in engine.requests if one.decodes}
+    nearly_due = {name for name, slack in slack_s.items() if slack < (2 - 1e-6) * step_s}
+    limits = [slack - (0.0 if name in nearly_due else step_s) for name, slack in slack_s.items() if slack < INFINITY]
+    limit_s = max(min(limits), engine.option("eta") * step_s) if limits else INFINITY
+
+    def group(one: Request) -> int:
+        if not one.decodes:
+            return 1
+        return 0 if one.id in nearly_due else 2
+
+    return Plan(engine.ordered(lambda one: (group(one), engine.due_s(one))), most_tokens(engine), limit_s, limit_s)
 
 
 def decode_then_edf(engine: Engine) -> Plan:
     """All decodes, then prefills by deadline until the first deadline of a decode that is not late."""
     live = [
-        engine.due_s(one) - engine.start_s for one in engine.requests if one.decodes and engine.due_s(one) >= engine.start_s
+        engine.due_s(one) - engine.start_s
+        for one in engine.requests
+        if one.decodes and engine.due_s(one) >= engine.start_s
     ]
     order = engine.ordered(lambda one: (not one.decodes, engine.due_s(one)))
     return Plan(order, most_tokens(engine), INFINITY, min(live, default=INFINITY))
@@ -93,8 +126,12 @@ def share_of_tpot(engine: Engine) -> float:
 
 def cost_per_weight(engine: Engine, request: Request) -> float:
     """Return the inverse of a request's density."""
-    weight = request.weight * (engine.option("first_token_weight") if request.produced == 0 else 1.0)
-    return engine.cost_s(request) / weight
+    return engine.cost_s(request) / next_weight(engine, request)
+
+
+def next_weight(engine: Engine, request: Request) -> float:
+    """Return what a request's next token is worth."""
+    return request.weight * (engine.option("first_token_weight") if request.produced == 0 else 1.0)
 
 
 RULES: dict[str, Rule] = {
@@ -102,6 +139,7 @@ RULES: dict[str, Rule] = {
     "sjf": sjf,
     "density": density,
     "slide_batching": slide_batching,
+    "fair_batching": fair_batching,
     "decode_then_edf": decode_then_edf,
     "sarathi_fcfs": sarathi_fcfs,
     "sarathi_priority": sarathi_priority,

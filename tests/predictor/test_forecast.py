@@ -30,6 +30,7 @@ DELAYS = st.sampled_from((0.0, 0.0031, 0.0177, 0.13, 0.71)) | st.floats(0.001, 1
 ORACLES = {
     "vllm_v1": vllm_v1.replay_steps,
     "vllm_v0": vllm_v0.replay_steps,
+    "vllm_fcfs": vllm_v0.replay_steps,
     "sarathi": sarathi.replay_steps,
     "orca": orca.replay_steps,
     "lightllm": lightllm.replay_steps,

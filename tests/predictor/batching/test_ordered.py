@@ -135,6 +135,75 @@ def test_slide_batching_partitions_by_urgency() -> None:
     assert order(1000.0) == order(1000.0, 1.0) == ["b", "a", "c"]
 
 
+def test_slide_batching_without_a_boundary() -> None:
+    """Only by deadline the earlier one is first, only by density the shorter one, without the estimator as well."""
+
+    def order(**options: float) -> list[str]:
+        load = load_of("slide_batching", (20, 1), (4, 1), slos=[(1.0, 9.0), (2.0, 9.0)], batcher_options=options)
+        return list(next(our_steps(load, AFFINE))["scheduled"])
+
+    assert order(order=1, gamma=1000) == order(order=1, gamma=1000, estimator=0) == ["a", "b"]
+    assert order(order=2, gamma=0) == order(order=2, gamma=0, estimator=0) == ["b", "a"]
+
+
+def test_slide_batching_without_the_estimator_fills_its_token_budget() -> None:
+    """The step ends at the token budget, not at the first deadline, which the estimator keeps."""
+
+    def first(**options: float) -> dict[str, int]:
+        load = load_of(
+            "slide_batching", (20, 1), (20, 1), slos=[(0.021, 0.021), NEVER],
+            batcher_options={"order": 1, **options},
+        )  # fmt: skip
+        return dict(next(our_steps(load, AFFINE))["scheduled"])
+
+    assert first(estimator=0, token_budget=24) == {"a": 20, "b": 4}
+    assert 1 < sum(first(token_budget=24).values()) < 24
+
+
+def test_slide_batching_for_prefills_counts_a_constant_for_each_request() -> None:
+    """By φ_p each request needs a step of its own, so that a deadline is urgent that is not by φ_a."""
+
+    def order(phi: float) -> list[str]:
+        load = load_of(
+            "slide_batching", (8, 1), (4, 1), (4, 1), slos=[(0.030, None), (0.031, None), (0.032, None)],
+            batcher_options={"phi": phi},
+        )  # fmt: skip
+        return list(next(our_steps(load, AFFINE))["scheduled"])
+
+    assert order(0) == ["a", "b", "c"]
+    assert order(2) == ["b", "c", "a"]
+
+
+def test_slide_batching_leaves_late_tokens_out_of_its_budget() -> None:
+    """A late token shortens the step to η; left out, the step lasts until the next deadline, or `eta_max`."""
+
+    def num_tokens(**options: float) -> int:
+        load = load_of(
+            "slide_batching", (4, 9), (60, 1), arrivals=[0, 0.001], slos=[(1e-6, 0.001), (1.0, 0.02)],
+            max_num_batched_tokens=200, batcher_options={"eta": 0.0, "order": 1, **options},
+        )  # fmt: skip
+        second = list(our_steps(load, AFFINE))[1]
+        return int(sum(second["scheduled"].values()))
+
+    assert num_tokens() == 1
+    assert num_tokens(skip_overdue=1) == 63
+    assert 1 < num_tokens(skip_overdue=1, eta_max=16) < 63
+
+
+def test_fair_batching_puts_prefills_between_decodes() -> None:
+    """A decode that can wait for two more steps comes after the prompts, one that cannot before them."""
+
+    def second_step(tpot_s: float) -> dict[str, int]:
+        load = load_of(
+            "fair_batching", (2, 9), (2, 9), (4, 1), arrivals=[0, 0, 0.001],
+            slos=[(0.02, tpot_s), (9.0, 0.05), (0.04, 0.05)], max_num_batched_tokens=4,
+        )  # fmt: skip
+        return dict(list(our_steps(load, AFFINE))[1]["scheduled"])
+
+    assert second_step(0.05) == {"a": 1, "c": 3}
+    assert second_step(9.0) == {"c": 4}
+
+
 def test_decode_then_edf_keeps_the_first_deadline_of_a_decode() -> None:
     """The chunk beside a decode ends before the decode is due; beside a late decode it has no limit in time."""
     for slo, is_late in (((0.05, 0.04), False), ((1e-6, 1e-6), True)):
@@ -184,6 +253,7 @@ def test_a_request_left_out_keeps_its_blocks() -> None:
         ("edf", {"eta": -1.0}, "batcher_options.eta: must be at least 0, not -1"),
         ("edf", {"eta": math.nan}, "batcher_options.eta: must be a number, not nan"),
         ("edf", {"eta": "1"}, "batcher_options.eta: must be a number, not '1'"),
+        ("slide_batching", {"phi": 3}, "batcher_options.phi: must be at most 2, not 3"),
         ("density", {"first_token_weight": 0}, "batcher_options.first_token_weight: must be at least 1e-06, not 0"),
     ],
 )

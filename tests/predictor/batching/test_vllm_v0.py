@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
+from predictor.batching import settled
+from predictor.config import EngineConfig
 from tests.oracle import vllm_v0
 from tests.oracle.comparing import expect_oracle, our_steps, scheduled
 from tests.strategies import Load, examples, load_of, loads
@@ -25,6 +27,20 @@ def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
 
     check()
     assert min(seen["preemptions"], seen["queueing"]) > 20
+
+
+def test_vllm_fcfs_is_its_default() -> None:
+    """The name that ProServe gives the default: no chunked prefill, and no priorities."""
+
+    @examples(50)
+    @given(loads("vllm_fcfs"))
+    def check(load: Load) -> None:
+        expect_oracle(load, vllm_v0.replay_steps)
+
+    check()
+    for wrong in ({"enable_chunked_prefill": True}, {"scheduling_policy": "priority"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: vllm_fcfs supports only "):
+            settled(EngineConfig(batcher="vllm_fcfs", max_model_len=512, **wrong))
 
 
 def test_prefills_go_first_and_alone() -> None:
