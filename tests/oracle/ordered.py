@@ -258,6 +258,7 @@ class Engine:
             request.computed += self.scheduled.get(request.id, 0)
             if request.id in self.scheduled and request.left == 0:
                 request.num_output += 1
+                request.token_s.append(self.now_s)
                 request.first_token_s = min(request.first_token_s, self.now_s)
                 last = min(request.output_tokens, request.max_tokens)
                 if request.num_output == last or request.num_tokens == self.settings["max_model_len"]:
