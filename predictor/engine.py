@@ -37,6 +37,7 @@ class Outcome:
     scheduled_s: float | None
     first_token_s: float | None
     finished_s: float | None
+    tokens_on_time: int | None = None  # None where no token has a deadline
 
     @property
     def ttft_s(self) -> float | None:
@@ -126,6 +127,7 @@ class Engine:
         *,
         arrival_s: float | None = None,
         tie_break: int | None = None,
+        tokens_on_time: int = 0,
         **progress: float,
     ) -> int:
         """Give a request a slot, without adding it to a queue; `progress` are fields of `new_request`."""
@@ -139,6 +141,7 @@ class Engine:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
             num_hashes = len(hashes)
             self.state.hashes[slot, :num_hashes] = [self.contents[value] for value in hashes]
+        facts = _facts_row(request)
         self.state.requests[slot] = new_request(
             prompt_tokens=request.prompt_tokens,
             final_tokens=final_tokens,
@@ -148,9 +151,10 @@ class Engine:
             arrival_s=request.arrival_s if arrival_s is None else arrival_s,
             num_hashes=num_hashes,
             serial=self._num_added,
+            tokens_on_time=NONE if math.isnan(facts[0]) else tokens_on_time,
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
-        self.state.facts[slot] = _facts_row(request)
+        self.state.facts[slot] = facts
         self._num_added += 1
         return slot
 
@@ -243,6 +247,7 @@ class Engine:
             scheduled_s=_happened(row.scheduled_s),
             first_token_s=_happened(row.first_token_s),
             finished_s=_happened(row.finished_s),
+            tokens_on_time=int(row.tokens_on_time) if row.tokens_on_time >= 0 else None,
         )
 
     def forget_finished(self) -> list[Outcome]:

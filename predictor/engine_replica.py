@@ -346,6 +346,7 @@ def put_requests(
         request.num_preemptions = reported.num_preemptions
         request.hit_tokens = reported.hit_tokens
         put_facts(state.facts[slot], fact)
+        request.tokens_on_time = NONE if np.isnan(state.facts[slot].ttft_slo_s) else 0  # counted from here on
         if reported.prefill_tokens >= 0:
             request.prefill_tokens = reported.prefill_tokens
         else:

@@ -203,12 +203,17 @@ def _contexts(state: State) -> tuple[int, int]:
 
 
 @kernel
-def _series_s(state: State, context: int, longest: int, num_repeats: int) -> float:
-    """Return the seconds of `num_repeats` decode steps of all running requests, starting from these contexts."""
-    n = state.engine[0].num_running
+def _decode_s(state: State, context: int, longest: int) -> tuple[float, float]:
+    """Return the seconds of a decode step of all running requests, and how many more each next one takes."""
+    n, pace = state.engine[0].num_running, state.engine[0].pace
     first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
-    growth_s = decode_slope(state.costs, n) * n
-    return state.engine[0].pace * num_repeats * (first_s + growth_s * (num_repeats - 1) * 0.5)
+    return pace * first_s, pace * decode_slope(state.costs, n) * n
+
+
+@small_kernel
+def _series_s(first_s: float, growth_s: float, num_steps: int) -> float:
+    """Return the seconds of steps of which the first takes `first_s`, and each other one `growth_s` more."""
+    return num_steps * (first_s + growth_s * (num_steps - 1) * 0.5)
 
 
 @kernel
@@ -218,15 +223,16 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: flo
     if until_s == float("inf") and arrival_s == float("inf"):
         return True
     context, longest = _contexts(state)
+    first_s, growth_s = _decode_s(state, context, longest)
     if engine.pipeline_depth == 1:
-        planned_s = engine.now_s + _series_s(state, context, longest, num_repeats - 1)
-        retired_s = engine.now_s + _series_s(state, context, longest, num_repeats)
+        planned_s = engine.now_s + _series_s(first_s, growth_s, num_repeats - 1)
+        retired_s = engine.now_s + _series_s(first_s, growth_s, num_repeats)
     else:
         in_flight_ends_s = state.steps[engine.oldest].end_s
         planned_s = engine.now_s
         if num_repeats > 1:
-            planned_s = in_flight_ends_s + _series_s(state, context, longest, num_repeats - 2)
-        retired_s = in_flight_ends_s + _series_s(state, context, longest, num_repeats - 1)
+            planned_s = in_flight_ends_s + _series_s(first_s, growth_s, num_repeats - 2)
+        retired_s = in_flight_ends_s + _series_s(first_s, growth_s, num_repeats - 1)
     return planned_s < arrival_s and retired_s <= until_s
 
 
@@ -235,23 +241,27 @@ def repeat(state: State, num_repeats: int) -> None:
     """Plan, launch and retire `num_repeats` identical decode steps at once."""
     engine = state.engine[0]
     context, longest = _contexts(state)
+    first_s, growth_s = _decode_s(state, context, longest)
+    from_s, num_ahead = engine.now_s, 0  # steps of the series start here; tokens of steps in flight come before it
     if engine.pipeline_depth == 1:
-        engine.now_s += _series_s(state, context, longest, num_repeats)
+        engine.now_s += _series_s(first_s, growth_s, num_repeats)
     else:  # the step in flight is retired, and the last repetition is in flight instead
         step = state.steps[engine.oldest]
-        engine.now_s = step.end_s + _series_s(state, context, longest, num_repeats - 1)
+        from_s, num_ahead = step.end_s, 1
+        engine.now_s = from_s + _series_s(first_s, growth_s, num_repeats - 1)
         step.start_s = engine.now_s
         step.decode_context = context + engine.num_running * num_repeats
         step.decode_longest = longest + num_repeats
-        step.end_s = engine.now_s + _series_s(
-            state, step.decode_context - engine.num_running, step.decode_longest - 1, 1
-        )
+        last_s, _ = _decode_s(state, step.decode_context - engine.num_running, step.decode_longest - 1)
+        step.end_s = engine.now_s + last_s
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
     num_finished = 0
     for position in range(engine.num_running):
         slot = state.running[position]
         request = state.requests[slot]
+        if request.tokens_on_time >= 0:
+            request.tokens_on_time += _count_on_time(state, slot, from_s, first_s, growth_s, num_ahead, num_repeats)
         request.computed_tokens += num_repeats
         request.output_tokens += num_repeats
         blocks.allocate(state, slot, request.computed_tokens)
@@ -261,6 +271,58 @@ def repeat(state: State, num_repeats: int) -> None:
         _finish_repeated(state)
     engine.num_steps += num_repeats
     engine.decodes_since_look += num_repeats
+
+
+@kernel
+def _count_on_time(
+    state: State, slot: int, from_s: float, first_s: float, growth_s: float, num_ahead: int, num_repeats: int
+) -> int:
+    """Return how many of a request's next `num_repeats` tokens come by their deadlines.
+
+    Steps become longer and deadlines are evenly spaced, so lateness is convex, and the tokens on time are consecutive.
+    """
+    tpot_s = state.facts[slot].tpot_slo_s
+    if np.isnan(tpot_s):
+        return 0
+    slack_s = steps.due_s(state, slot, state.requests[slot].output_tokens + 1) - from_s
+    is_first_late = _late_s(1, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0
+    is_last_late = _late_s(num_repeats, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0
+    if not is_first_late and not is_last_late:
+        return num_repeats
+    on_time = num_repeats if is_first_late else 1
+    if is_first_late and is_last_late:
+        if growth_s <= 0 or first_s >= tpot_s:
+            return 0
+        # the least late: from there on, steps are longer than the target
+        on_time = num_ahead + int(min(np.ceil((tpot_s - first_s) / growth_s), num_repeats - num_ahead))
+        if _late_s(on_time, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0:
+            return 0
+    lowest, highest = 1, num_repeats
+    if is_first_late:
+        lowest = _edge(1, on_time, slack_s, tpot_s, first_s, growth_s, num_ahead)
+    if is_last_late:
+        highest = _edge(num_repeats, on_time, slack_s, tpot_s, first_s, growth_s, num_ahead)
+    return highest - lowest + 1
+
+
+@kernel
+def _edge(
+    late: int, on_time: int, slack_s: float, tpot_s: float, first_s: float, growth_s: float, num_ahead: int
+) -> int:
+    """Return the last token on time on the way from one that is on time to one that is late."""
+    while abs(late - on_time) > 1:
+        middle = (late + on_time) // 2
+        if _late_s(middle, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0:
+            late = middle
+        else:
+            on_time = middle
+    return on_time
+
+
+@small_kernel
+def _late_s(number: int, slack_s: float, tpot_s: float, first_s: float, growth_s: float, num_ahead: int) -> float:
+    """Return by how much a request's next token with this number, from 1 on, comes after its deadline."""
+    return _series_s(first_s, growth_s, number - num_ahead) - (number - 1) * tpot_s - slack_s
 
 
 @kernel

@@ -36,6 +36,7 @@ class LiveRequest:
     num_preemptions: int = 0
     prefill_tokens: int | None = None  # to be computed, as of its admission, before it decodes; None: unknown
     first_token_s: float | None = None  # None: not yet, or unknown
+    tokens_on_time: int | None = None  # tokens that came by their deadlines; None: no deadlines, or unknown
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
@@ -46,6 +47,10 @@ class LiveRequest:
             require_count(name, getattr(self, name), at_least=0)
         if self.prefill_tokens is not None:
             require_count("prefill_tokens", self.prefill_tokens, at_least=0)
+        if self.tokens_on_time is not None:
+            require_count("tokens_on_time", self.tokens_on_time, at_least=0)
+            if self.tokens_on_time > self.produced_tokens:
+                raise ValueError(f"tokens_on_time: {self.tokens_on_time} are more than its produced_tokens")
         if self.first_token_s is not None and not (math.isfinite(self.first_token_s) and self.first_token_s >= 0):
             raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
         known = self.request.prompt_tokens + self.produced_tokens + self.placeholders

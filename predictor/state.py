@@ -86,9 +86,11 @@ REQUEST = np.dtype(
         ("num_blocks", "i4"),
         ("full_blocks", "i4"),  # of them, blocks whose content is registered for prefix hits
         ("num_hashes", "i4"),
+        ("prefill_tokens", "i4"),  # tokens that it must compute, as of its admission, before it decodes
+        ("tokens_on_time", "i4"),  # tokens that came by their deadlines; NONE where no token has a deadline
         ("scheduled_s", "f8"),
-        ("first_token_s", "f8"),
         # read less often
+        ("first_token_s", "f8"),
         ("finished_s", "f8"),
         ("arrival_s", "f8"),
         ("serial", "i8"),
@@ -97,7 +99,6 @@ REQUEST = np.dtype(
         ("expected_tokens", "i4"),  # the predicted length, which a local scheduler may use
         ("num_preemptions", "i4"),
         ("hit_tokens", "i4"),
-        ("prefill_tokens", "i4"),  # tokens that it must compute, as of its admission, before it decodes
     ],
     align=True,
 )
@@ -123,14 +124,15 @@ def new_request(
     full_blocks: int = 0,
     num_preemptions: int = 0,
     prefill_tokens: int = 0,
+    tokens_on_time: int = NONE,
     scheduled_s: float = NONE,
     first_token_s: float = NONE,
 ) -> tuple[float, ...]:
     """Make a row of `requests` as a tuple: assigning it at once is much faster than assigning each field."""
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
-        final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, scheduled_s, first_token_s,
-        NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0, prefill_tokens,
+        final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, prefill_tokens, tokens_on_time, scheduled_s,
+        first_token_s, NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0,
     )  # fmt: skip
 
 

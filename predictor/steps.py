@@ -153,6 +153,8 @@ def retire(state: State) -> None:
         request.output_tokens += 1
         if request.output_tokens == 1:
             request.first_token_s = engine.now_s
+        if request.tokens_on_time >= 0 and engine.now_s <= due_s(state, entry.slot, request.output_tokens):
+            request.tokens_on_time += 1
         if engine.pipeline_depth > 1 and not stale:
             request.placeholders -= 1
             if request.status == RUNNING:
@@ -163,6 +165,14 @@ def retire(state: State) -> None:
             num_finished += 1
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+
+
+@small_kernel
+def due_s(state: State, slot: int, number: int) -> float:
+    """Return when a request's token with this number, from 1 on, is due; NaN where it has no deadline."""
+    facts = state.facts[slot]
+    due = state.requests[slot].arrival_s + facts.ttft_slo_s
+    return due + (number - 1) * facts.tpot_slo_s if number > 1 else due
 
 
 @kernel

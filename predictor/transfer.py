@@ -57,6 +57,7 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         full_blocks=int(row.full_blocks),
         prefill_tokens=int(row.prefill_tokens),
         first_token_s=float(row.first_token_s) if row.first_token_s >= 0 else None,
+        tokens_on_time=int(row.tokens_on_time) if row.tokens_on_time >= 0 else None,
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
         **{name: int(row[name]) for name in COUNTERS},
     )
@@ -151,6 +152,7 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         prefill_tokens=prefill_tokens,
         scheduled_s=request.arrival_s if was_scheduled else NONE,
         first_token_s=_first_token_s(item),
+        tokens_on_time=item.tokens_on_time or 0,
         **{name: getattr(item, name) for name in COUNTERS},
     )
     if status == WAITING:

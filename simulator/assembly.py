@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecast import RESULT
+from predictor.gain import default_levels
 from predictor.state import NONE
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.indicators import roots_of
@@ -163,6 +164,9 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
     facts.max_tokens = LONGEST
     facts.arrival_s = work.arrival_s
     facts.log_median, facts.spread = np.log(work.tag_median), work.tag_spread
+    service = work.service or default_levels(len(work))
+    for name in ("ttft_slo_s", "tpot_slo_s", "weight", "priority", "request_class"):
+        facts[name] = getattr(service, name)
     if order_s_per_token > 0:
         tokens = np.where(np.isnan(work.tag_median), lengths.output_tokens, work.tag_median) + lengths.prompt_tokens
         facts.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
@@ -170,7 +174,7 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
         facts.first_content = lengths.first_content[:-1]
         facts.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
-    outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = NONE
+    outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = outcomes.tokens_on_time = NONE
     return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes)
 
 

@@ -120,9 +120,19 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
             array[index] = np.roll(array[index], -stack.engine[index, 0][head])
         stack.engine[head] = 0
     grown: dict[str, Any] = {}
-    for name in ("requests", "running", "preempted", "turns", "ranks", "waiting", "pending", "tables", "hashes"):
+    for name in (
+        "requests",
+        "running",
+        "preempted",
+        "turns",
+        "ranks",
+        "waiting",
+        "pending",
+        "tables",
+        "facts",
+        "hashes",
+    ):
         grown[name] = _wider(getattr(stack, name), 1, new)
-    grown["facts"] = no_facts(len(fleet.instances), new)  # simulated clients give none yet
     grown["batch"] = _wider(stack.batch, 2, new)
     slots = _empty_slots(len(fleet.instances), new)
     slots[:, :old] = fleet.slots

@@ -79,6 +79,7 @@ def _e2e_on(result: RunResult, number: int, index: int) -> float:
         arrival_s=work.arrival_s[mine],
         tag_median=work.tag_median[mine],
         tag_spread=work.tag_spread[mine],
+        service=None if work.service is None else work.service.chosen(mine),
     )
     alone = simulate([result.specs[index]], part, POLICY, Conditions(sample_s=0.0))
     position = int(np.searchsorted(mine, number))

@@ -28,6 +28,10 @@ REQUEST = np.dtype(
         ("arrival_s", "f8"),
         ("log_median", "f8"),  # of the tag; NaN if the true length is known
         ("spread", "f8"),
+        ("ttft_slo_s", "f8"),  # NaN: no target
+        ("tpot_slo_s", "f8"),
+        ("weight", "f8"),
+        ("request_class", "i8"),
     ],
     align=True,
 )
@@ -40,6 +44,7 @@ OUTCOME = np.dtype(
         ("num_preemptions", "i8"),
         ("hit_tokens", "i8"),
         ("produced_tokens", "i8"),
+        ("tokens_on_time", "i8"),  # NONE where no token has a deadline
     ],
     align=True,
 )
@@ -186,6 +191,12 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     request.serial = request.tie_break = number
     request.priority = facts.priority
     request.num_preemptions = request.hit_tokens = request.prefill_tokens = 0
+    target = fleet.stack.facts[index, slot]
+    target.ttft_slo_s = facts.ttft_slo_s - (
+        arrives_s - facts.arrival_s
+    )  # deadlines count from the arrival at the cluster
+    target.tpot_slo_s, target.weight, target.request_class = facts.tpot_slo_s, facts.weight, facts.request_class
+    request.tokens_on_time = NONE if np.isnan(facts.ttft_slo_s) else 0
     if engine.prefix_caching:
         num_hashes = min(facts.num_contents, facts.prompt_tokens // engine.block_size)
         request.num_hashes = num_hashes
@@ -220,6 +231,7 @@ def write_outcome(outcome: np.record, request: np.record) -> None:
     outcome.num_preemptions += request.num_preemptions
     outcome.hit_tokens = request.hit_tokens
     outcome.produced_tokens = request.output_tokens
+    outcome.tokens_on_time = request.tokens_on_time
 
 
 @kernel

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from predictor.gain import EQUAL_WEIGHTS, GainWeights, ServedRequests, attainment_report, default_levels
+from predictor.request import CLASSES
 from predictor.step_time import Costs, step_seconds, tabulate
 from simulator.fleet import instance_names
 from simulator.result import STATUSES, RunResult
@@ -61,8 +63,10 @@ def percentile_of_all(values: Floats, percentile: float) -> float:
     return float(np.percentile(np.where(np.isnan(values), np.inf, values), percentile, method="higher"))
 
 
-def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0) -> dict[str, Any]:
-    """Summarise a run; latencies leave out the requests that arrived in the first `skip_s`."""
+def summary(
+    result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0, weights: GainWeights = EQUAL_WEIGHTS
+) -> dict[str, Any]:
+    """Summarise a run; latencies and attainment leave out the requests that arrived in the first `skip_s`."""
     took = latencies(result)
     counted = result.work.arrival_s >= result.work.arrival_s[0] + skip_s
     statuses = result.decisions.status
@@ -94,7 +98,29 @@ def summary(result: RunResult, slo: SloTarget | None = None, skip_s: float = 0.0
         totals["e2e_error"] = spread_of(errors)
     if slo is not None:
         totals["slo_attainment"] = attainment(took, slo)
+    if result.work.service is not None:
+        totals |= attainment_report(served_requests(result, took).chosen(counted), weights)
     return totals
+
+
+def served_requests(result: RunResult, took: Latencies) -> ServedRequests:
+    """Return what the requests asked for, and what they got."""
+    levels, lengths = result.work.service or default_levels(len(result.work)), result.work.lengths
+    return ServedRequests(
+        levels=levels,
+        prompt_tokens=lengths.prompt_tokens,
+        output_tokens=_whole_responses(result),
+        ttft_s=took.ttft_s,
+        tpot_s=took.tpot_s,
+        tokens_on_time=np.asarray(result.outcomes.tokens_on_time),
+        finished=result.decisions.status == STATUSES.index("finished"),
+    )
+
+
+def _whole_responses(result: RunResult) -> npt.NDArray[np.int64]:
+    """Return the lengths of whole responses; engines cut those that do not fit their context."""
+    finished = result.decisions.status == STATUSES.index("finished")
+    return np.where(finished, result.outcomes.produced_tokens, result.work.lengths.output_tokens)
 
 
 def spread_of(values: Floats) -> dict[str, float | None]:
@@ -178,4 +204,21 @@ def request_table(result: RunResult) -> dict[str, np.ndarray]:
         "predicted_e2e_s": np.asarray(result.decisions.predicted_e2e_s),
         "num_preemptions": np.asarray(result.outcomes.num_preemptions),
         "prefix_hit_tokens": np.asarray(result.outcomes.hit_tokens),
+        **_service_columns(result),
     }
+
+
+def _service_columns(result: RunResult) -> dict[str, np.ndarray]:
+    """Return the columns of service levels, where the requests have any."""
+    levels = result.work.service
+    if levels is None:
+        return {}
+    columns = {
+        "priority": levels.priority,
+        "class": np.array(CLASSES)[levels.request_class],
+        "weight": levels.weight,
+        "ttft_slo_s": levels.ttft_slo_s,
+        "tpot_slo_s": levels.tpot_slo_s,
+        "tokens_on_time": np.where(result.outcomes.tokens_on_time >= 0, result.outcomes.tokens_on_time, np.nan),
+    }
+    return columns if levels.mix_entry is None else {**columns, "mix": levels.mix_entry}

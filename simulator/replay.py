@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from predictor.config import EngineConfig
 from predictor.engine import Engine, Outcome, StepRecord
+from predictor.gain import ServedRequests, default_levels, service_levels_of
 from predictor.request import RequestFacts
+from predictor.state import NONE
 from predictor.step_time import StepTime
 
 
@@ -15,6 +19,26 @@ def replay(config: EngineConfig, step_time: StepTime, requests: Sequence[Request
     engine = loaded_engine(config, step_time, requests)
     engine.advance()
     return [engine.outcome(request.request_id) for request in requests]
+
+
+def served_requests(requests: Sequence[RequestFacts], outcomes: Sequence[Outcome]) -> ServedRequests:
+    """Return what requests asked for, and what they got."""
+    whole = [
+        request.output_tokens or outcome.output_tokens for request, outcome in zip(requests, outcomes, strict=True)
+    ]
+    finished = np.array([outcome.finished_s is not None for outcome in outcomes])
+    return ServedRequests(
+        levels=service_levels_of(requests) or default_levels(len(requests)),
+        prompt_tokens=np.array([request.prompt_tokens for request in requests]),
+        # engines cut responses that do not fit their context
+        output_tokens=np.where(finished, [outcome.output_tokens for outcome in outcomes], whole),
+        ttft_s=np.array([outcome.ttft_s for outcome in outcomes], np.float64),
+        tpot_s=np.array([outcome.tpot_s for outcome in outcomes], np.float64),
+        tokens_on_time=np.array(
+            [NONE if outcome.tokens_on_time is None else outcome.tokens_on_time for outcome in outcomes]
+        ),
+        finished=finished,
+    )
 
 
 def replay_steps(config: EngineConfig, step_time: StepTime, requests: Sequence[RequestFacts]) -> Iterator[StepRecord]:

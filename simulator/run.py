@@ -212,7 +212,7 @@ class Simulation:
                 self.decisions[number].status = STATUSES.index(LOST)
                 outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
                 outcome.num_preemptions += row.num_preemptions
-                outcome.produced_tokens = row.output_tokens
+                outcome.produced_tokens, outcome.tokens_on_time = row.output_tokens, row.tokens_on_time
             else:
                 outcome.num_preemptions += row.num_preemptions
                 self._decide(number, time_s)

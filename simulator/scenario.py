@@ -15,6 +15,7 @@ from predictor.profile import Profile, load_profile, profile_from_json
 from simulator.conditions import CONDITION_NAMES, Conditions, Outage
 from simulator.fleet import InstanceSpec
 from simulator.metrics import SloTarget
+from simulator.mix import Mix, as_tables, mix_from, mixed_workload
 from simulator.pooled_bound import pooled_config, pooled_step_time
 from simulator.traffic import Tags, Traffic, draw_workload, require_name
 from simulator.workload import Workload
@@ -66,13 +67,14 @@ class Instances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A cluster, its traffic and tags, the conditions of the run, and its SLO."""
+    """A cluster, its traffic and tags, the conditions of the run, its SLO, and the mix of its requests."""
 
     instances: tuple[Instances, ...] = (Instances(),)
     traffic: Traffic = field(default_factory=Traffic)
     tags: Tags = field(default_factory=Tags)
     conditions: Conditions = field(default_factory=Conditions)
     slo: SloTarget = field(default_factory=SloTarget)
+    mix: Mix = ()
 
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe all instances."""
@@ -83,7 +85,8 @@ class Scenario:
 
         Without a rate, a trace keeps its recorded arrival times.
         """
-        return draw_workload(self.traffic, self.tags, self.max_request_tokens(), rate, seed)
+        drawn = draw_workload(self.traffic, self.tags, self.max_request_tokens(), rate, seed)
+        return mixed_workload(drawn, self.mix, seed)
 
     def max_request_tokens(self) -> int:
         """The maximum length of a request, prompt and response, on any instance."""
@@ -110,7 +113,7 @@ def _profile(name: str) -> Profile:
 
 def scenario_from(table: Mapping[str, Any]) -> Scenario:
     """Read a scenario from a table; unknown keys are rejected by name."""
-    _require_names(table, ("instances", "traffic", "tags", "conditions", "slo"), "scenario")
+    _require_names(table, ("instances", "traffic", "tags", "conditions", "slo", "mix"), "scenario")
     kinds = table.get("instances", [{}])
     kinds = [kinds] if isinstance(kinds, Mapping) else kinds
     conditions = dict(table.get("conditions", {}))
@@ -126,6 +129,7 @@ def scenario_from(table: Mapping[str, Any]) -> Scenario:
         tags=_made(Tags, table.get("tags", {}), "tags"),
         conditions=_made(Conditions, conditions, "conditions"),
         slo=_made(SloTarget, table.get("slo", {}), "slo"),
+        mix=mix_from(table["mix"]) if table.get("mix") else (),
     )
 
 
@@ -140,8 +144,10 @@ def as_table(scenario: Scenario) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for part in fields(scenario):
         value = getattr(scenario, part.name)
+        if part.name == "mix":
+            continue
         plain[part.name] = [_plain(kind) for kind in value] if part.name == "instances" else _plain(value)
-    return plain
+    return {**plain, "mix": as_tables(scenario.mix)} if scenario.mix else plain
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from predictor.config import require_count
+from predictor.gain import ServiceLevels, service_levels_of
 from predictor.suggestions import did_you_mean
 from simulator import workload as work
 from simulator.load_plan import lengths_of as distribution
@@ -93,7 +94,7 @@ class Tags:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_trace(path: str, max_tokens: int) -> tuple[RequestLengths, np.ndarray, Trace]:
+def _read_trace(path: str, max_tokens: int) -> tuple[RequestLengths, ServiceLevels | None, np.ndarray, Trace]:
     require_text(found(path))
     trace = trace_from(str(found(path)))
     if not trace.requests:
@@ -107,11 +108,13 @@ def _read_trace(path: str, max_tokens: int) -> tuple[RequestLengths, np.ndarray,
         raise ValueError(f"{path}: no request fits into {max_tokens} tokens")
     if not fit.all():
         lengths = picked(lengths, np.flatnonzero(fit))
-    return lengths, arrival_s[fit], replace(trace, requests=[])
+    levels = service_levels_of(trace.requests)
+    return lengths, None if levels is None else levels.chosen(fit), arrival_s[fit], replace(trace, requests=[])
 
 
 def draw_workload(traffic: Traffic, tags: Tags, max_tokens: int, rate: float | None, seed: int) -> Workload:
     """Draw lengths, arrival times and tags; requests longer than `max_tokens` are cut, or left out of a trace."""
+    service = None
     times, sizes, errors = (np.random.default_rng([seed, part]) for part in (11, 12, 13))
     max_tokens = min(traffic.most_tokens or max_tokens, max_tokens)
     if not traffic.trace:
@@ -122,26 +125,29 @@ def draw_workload(traffic: Traffic, tags: Tags, max_tokens: int, rate: float | N
         lengths = work.cut_to_context(lengths, max_tokens)
         arrival_s = _drawn_times(traffic, num, rate, times)
     else:
-        known, recorded_s, trace = _read_trace(traffic.trace, max_tokens)
+        known, levels, recorded_s, trace = _read_trace(traffic.trace, max_tokens)
         if traffic.arrivals == TRACE:
             if not trace.has_arrivals:
                 raise ValueError(f"{traffic.trace}: has no arrival times")
-            lengths, arrival_s = _as_recorded(traffic, known, recorded_s, rate, times)
+            rows, arrival_s = _as_recorded(traffic, recorded_s, rate, times)
+            lengths = picked(known, rows)
         else:
             num = traffic.num_requests or (len(known) if traffic.in_order else NUM_DRAWN)
-            rows = np.arange(num) % len(known)
-            lengths = picked(known, rows) if traffic.in_order else work.drawn(known, num, sizes)
+            rows = np.arange(num) % len(known) if traffic.in_order else sizes.integers(0, len(known), num)
+            lengths = picked(known, rows) if traffic.in_order else work.without_prefixes(known, rows)
             arrival_s = _drawn_times(traffic, num, rate, times)
+        service = None if levels is None else levels.chosen(rows)
     if traffic.hot_share > 0:
         within = (arrival_s >= traffic.hot_from_s) & (arrival_s < traffic.hot_until_s)
         hot = within & (np.random.default_rng([seed, 14]).random(len(arrival_s)) < traffic.hot_share)
         lengths = work.with_hotspot(lengths, hot, traffic.hot_tokens)
-    return work.tagged(work.workload(lengths, arrival_s), tags.model(), errors)
+    drawn = replace(work.workload(lengths, arrival_s), service=service)
+    return work.tagged(drawn, tags.model(), errors)
 
 
 def _as_recorded(
-    traffic: Traffic, known: RequestLengths, recorded_s: np.ndarray, rate: float | None, times: np.random.Generator
-) -> tuple[RequestLengths, np.ndarray]:
+    traffic: Traffic, recorded_s: np.ndarray, rate: float | None, times: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     rows = np.flatnonzero(recorded_s - recorded_s[0] >= traffic.from_s)[: traffic.num_requests or None]
     if len(rows) == 0:
         raise ValueError(f"traffic.from_s: the trace ends before {traffic.from_s:g} s")
@@ -150,7 +156,7 @@ def _as_recorded(
         arrival_s = work.spread_out(arrival_s, traffic.grid_s, times)
     if rate is not None:
         arrival_s = work.scaled_up(arrival_s, rate)
-    return picked(known, rows), arrival_s
+    return rows, arrival_s
 
 
 def _drawn_times(traffic: Traffic, num: int, rate: float | None, times: np.random.Generator) -> np.ndarray:

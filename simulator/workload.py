@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from predictor.gain import ServiceLevels
 from predictor.request import RequestFacts
 
 Floats = npt.NDArray[np.float64]
@@ -49,6 +51,7 @@ class Workload:
     arrival_s: Floats
     tag_median: Floats
     tag_spread: Floats
+    service: ServiceLevels | None = None  # None: no targets, and everything else as by default
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -77,9 +80,13 @@ def lengths_of(requests: Sequence[RequestFacts], block_tokens: int = 16) -> Requ
 
 
 def drawn(lengths: RequestLengths, num: int, generator: np.random.Generator) -> RequestLengths:
-    """Draw `num` requests uniformly, without their prefixes, which would repeat whole prompts."""
-    chosen = generator.integers(0, len(lengths), num)
-    return RequestLengths(prompt_tokens=lengths.prompt_tokens[chosen], output_tokens=lengths.output_tokens[chosen])
+    """Draw `num` requests uniformly."""
+    return without_prefixes(lengths, generator.integers(0, len(lengths), num))
+
+
+def without_prefixes(lengths: RequestLengths, rows: npt.NDArray[Any]) -> RequestLengths:
+    """Select requests without their prefixes, as drawing a request twice would repeat its whole prompt."""
+    return RequestLengths(prompt_tokens=lengths.prompt_tokens[rows], output_tokens=lengths.output_tokens[rows])
 
 
 def fitting(lengths: RequestLengths, max_tokens: int) -> RequestLengths:
@@ -87,7 +94,7 @@ def fitting(lengths: RequestLengths, max_tokens: int) -> RequestLengths:
     fit = lengths.prompt_tokens + lengths.output_tokens <= max_tokens
     if not fit.any():
         raise ValueError(f"lengths: not one request fits {max_tokens} tokens")
-    return RequestLengths(prompt_tokens=lengths.prompt_tokens[fit], output_tokens=lengths.output_tokens[fit])
+    return without_prefixes(lengths, fit)
 
 
 def cut_to_context(lengths: RequestLengths, max_tokens: int) -> RequestLengths:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -16,13 +17,16 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Outcome
+from predictor.gain import attainment_report, attainment_table
 from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from services.cli.engine_options import ENGINE, engine_of
+from services.cli.mix_options import gain_weights, mix_options
 from services.cli.settings_options import SettingValues, settings_options
 from simulator.codec import plain, requests_from_file
+from simulator.mix import mix_from_file, mixed
 from simulator.replay import replay as replay_requests
-from simulator.replay import replay_steps
+from simulator.replay import replay_steps, served_requests
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
@@ -40,15 +44,31 @@ OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
     default=None,
     help="Write one JSON line per step to FILE; without FILE to standard output, in place of the table.",
 )
+@mix_options
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw from the mix.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def replay(given: SettingValues, requests_file: str, steps_file: str | None, *, as_json: bool) -> None:
+def replay(
+    given: SettingValues,
+    requests_file: str,
+    *,
+    steps_file: str | None,
+    mix_file: str | None,
+    priority_weight: tuple[str, ...],
+    first_token_weight: float,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Replay REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and report their latencies.
 
     A request has prompt_tokens (a count, or the token ids) and output_tokens, and may have arrival_s, max_tokens,
-    priority, prefix_hashes and request_id.
+    priority, request_class, weight, slo (an object with ttft_s and tpot_s), prefix_hashes and request_id.
     """
     profile, config = engine_of(given)
+    weights = gain_weights(priority_weight, first_token_weight)
     requests = requests_from_file(requests_file, block_size=config.block_size)
+    entries: list[str] | None = None
+    if mix_file is not None:
+        requests, entries = mixed(requests, mix_from_file(mix_file), seed)
     if steps_file is not None:
         if as_json and steps_file == "-":
             raise ValueError("--steps: name a file when --json has standard output")
@@ -57,11 +77,15 @@ def replay(given: SettingValues, requests_file: str, steps_file: str | None, *, 
         if steps_file == "-":
             return
     outcomes = replay_requests(config, profile.step_time, requests)
+    served = served_requests(requests, outcomes)
+    if entries is not None:
+        served = replace_fields(served, levels=replace_fields(served.levels, mix_entry=np.array(entries)))
+    total = {**summary(outcomes), **attainment_report(served, weights)}
     if as_json:
         rows = [row_of(outcome) for outcome in outcomes]
-        print(json.dumps({"profile": profile.name, "requests": rows, "summary": summary(outcomes)}))
+        print(json.dumps({"profile": profile.name, "requests": rows, "summary": total}))
     else:
-        _print_table(outcomes)
+        _print_table(outcomes, total)
 
 
 @contextmanager
@@ -102,7 +126,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     return result
 
 
-def _print_table(outcomes: list[Outcome]) -> None:
+def _print_table(outcomes: list[Outcome], total: dict[str, Any]) -> None:
     print(
         f"{'request':>12}{'arrival_s':>12}{'prompt':>8}{'output':>8}{'hits':>7}{'ttft_s':>10}{'tpot_s':>10}{'e2e_s':>10}{'preempted':>11}"
     )
@@ -112,7 +136,6 @@ def _print_table(outcomes: list[Outcome]) -> None:
         )
         counts = f"{o.prompt_tokens:>8}{o.output_tokens:>8}{o.prefix_hit_tokens:>7}"
         print(f"{o.request_id:>12}{o.arrival_s:>12.3f}{counts}{times}{o.num_preemptions:>11}")
-    total = summary(outcomes)
     print()
     for name in METRICS:
         if name in total:
@@ -122,3 +145,5 @@ def _print_table(outcomes: list[Outcome]) -> None:
         end="",
     )
     print(f", {total['num_unfinished']} never finish" if total["num_unfinished"] else "")
+    for line in attainment_table(total):
+        print(line)

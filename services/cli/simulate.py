@@ -11,10 +11,13 @@ from typing import Any
 
 import click
 
+from predictor.gain import attainment_table
+from services.cli.mix_options import gain_weights, mix_options
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
 from services.result_files import write_rows
 from simulator.assembly import simulate as simulate_once
 from simulator.metrics import SloTarget, summary
+from simulator.mix import mix_from_file, mixed_workload
 from simulator.result import RunResult
 from simulator.scenario import Scenario
 from simulator.traffic import TRACE
@@ -39,6 +42,7 @@ COLUMNS = (
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the traffic and of policies.")
 @click.option("--slo-ttft-s", type=float, default=None, help="TTFT target: report the share of requests that meet it.")
 @click.option("--slo-tpot-s", type=float, default=None, help="TPOT target.")
+@mix_options
 @click.option(
     "--csv",
     "rows_file",
@@ -55,6 +59,9 @@ def simulate(
     seed: int,
     slo_ttft_s: float | None,
     slo_tpot_s: float | None,
+    mix_file: str | None,
+    priority_weight: tuple[str, ...],
+    first_token_weight: float,
     rows_file: str | None,
     as_json: bool,
     **flags: Any,
@@ -66,6 +73,9 @@ def simulate(
     """
     chosen = policies_in(policies)
     scenario = scenario_of(trace, flags)
+    if mix_file is not None:
+        scenario = replace(scenario, mix=mix_from_file(mix_file))
+    weights = gain_weights(priority_weight, first_token_weight)
     work = _work(scenario, decisions, rate, seed, given_arrivals=flags["arrivals"])
     if rows_file and len(chosen) > 1 and "{policy}" not in rows_file:
         raise ValueError("--csv: name a file with {policy} in it where there are several policies")
@@ -77,7 +87,7 @@ def simulate(
             result = _run(scenario, work, policy, seed, partial(_advance, at, place * len(work)))
             if rows_file:
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
-            summaries.append(summary(result, slo if slo != SloTarget() else None))
+            summaries.append(summary(result, slo if slo != SloTarget() else None, weights=weights))
     if as_json:
         print(json.dumps({"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}))
     else:
@@ -100,7 +110,7 @@ def _work(
 
         if scenario.traffic.trace:
             raise ValueError("--replay: cannot be combined with TRACE")
-        return recorded(decisions, scenario, rate)
+        return mixed_workload(recorded(decisions, scenario, rate), scenario.mix, seed)
     traffic = scenario.traffic
     if traffic.trace and rate is None and given_arrivals is None and not traffic.schedule:
         scenario = replace(scenario, traffic=replace(traffic, arrivals=TRACE))
@@ -123,3 +133,6 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
             notes.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
         if notes:
             print(f"{one['policy']}: {', '.join(notes)}")
+    for one in summaries:
+        if lines := list(attainment_table(one)):
+            print("\n".join((lines[0], one["policy"], *lines[1:])))

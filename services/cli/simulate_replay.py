@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from predictor.gain import service_levels_of
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from services.decision_recordings import is_recording, requests_in
@@ -42,6 +43,7 @@ def workload_of(path: str, requests: Sequence[RequestFacts], block_size: int, ra
     tags = [request.tag if isinstance(request.tag, Tag) else None for request in known]
     return replace(
         work,
+        service=service_levels_of(known),
         tag_median=np.array([np.nan if tag is None else tag.median_tokens for tag in tags]),
         tag_spread=np.array([0.0 if tag is None else tag.spread for tag in tags]),
     )

@@ -32,6 +32,7 @@ class Request:
     computed: int = 0
     prefill_tokens: int = 0  # tokens to compute as of its last admission
     num_blocks: int = 0
+    token_s: list[float] = field(default_factory=list)  # when each token of its response came
 
     @property
     def num_tokens(self) -> int:
@@ -134,12 +135,13 @@ class Engine:
                 parts.append((count, request.computed, request.computed + count == request.num_tokens))
         return parts
 
-    def update(self) -> None:
-        """Process the finished step: a request that has computed all its tokens gets one more."""
+    def update(self, now_s: float) -> None:
+        """Process the step that ends now: a request that has computed all its tokens gets one more."""
         for request in list(self.running):
             request.computed += self.scheduled.get(request.id, 0)
             if request.id in self.scheduled and request.computed == request.num_tokens:
                 request.num_output += 1
+                request.token_s.append(now_s)
                 if request.num_output == self.final_tokens(request):
                     self.free(request)
                     self.running.remove(request)
@@ -200,4 +202,4 @@ def replay(
         }
         num_steps += 1
         now_s = end_s
-        engine.update()
+        engine.update(now_s)

@@ -260,13 +260,13 @@ class Engine(vllm_v1.Engine):
         request.in_flight += count
         return count
 
-    def update(self, scheduled: dict[str, int], sampled: set[str]) -> None:
+    def update(self, scheduled: dict[str, int], sampled: set[str], now_s: float) -> None:
         """Process a finished step, and note first tokens."""
         requests = [self.unfinished[name] for name in sampled if name in self.unfinished]
-        super().update(scheduled, sampled)
+        super().update(scheduled, sampled, now_s)
         for request in requests:
             assert isinstance(request, Request)
-            request.first_token_s = min(request.first_token_s, self.now_s)
+            request.first_token_s = min(request.first_token_s, now_s)
 
 
 def replay(

@@ -29,6 +29,7 @@ class Request:
     running: bool = False
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0  # how many of its blocks are in the prefix cache
+    token_s: list[float] = field(default_factory=list)  # when each token of its response came
 
     @property
     def num_tokens(self) -> int:
@@ -246,8 +247,8 @@ class Engine:
             request.placeholders += self.is_async
         return names
 
-    def update(self, scheduled: dict[str, int], sampled: set[str]) -> None:
-        """Process a finished step (Scheduler.update_from_output)."""
+    def update(self, scheduled: dict[str, int], sampled: set[str], now_s: float) -> None:
+        """Process a step that ends now (Scheduler.update_from_output)."""
         for name, count in scheduled.items():
             request = self.unfinished.get(name)
             if request is None:
@@ -259,6 +260,7 @@ class Engine:
             if name not in sampled:
                 continue
             request.num_output += 1
+            request.token_s.append(now_s)
             if self.is_async and not is_stale:
                 request.placeholders -= 1
             if self.is_async and request.running:
@@ -321,7 +323,7 @@ def run(engine: Engine, requests: Iterable[Request], seconds: Seconds) -> Iterat
         elif under_way:
             scheduled, sampled, end_s = under_way.popleft()
             engine.now_s = now_s = max(now_s, end_s)
-            engine.update(scheduled, sampled)
+            engine.update(scheduled, sampled, now_s)
         elif arrivals:
             now_s = max(now_s, arrivals[0].arrival_s)
         else:

@@ -196,7 +196,7 @@ def test_fair_batching_puts_prefills_between_decodes() -> None:
     def second_step(tpot_s: float) -> dict[str, int]:
         load = load_of(
             "fair_batching", (2, 9), (2, 9), (4, 1), arrivals=[0, 0, 0.001],
-            slos=[(0.02, tpot_s), (9.0, 0.05), (0.04, 0.05)], max_num_batched_tokens=4,
+            slos=[(0.02, tpot_s), (9.0, 0.05), (0.04, 0.05)], max_num_batched_tokens=4, max_num_seqs=4,
         )  # fmt: skip
         return dict(list(our_steps(load, AFFINE))[1]["scheduled"])
 

@@ -13,6 +13,20 @@ import pytest
 from tests.services.cli.running import answer, block, refusal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+MIX = """
+[[mix]]
+name = "chat"
+share = 1
+weight = 2.0
+ttft_slo_s = 1.5
+tpot_slo_s = 0.995
+[[mix]]
+name = "batch"
+share = 1
+class = "best-effort"
+priority = 1
+ttft_slo_s = 1.5
+"""
 SNAPSHOT, REQUEST, REQUESTS = (str(EXAMPLES / name) for name in ("snapshot.json", "request.json", "requests.jsonl"))
 
 
@@ -66,6 +80,44 @@ def test_replay_gives_times_and_steps(tmp_path: Path) -> None:
     assert tokens == sum(r["prompt_tokens"] + r["output_tokens"] - 1 for r in asked)
     assert steps[-1]["end_s"] == max(r["finished_s"] for r in result["requests"])
     assert result["summary"]["num_unfinished"] == 0
+
+
+def test_replay_reports_what_a_mix_attains(tmp_path: Path) -> None:
+    """Each request has its tokens on time, and the summary the gain by priority, class, entry and prompt length."""
+    path = tmp_path / "mix.toml"
+    path.write_text(MIX)
+    arguments = ("replay", REQUESTS, "--profile", "constant", "--mix", str(path))
+    result = answer(*arguments)
+    total = result["summary"]
+    assert 0 < total["tdg_ratio"] < 1
+    assert set(total["by_priority"]) == {"0", "1"}
+    assert set(total["by_class"]) == {"real-time", "best-effort"}
+    assert set(total["by_mix"]) == {"chat", "batch"}
+    assert len(total["by_prompt_quarter"]) == 4
+    assert all(0 <= row["tokens_on_time"] <= row["output_tokens"] for row in result["requests"])
+    weighted = answer(*arguments, "--priority-weight", "0=1e9", "--first-token-weight", "1e9")["summary"]
+    first = [row for row in result["requests"] if row["tokens_on_time"] > 0]
+    assert 0 < len(first) < len(result["requests"])
+    assert weighted["tdg_ratio"] != pytest.approx(total["tdg_ratio"])
+    assert weighted["by_priority"]["0"]["slo_attained"] == total["by_priority"]["0"]["slo_attained"]
+    assert answer(*arguments, "--seed", "1")["summary"]["by_mix"] != total["by_mix"]
+    lines = block(*arguments).stdout.splitlines()
+    assert any(line.startswith("mix chat") for line in lines)
+    assert "tdg_ratio" not in answer("replay", REQUESTS, "--profile", "constant")["summary"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--mix", "nowhere.toml"), "nowhere.toml: cannot be read"),
+        (("--priority-weight", "0"), "priority_weight: '0' is not PRIORITY=WEIGHT"),
+        (("--first-token-weight", "0"), "first_token_weight: must be above 0"),
+        (("--first-token-weight", "nan"), "first_token_weight: must be above 0"),
+    ],
+)
+def test_bad_weights_and_mixes_are_named(arguments: tuple[str, ...], named: str) -> None:
+    """The error is one line with the option."""
+    assert named in refusal("replay", REQUESTS, "-p", "constant", *arguments)
 
 
 def test_steps_alone_go_to_standard_output() -> None:

@@ -43,6 +43,23 @@ def test_policies_are_compared(tmp_path: Path) -> None:
     assert all(float(row["ttft_s"]) <= float(row["e2e_s"]) for row in rows)
 
 
+def test_a_mix_is_simulated(tmp_path: Path) -> None:
+    """Requests of a mix have targets, and each policy's report and rows have what was attained."""
+    mix = tmp_path / "mix.toml"
+    mix.write_text("[[mix]]\nname = 'chat'\nshare = 1\nttft_slo_s = 0.2\ntpot_slo_s = 0.03\npriority = 2\n")
+    arguments = ("simulate", *SMALL, "--rate", "20", "--policy", "jsq,random", "--mix", str(mix))
+    table = run(*arguments, "--csv", str(tmp_path / "{policy}.csv"))
+    assert [line for line in table.splitlines() if line in {"jsq", "random"}] == ["jsq", "random"]
+    for one in json.loads(run(*arguments, "--json"))["policies"]:
+        assert 0 < one["tdg_ratio"] < 1
+        assert one["by_priority"]["2"]["tdg_ratio"] == one["tdg_ratio"]
+        with (tmp_path / f"{one['policy']}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        on_time = sum(int(float(row["tokens_on_time"])) for row in rows)
+        assert one["tdg_ratio"] == pytest.approx(on_time / sum(int(row["output_tokens"]) for row in rows))
+        assert {row["mix"] for row in rows} == {"chat"}
+
+
 def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
     """The rows are the same, with types."""
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -136,6 +153,8 @@ def test_a_cluster_is_recommended() -> None:
         (("simulate", *SMALL, "--rate", "1", "--num-schedulers", "0"), "num_schedulers"),
         (("simulate", *SMALL, "--rate", "1", "--csv", "rows.txt", "--policy", "jsq"), "must end in"),
         (("simulate", "nowhere.csv", "--rate", "1"), "nowhere.csv"),
+        (("simulate", *SMALL, "--rate", "1", "--mix", "nowhere.toml"), "nowhere.toml: cannot be read"),
+        (("simulate", *SMALL, "--rate", "1", "--priority-weight", "1=-1"), "priority_weight: '1=-1'"),
         (("capacity", *SMALL, "--seeds", "1"), "seeds"),
         (("capacity", *SMALL, "--limit-s", "0"), "limit_s"),
         (("recommend", *SMALL, "--rate", "1", "--slo-ttft-s", "-1"), "slo_ttft_s"),

@@ -1,0 +1,225 @@
+"""Gain and attainment: what requests with targets got of what they asked for (ProServe §2).
+
+Token i of a response, from 1 on, is due at arrival + TTFT target + (i - 1) · TPOT target. A request with a TTFT target
+alone has a deadline for its first token only. One with a TPOT target alone has no deadline, as there is no time from
+which to count: its mean TPOT counts in the SLO attainment, and nothing in the gain. Requests without targets count
+nowhere. A request that does not end (refused, lost, failed, never finished) gains nothing of what was possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from predictor.request import CLASSES, REAL_TIME, RequestFacts, Slo
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.bool_] | npt.NDArray[np.intp]
+
+PROMPT_QUARTERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GainWeights:
+    """What a token that comes by its deadline is worth, as a multiple of its request's own weight.
+
+    `first_token` and `later_token` are w_p and w_d of ProServe §2; priorities that are not in `by_priority` count 1.
+    """
+
+    first_token: float = 1.0
+    later_token: float = 1.0
+    by_priority: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reject weights that are not positive."""
+        values = {
+            "first_token": self.first_token,
+            "later_token": self.later_token,
+            **{f"priority_weight {priority}": weight for priority, weight in self.by_priority.items()},
+        }
+        for name, value in values.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be above 0, not {value}")
+
+    def of(self, priorities: Counts) -> Floats:
+        """Return the weights of priorities."""
+        return np.array([self.by_priority.get(int(priority), 1.0) for priority in priorities])
+
+
+EQUAL_WEIGHTS = GainWeights()
+
+
+def priority_weights(texts: Iterable[str]) -> dict[int, float]:
+    """Read PRIORITY=WEIGHT pairs."""
+    weights = {}
+    for text in texts:
+        priority, equals, weight = text.partition("=")
+        try:
+            weights[int(priority)] = float(weight) if equals else math.nan
+        except ValueError:
+            raise ValueError(f"priority_weight: {text!r} is not PRIORITY=WEIGHT, for example 0=2") from None
+        if not (math.isfinite(weights[int(priority)]) and weights[int(priority)] > 0):
+            raise ValueError(f"priority_weight: {text!r} is not PRIORITY=WEIGHT with a weight above 0")
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevels:
+    """Targets, weights, priorities and classes of requests, in columns; NaN: no target."""
+
+    ttft_slo_s: Floats
+    tpot_slo_s: Floats
+    weight: Floats
+    priority: Counts
+    request_class: Counts  # index in `request.CLASSES`
+    mix_entry: npt.NDArray[np.str_] | None = None  # names of entries of a mix
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self.weight)
+
+    def chosen(self, rows: Rows) -> ServiceLevels:
+        """Select requests."""
+        return ServiceLevels(
+            ttft_slo_s=self.ttft_slo_s[rows],
+            tpot_slo_s=self.tpot_slo_s[rows],
+            weight=self.weight[rows],
+            priority=self.priority[rows],
+            request_class=self.request_class[rows],
+            mix_entry=None if self.mix_entry is None else self.mix_entry[rows],
+        )
+
+
+def service_levels_of(requests: Sequence[RequestFacts]) -> ServiceLevels | None:
+    """Collect the service levels of requests; None where all are as by default."""
+    defaults = (None, 1.0, 0, REAL_TIME)
+    if all((one.slo, one.weight, one.priority, one.request_class) == defaults for one in requests):
+        return None
+    slos = [request.slo or Slo() for request in requests]
+    return ServiceLevels(
+        ttft_slo_s=np.array([slo.ttft_s for slo in slos], np.float64),  # None becomes NaN
+        tpot_slo_s=np.array([slo.tpot_s for slo in slos], np.float64),
+        weight=np.array([request.weight for request in requests]),
+        priority=np.array([request.priority for request in requests], np.int64),
+        request_class=np.array([CLASSES.index(request.request_class) for request in requests], np.int64),
+    )
+
+
+def default_levels(num: int) -> ServiceLevels:
+    """Return the service levels of requests that ask for none."""
+    zeros, none = np.zeros(num, np.int64), np.full(num, np.nan)
+    return ServiceLevels(ttft_slo_s=none, tpot_slo_s=none, weight=np.ones(num), priority=zeros, request_class=zeros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRequests:
+    """What requests asked for and what they got, in columns; NaN: a time that never came."""
+
+    levels: ServiceLevels
+    prompt_tokens: Counts
+    output_tokens: Counts  # of the whole response
+    ttft_s: Floats
+    tpot_s: Floats  # mean; NaN also where there is one token
+    tokens_on_time: Counts  # negative where no token has a deadline
+    finished: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self.levels)
+
+    def chosen(self, rows: Rows) -> ServedRequests:
+        """Select requests."""
+        return ServedRequests(
+            levels=self.levels.chosen(rows),
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            ttft_s=self.ttft_s[rows],
+            tpot_s=self.tpot_s[rows],
+            tokens_on_time=self.tokens_on_time[rows],
+            finished=self.finished[rows],
+        )
+
+
+def attainment_report(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> dict[str, Any]:
+    """Report the requests with targets: all, and by priority, class, mix entry and quarter of their prompts' lengths.
+
+    It is empty where no request has a target.
+    """
+    served = served.chosen(~(np.isnan(served.levels.ttft_slo_s) & np.isnan(served.levels.tpot_slo_s)))
+    if len(served) == 0:
+        return {}
+    by_length = np.argsort(served.prompt_tokens, kind="stable")
+    levels = served.levels
+    report = {
+        **attained(served, weights),
+        "by_priority": _by(levels.priority, served, weights),
+        "by_class": _by(np.array(CLASSES)[levels.request_class], served, weights),
+        "by_prompt_quarter": [
+            {"longest_prompt_tokens": int(served.prompt_tokens[rows].max()), **attained(served.chosen(rows), weights)}
+            for rows in np.array_split(by_length, PROMPT_QUARTERS)
+            if len(rows)
+        ],
+    }
+    if levels.mix_entry is not None:
+        report["by_mix"] = _by(levels.mix_entry, served, weights)
+    return report
+
+
+def _by(column: npt.NDArray[Any], served: ServedRequests, weights: GainWeights) -> dict[str, Any]:
+    return {str(value): attained(served.chosen(column == value), weights) for value in np.unique(column).tolist()}
+
+
+def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> dict[str, Any]:
+    """Sum up requests with targets; a ratio is None where no request has the target that it counts.
+
+    `slo_attained` is the share whose TTFT and mean TPOT are within their targets, `deadline_attained` the share of
+    those with deadlines all of whose tokens came in time, and `tdg_ratio` the gained share of the possible gain.
+    """
+    levels = served.levels
+    has_deadline = ~np.isnan(levels.ttft_slo_s)
+    num_due = np.where(np.isnan(levels.tpot_slo_s), 1, served.output_tokens)
+    num_on_time = np.where(served.finished, np.clip(served.tokens_on_time, 0, num_due), 0)
+    first_on_time = served.finished & (served.ttft_s <= levels.ttft_slo_s) & (num_on_time > 0)
+    value = levels.weight * weights.of(levels.priority)
+    possible = value * (weights.first_token + weights.later_token * (num_due - 1))
+    later_on_time = np.minimum(num_on_time - first_on_time, num_due - 1)
+    gained = value * (weights.first_token * first_on_time + weights.later_token * later_on_time)
+    # an undefined mean TPOT, of a single token, is within any target
+    within = served.finished & ~(served.ttft_s > levels.ttft_slo_s) & ~(served.tpot_s > levels.tpot_slo_s)
+    waits = (served.ttft_s / levels.ttft_slo_s)[has_deadline & ~np.isnan(served.ttft_s)]
+    total = float(possible[has_deadline].sum())
+    return {
+        "num_with_targets": len(served),
+        "tdg_ratio": float(gained[has_deadline].sum()) / total if total else None,
+        "slo_attained": float(within.mean()),
+        "deadline_attained": float((num_on_time == num_due)[has_deadline].mean()) if has_deadline.any() else None,
+        "worst_ttft_over_target": float(waits.max()) if len(waits) else None,
+    }
+
+
+def attainment_table(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a report for people; none where no request has a target."""
+    if "num_with_targets" not in report:
+        return
+    rows = {"all with targets": report}
+    for group in ("priority", "class", "mix"):
+        parts = report.get(f"by_{group}", {})
+        if len(parts) > 1:
+            rows |= {f"{group} {name}": part for name, part in parts.items()}
+    rows |= {f"prompts up to {part['longest_prompt_tokens']}": part for part in report["by_prompt_quarter"]}
+    width = max(map(len, rows))
+    titles = ("requests", "TDG ratio", "SLO", "deadlines", "worst TTFT")
+    yield ""
+    yield " " * width + "".join(f"{title:>12}" for title in titles)
+    for name, part in rows.items():
+        shares = (part["tdg_ratio"], part["slo_attained"], part["deadline_attained"])
+        cells = [f"{'-' if share is None else f'{share:.3f}':>12}" for share in shares]
+        worst = part["worst_ttft_over_target"]
+        cells.append(f"{'-' if worst is None else f'{worst:.2f} x':>12}")
+        yield f"{name:{width}}{part['num_with_targets']:>12}{''.join(cells)}"

@@ -1,0 +1,111 @@
+"""Mixes: which requests get which entry, and what a bad file is told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from predictor.gain import service_levels_of
+from predictor.request import BEST_EFFORT, RequestFacts, Slo
+from simulator.mix import MixEntry, as_tables, mix_from, mix_from_file, mixed, mixed_workload
+from simulator.scenario import as_table, scenario_from
+from simulator.workload import lengths_of, workload
+
+CHAT = {
+    "name": "chat", "share": 3, "class": "real-time", "priority": 1, "weight": 2.5, "ttft_slo_s": 1, "tpot_slo_s": 0.05
+}  # fmt: skip
+BATCH = {"name": "batch", "share": 1, "class": "best-effort", "ttft_slo_s": 30.0}
+
+
+def some_requests(num: int) -> list[RequestFacts]:
+    """Requests of which every second one has facts of its own."""
+    own = {"priority": 7, "weight": 0.5, "slo": Slo(tpot_s=0.5)}
+    return [
+        RequestFacts(request_id=str(number), prompt_tokens=5, output_tokens=5, **(own if number % 2 else {}))  # type: ignore[arg-type]
+        for number in range(num)
+    ]
+
+
+def test_requests_get_entries_by_share() -> None:
+    """Shares need not sum up to 1; what an entry leaves out stays as it is; a seed fixes the draw."""
+    mix = mix_from([CHAT, BATCH])
+    given, names = mixed(some_requests(4000), mix, 1)
+    assert names.count("chat") / 4000 == pytest.approx(0.75, abs=0.03)
+    for number, (request, name) in enumerate(zip(given, names, strict=True)):
+        if name == "chat":
+            assert (request.priority, request.weight, request.slo) == (1, 2.5, Slo(ttft_s=1.0, tpot_s=0.05))
+        else:
+            tpot_s = 0.5 if number % 2 else None
+            assert (request.request_class, request.slo) == (BEST_EFFORT, Slo(ttft_s=30.0, tpot_s=tpot_s))
+            assert (request.priority, request.weight) == ((7, 0.5) if number % 2 else (0, 1.0))
+    assert mixed(some_requests(4000), mix, 1)[1] == names
+    assert mixed(some_requests(4000), mix, 2)[1] != names
+
+
+def test_a_workload_and_its_requests_get_the_same() -> None:
+    """The columns of a simulated cluster's requests are those of the requests of one engine."""
+    requests, mix = some_requests(500), mix_from([CHAT, BATCH, {"name": "rest", "share": 1}])
+    work = workload(lengths_of(requests), np.arange(500.0))
+    for service, plain in (
+        (service_levels_of(requests), requests),
+        (None, [RequestFacts(request_id=one.request_id, prompt_tokens=5) for one in requests]),
+    ):
+        levels = mixed_workload(replace(work, service=service), mix, 4).service
+        given, names = mixed(plain, mix, 4)
+        expected = service_levels_of(given)
+        assert levels is not None
+        assert expected is not None
+        for name in ("ttft_slo_s", "tpot_slo_s", "weight", "priority", "request_class"):
+            np.testing.assert_array_equal(getattr(levels, name), getattr(expected, name))
+        assert levels.mix_entry is not None
+        assert levels.mix_entry.tolist() == names
+    assert mixed_workload(work, (), 4) is work
+
+
+def test_a_mix_is_written_as_it_was_read() -> None:
+    """Scenarios carry a mix, and write it as tables."""
+    mix = mix_from([CHAT, BATCH])
+    assert mix_from(as_tables(mix)) == mix
+    scenario = scenario_from({"mix": [CHAT, BATCH]})
+    assert scenario.mix == mix
+    assert scenario_from(as_table(scenario)) == scenario
+    assert "mix" not in as_table(scenario_from({}))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "mix: must be a list"),
+        ("mix = 3", "mix: must be a list"),
+        ("[[mixx]]", "mixx: is no known table; did you mean mix"),
+        ("[[mix]]\nname = 1\nshare = 1", "mix[0].name: must be a text"),
+        ("[[mix]]\nname = 'a'", "mix[0].share: is missing"),
+        ("[[mix]]\nname = 'a'\nshare = 0", "mix[0].share: must be a number above 0, not 0"),
+        ("[[mix]]\nname = 'a'\nshare = true", "mix[0].share: must be a number above 0, not True"),
+        ("[[mix]]\nname = 'a'\nshare = 1\n[[mix]]\nname = 'a'\nshare = 1", "mix[1].name: 'a' is there twice"),
+        ("[[mix]]\nname = 'a'\nshare = 1\nweight = 0", "mix[0].weight: must be a number above 0, not 0"),
+        ("[[mix]]\nname = 'a'\nshare = 1\nweight = nan", "mix[0].weight: must be a number above 0, not nan"),
+        ("[[mix]]\nname = 'a'\nshare = 1\nttft_slo_s = -1", "mix[0].ttft_slo_s: must be a number above 0, not -1"),
+        ("[[mix]]\nname = 'a'\nshare = 1\ntpot_slo_s = 'x'", "mix[0].tpot_slo_s: must be a number above 0, not 'x'"),
+        ("[[mix]]\nname = 'a'\nshare = 1\nclass = 'slow'", "mix[0].class: 'slow' is neither real-time nor best-effort"),
+        ("[[mix]]\nname = 'a'\nshare = 1\npriority = 1.5", "mix[0].priority: must be a whole number"),
+        ("[[mix]]\nname = 'a'\nshare = 1\ntpot_slo = 1", "mix[0].tpot_slo: is no known field; did you mean tpot_slo_s"),
+        ("[[mix]\n", "is not TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(text: str, error: str, tmp_path: Path) -> None:
+    """The line names the file, the entry and the field."""
+    path = tmp_path / "mix.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {error}')}[^\n]*$"):
+        mix_from_file(str(path))
+
+
+def test_an_entry_is_refused_where_it_is_made() -> None:
+    """Values are checked in code as in files."""
+    with pytest.raises(ValueError, match=r"^share: "):
+        MixEntry(name="a", share=float("inf"))
