@@ -60,8 +60,8 @@ class Batcher:
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
     decode_reserve: int = 0  # blocks that must be free before each decode
-    defaults: Mapping[str, bool | float] = field(default_factory=dict)
-    fixed: Mapping[str, bool | float] = field(default_factory=dict)
+    defaults: Mapping[str, bool | float | str] = field(default_factory=dict)
+    fixed: Mapping[str, bool | float | str] = field(default_factory=dict)
     check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 

@@ -25,6 +25,7 @@ LONGEST_RUN = 2000
 ORACLES: dict[str, Any] = {
     "vllm_v1": vllm_v1,
     "vllm_v0": vllm_v0,
+    "vllm_fcfs": vllm_v0,
     "sarathi": sarathi,
     "orca": orca,
     "lightllm": lightllm,
