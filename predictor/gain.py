@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,65 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
         "deadline_attained": float((num_on_time == num_due)[has_deadline].mean()) if has_deadline.any() else None,
         "worst_ttft_over_target": float(waits.max()) if len(waits) else None,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseAttainment:
+    """What one request with targets attained; None where it has no such target."""
+
+    tokens_due: int
+    tokens_on_time: int
+    ttft: bool | None
+    tpot: bool | None
+
+    @property
+    def slo(self) -> bool:
+        """Whether TTFT and mean TPOT are within their targets."""
+        return self.ttft is not False and self.tpot is not False
+
+    @property
+    def deadlines(self) -> bool | None:
+        """Whether all tokens came by their deadlines."""
+        return None if self.ttft is None else self.tokens_on_time == self.tokens_due
+
+
+def response_attainment(
+    slo: Slo, *, num_tokens: int, tokens_on_time: int, ttft_s: float | None, tpot_s: float | None
+) -> ResponseAttainment:
+    """Return what a whole response of `num_tokens` tokens attained; a mean TPOT of one token is within any target."""
+    due = 0 if slo.ttft_s is None else 1 if slo.tpot_s is None else num_tokens
+    return ResponseAttainment(
+        tokens_due=due,
+        tokens_on_time=min(tokens_on_time, due),
+        ttft=None if slo.ttft_s is None else ttft_s is not None and ttft_s <= slo.ttft_s,
+        tpot=None if slo.tpot_s is None else tpot_s is None or tpot_s <= slo.tpot_s,
+    )
+
+
+def missed(slo: Slo, num_tokens: int) -> ResponseAttainment:
+    """Return what a request attained that did not end: nothing, of at least one and `num_tokens` tokens."""
+    whole = response_attainment(slo, num_tokens=max(1, num_tokens), tokens_on_time=0, ttft_s=None, tpot_s=None)
+    return replace(whole, tpot=None if slo.tpot_s is None else False)
+
+
+def count_on_time(slo: Slo, marks: Iterable[tuple[int, float]], num_tokens: int) -> int:
+    """Count the tokens on time of a response of `num_tokens`.
+
+    A mark is the number of tokens that had come, and the seconds since the request's arrival until then.
+    """
+    if slo.ttft_s is None:
+        return 0
+    seen = on_time = 0
+    for so_far, time_s in marks:
+        for place in range(seen, min(so_far, num_tokens)):
+            if place == 0:
+                on_time += time_s <= slo.ttft_s
+            elif slo.tpot_s is None:
+                return on_time
+            else:
+                on_time += time_s <= slo.ttft_s + place * slo.tpot_s
+        seen = max(seen, so_far)
+    return on_time
 
 
 def attainment_table(report: Mapping[str, Any]) -> Iterator[str]:

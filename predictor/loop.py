@@ -139,11 +139,9 @@ def count_repeats(state: State, until_s: float) -> int:
 @kernel
 def _within_limit(state: State) -> int:
     """Return a number of repetitions that all take at most `steady_limit_s`; rounding makes it one less at most."""
-    n = state.engine[0].num_running
     context, longest = _contexts(state)
-    first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
-    growth_s = decode_slope(state.costs, n) * n
-    spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) / state.engine[0].pace - first_s
+    first_s, growth_s = _decode_s(state, context, longest)
+    spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) - first_s
     if spare_s < 0:
         return 0
     return 1 + int(min(spare_s / growth_s, 1e9)) if growth_s > 0 else 1 << 40

@@ -40,6 +40,7 @@ def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--targets", action="store_true", help="requests have targets, which the gateway measures")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of everything")
     parser.add_argument("--requests", type=int, default=1500, help="per round with engines that answer at once")
     parser.add_argument("--paced-requests", type=int, default=300, help="per round with engines at an engine's pace")
@@ -48,7 +49,7 @@ def main() -> None:
         engines = [stack.enter_context(stand_in("engine")) for _ in range(NUM_ENGINES)]
         scheduler = stack.enter_context(stand_in("scheduler", *(engine.url for engine in engines)))
         gateway = stack.enter_context(block_serving("gateway", "--scheduler", f"{PLACE}:{scheduler.port}"))
-        cases = cases_of(arguments.requests, arguments.paced_requests)
+        cases = cases_of(arguments.requests, arguments.paced_requests, has_targets=arguments.targets)
         results = uvloop.run(measured(engines, gateway, cases, arguments.rounds))
     report("gateway", results, as_json=arguments.json)
 
@@ -69,10 +70,11 @@ class Case:
         return random.Random(0).choices(self.bodies, k=self.num)
 
 
-def cases_of(num: int, num_paced: int) -> list[Case]:
+def cases_of(num: int, num_paced: int, *, has_targets: bool) -> list[Case]:
     """Return all cases."""
     prompt = text_of(random.Random(0), PROMPT_BYTES)
-    at_once, paced = [request_body(prompt)], [request_body(prompt, FIRST_MS, gap_ms) for gap_ms in GAPS_MS]
+    at_once = [request_body(prompt, has_targets=has_targets)]
+    paced = [request_body(prompt, FIRST_MS, gap_ms, has_targets=has_targets) for gap_ms in GAPS_MS]
     return [
         Case(name="c1", bodies=at_once, num=max(1, num // 3), at_a_time=1),
         Case(name="c16", bodies=at_once, num=num, at_a_time=16),

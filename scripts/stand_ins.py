@@ -167,9 +167,13 @@ def text_of(rng: random.Random, length: int) -> str:
     return " ".join(words)[:length]
 
 
-def request_body(prompt: str, first_ms: int = 0, gap_ms: int = 0) -> bytes:
+def request_body(prompt: str, first_ms: int = 0, gap_ms: int = 0, *, has_targets: bool = False) -> bytes:
     """Return a request; the engine reads its pace from it, and responds at once if that is 0."""
-    fields = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_EVENTS, "ignore_eos": True, "stream": True}
+    fields: dict[str, Any] = {
+        "model": MODEL, "prompt": prompt, "max_tokens": NUM_EVENTS, "ignore_eos": True, "stream": True
+    }  # fmt: skip
+    if has_targets:
+        fields["vllm_xargs"] = {"block_ttft_s": 0.1, "block_tpot_s": 0.02}
     return json.dumps({**fields, "user": f"pace {first_ms} {gap_ms} end"}).encode()
 
 

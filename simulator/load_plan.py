@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from predictor.request import RequestFacts, Slo
+from predictor.request import REAL_TIME, RequestFacts, Slo
 
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1_000_000
@@ -50,8 +50,16 @@ class Planned:
     output_tokens: int
     priority: int = 0
     slo: Slo | None = None
+    request_class: str = REAL_TIME
+    weight: float = 1.0
+    mix_entry: str = ""  # name of its entry in a mix
     prefix: tuple[int | str, ...] = ()  # the blocks that its prompt begins with; equal names are equal tokens
     block_tokens: int = 1  # tokens per block
+
+
+def slo_of(request: Planned, slo: Slo) -> Slo:
+    """Return a request's SLO targets: its own, or else those of the run."""
+    return Slo(ttft_s=target_of("ttft_s", request, slo), tpot_s=target_of("tpot_s", request, slo))
 
 
 def target_of(name: str, request: Planned, slo: Slo) -> float | None:
@@ -78,7 +86,12 @@ def by_arrival(requests: Sequence[RequestFacts], limit: int | None) -> list[Requ
 
 
 def planned(
-    requests: Sequence[RequestFacts], timing: Timing, generator: Generator, *, block_tokens: int = 1
+    requests: Sequence[RequestFacts],
+    timing: Timing,
+    generator: Generator,
+    *,
+    block_tokens: int = 1,
+    mix_entries: Sequence[str] | None = None,
 ) -> list[Planned]:
     """Plan when each request is sent, the first at 0; each prefix hash stands for `block_tokens` tokens."""
     if timing.kind == "trace":
@@ -94,10 +107,13 @@ def planned(
             output_tokens=request.output_tokens or 1,
             priority=request.priority,
             slo=request.slo,
+            request_class=request.request_class,
+            weight=request.weight,
+            mix_entry=entry,
             prefix=request.prefix_hashes,
             block_tokens=block_tokens,
         )
-        for request, due in zip(requests, due_s, strict=True)
+        for request, due, entry in zip(requests, due_s, mix_entries or [""] * len(requests), strict=True)
     ]
 
 

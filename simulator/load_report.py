@@ -12,13 +12,22 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from predictor.request import Slo
-from simulator.load_plan import Planned, target_of
+from predictor.gain import (
+    EQUAL_WEIGHTS,
+    GainWeights,
+    ServedRequests,
+    ServiceLevels,
+    attainment_report,
+    attainment_table,
+)
+from predictor.request import CLASSES, Slo
+from simulator.load_plan import Planned, slo_of, target_of
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 COLUMNS = (
     "request_id", "due_s", "sent_s", "prompt_tokens", "asked_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s",
-    "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note",
+    "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note", "class", "priority", "mix",
+    "tokens_on_time",
 )  # fmt: skip
 
 
@@ -32,6 +41,7 @@ class RequestResult:
     e2e_s: float | None = None
     tpot_s: float | None = None
     output_tokens: int = 0
+    tokens_on_time: int = 0  # of those with a deadline
     failure: str | None = None  # the kind of failure
     note: str = ""  # the server's error message
     instance: str = ""
@@ -49,7 +59,33 @@ def meets_slo(result: RequestResult, slo: Slo) -> bool:
     return result.failure is None
 
 
-def summary(results: Sequence[RequestResult], slo: Slo) -> dict[str, Any]:
+def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequests:
+    """Return what requests asked for, by their own targets or those of the run, and what they got."""
+    targets = [slo_of(result.plan, slo) for result in results]
+    finished = np.array([result.failure is None for result in results], np.bool_)
+    entries = [result.plan.mix_entry for result in results]
+    return ServedRequests(
+        levels=ServiceLevels(
+            ttft_slo_s=np.array([target.ttft_s for target in targets], np.float64),
+            tpot_slo_s=np.array([target.tpot_s for target in targets], np.float64),
+            weight=np.array([result.plan.weight for result in results], np.float64),
+            priority=np.array([result.plan.priority for result in results], np.int64),
+            request_class=np.array([CLASSES.index(result.plan.request_class) for result in results], np.int64),
+            mix_entry=np.array(entries) if any(entries) else None,
+        ),
+        prompt_tokens=np.array([result.plan.prompt_tokens for result in results], np.int64),
+        output_tokens=np.array(
+            [result.output_tokens if result.failure is None else result.plan.output_tokens for result in results],
+            np.int64,
+        ),
+        ttft_s=np.array([result.ttft_s for result in results], np.float64),
+        tpot_s=np.array([result.tpot_s for result in results], np.float64),
+        tokens_on_time=np.array([result.tokens_on_time for result in results], np.int64),
+        finished=finished,
+    )
+
+
+def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = EQUAL_WEIGHTS) -> dict[str, Any]:
     """Summarise a run; times are in seconds."""
     successful = [result for result in results if result.failure is None]
     begin_s = min((result.plan.due_s for result in results), default=0.0)
@@ -77,6 +113,7 @@ def summary(results: Sequence[RequestResult], slo: Slo) -> dict[str, Any]:
         "sent_late_s": spread(result.sent_s for result in results),
         "forecast_error": forecast_error(successful),
         "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
+        **attainment_report(served_requests(results, slo), weights),
     }
 
 
@@ -140,6 +177,7 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     for kind, num in total["failures"].items():
         note = total["failure_notes"][kind]
         yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
+    yield from attainment_table(total)
 
 
 def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
@@ -152,5 +190,7 @@ def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
             result.plan.request_id, column(result.plan.due_s), column(result.sent_s), result.plan.prompt_tokens,
             result.plan.output_tokens, result.output_tokens, column(result.ttft_s), column(result.tpot_s),
             column(result.e2e_s), int(meets_slo(result, slo)), result.instance, column(result.predicted_ttft_s),
-            column(result.predicted_e2e_s), result.failure or "", result.note,
+            column(result.predicted_e2e_s), result.failure or "", result.note, result.plan.request_class,
+            result.plan.priority, result.plan.mix_entry,
+            "" if slo_of(result.plan, slo).ttft_s is None else result.tokens_on_time,
         ))  # fmt: skip

@@ -42,6 +42,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     import uvloop
 
     from predictor.request import Slo
+    from services.cli.mix_options import gain_weights
     from services.http.client import origin_of
     from services.load.request_format import headers_from
     from simulator.load_report import summary, table, write_csv
@@ -49,6 +50,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
     settings = given.make(BenchSettings)
     slo = Slo(ttft_s=seconds("slo_ttft_ms", settings.slo_ttft_ms), tpot_s=seconds("slo_tpot_ms", settings.slo_tpot_ms))
+    weights = gain_weights(settings.priority_weight, settings.first_token_weight)
     limits = given.make(LoadLimits)
     key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     form = given.make(RequestFormat, model=settings.model, headers=headers_from(settings.header, key), slo=slo)
@@ -59,7 +61,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
-    total = {"url": url, "time_scale": form.time_scale, "num_warm_up": len(warm_up), **summary(results, slo)}
+    total = {"url": url, "time_scale": form.time_scale, "num_warm_up": len(warm_up), **summary(results, slo, weights)}
     if as_json:
         json.dump(total, sys.stdout)
         print()
@@ -75,6 +77,7 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
     import numpy as np
 
     from simulator.load_plan import Timing, by_arrival, planned, synthetic
+    from simulator.mix import mix_from_file, mixed
     from simulator.traces import Trace, trace_from
 
     if seed < 0:
@@ -95,7 +98,10 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
         raise ValueError(f"warm_up: must lie between 0 and {len(requests) - 1}, not {settings.warm_up}")
     kind = kind or ("trace" if trace.has_arrivals and rate is None else "poisson")
     timing = Timing(kind=kind, rate=DEFAULT_RATE if rate is None else rate, cv=settings.cv, speed=settings.speed)
-    return planned(requests, timing, generator, block_tokens=trace.block_tokens)
+    entries: list[str] | None = None
+    if settings.mix:
+        requests, entries = mixed(requests, mix_from_file(settings.mix), seed)
+    return planned(requests, timing, generator, block_tokens=trace.block_tokens, mix_entries=entries)
 
 
 async def measured(

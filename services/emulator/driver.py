@@ -20,7 +20,7 @@ from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
-from services.emulator.metrics import EngineMetrics, Gauges
+from services.emulator.metrics import ABORTED, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, ParsedRequest
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
@@ -28,7 +28,6 @@ from services.logs import log_event
 log = logging.getLogger(__name__)
 
 MAX_LAG_S = 1.0  # of wall clock; a process that was stopped for longer does not catch up
-ABORTED = "abort"
 
 # the fields of a step that a state file records
 RECORDED = itemgetter(
@@ -99,7 +98,7 @@ class Driver:
         if self.failure is not None:
             raise self.failure
         if self.num_jobs >= self._max_jobs:
-            self.metrics.num_refused += 1
+            self.metrics.refused(request.priority, **self._service_facts(request.facts))
             raise busy()
         self._serial += 1
         engine_id = f"chatcmpl-{request.request_id}" if request.kind == CHAT else f"cmpl-{request.request_id}-0"
@@ -284,10 +283,10 @@ class Driver:
             if self._rows["in_flight_tokens"][job.slot] > 0:
                 still.append((job, reason))
                 continue
-            outcome = self.engine.outcome(job.engine_id)
+            facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
             self.engine.remove(job.engine_id)
             del self._jobs[job.slot]
-            self.metrics.ended(outcome, reason, job.request.max_tokens)
+            self.metrics.ended(facts, outcome, reason, job.request.max_tokens)
             if self._exporter is not None:
                 self._exporter.ended(job, outcome, reason)
         self._ending = still

@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 
 from predictor.config import EngineConfig
 from predictor.engine import Outcome
+from predictor.gain import missed, response_attainment
+from predictor.request import RequestFacts, Slo
+from services.attainment import TARGETS, AttainmentTally
 
 # vLLM 0.32 v1/metrics/buckets.py
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -27,7 +30,10 @@ INTER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
                80.0)  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+ABORTED = "abort"
+FINISH_REASONS = ("stop", "length", ABORTED, "error", "repetition")
+GROUP = ("class", "priority")
+TARGET = ("target", "class", "priority")
 REFUSED_FOR_LENGTH = "max_num_queued_reqs"
 
 HISTOGRAMS = {
@@ -105,6 +111,7 @@ class EngineMetrics:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     num_refused: int = 0
+    attainment: AttainmentTally = field(default_factory=AttainmentTally)
     histograms: dict[str, Histogram] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,9 +135,20 @@ class EngineMetrics:
         self.histograms["iteration_tokens_total"].observe(num_tokens)
         self.counts["generation_tokens"] += num_sampled
 
-    def ended(self, outcome: Outcome, reason: str, max_tokens: int) -> None:
+    def ended(self, request: RequestFacts, outcome: Outcome, reason: str, max_tokens: int) -> None:
         """Count a request that has ended."""
         self.finished[reason] += 1
+        if request.slo is not None and outcome.finished_s is not None and reason != ABORTED:
+            attained = response_attainment(
+                request.slo,
+                num_tokens=outcome.output_tokens,
+                tokens_on_time=outcome.tokens_on_time or 0,
+                ttft_s=outcome.ttft_s,
+                tpot_s=outcome.tpot_s,
+            )
+            self.attainment.add(
+                attained, request_class=request.request_class, priority=request.priority, weight=request.weight
+            )
         see = self.histograms
         see["request_prompt_tokens"].observe(outcome.prompt_tokens)
         see["request_generation_tokens"].observe(outcome.output_tokens)
@@ -146,6 +164,15 @@ class EngineMetrics:
         see["request_decode_time_seconds"].observe((finished_s - first_s) / self.speed)
         if outcome.tpot_s is not None:
             see["request_time_per_output_token_seconds"].observe(outcome.tpot_s / self.speed)
+
+    def refused(
+        self, priority: int, *, slo: Slo | None, request_class: str, weight: float = 1.0, **others: str
+    ) -> None:
+        """Count a request that the engine has no room for."""
+        del others
+        self.num_refused += 1
+        if slo is not None:
+            self.attainment.add(missed(slo, 1), request_class=request_class, priority=priority, weight=weight)
 
 
 class Exposition(Collector):
@@ -199,6 +226,7 @@ class Exposition(Collector):
             "block_emulator_lag_seconds", "How late the emulator is with the engine's last step.", value=gauges.lag_s
         )
         yield lag
+        yield from attainment_families(metrics.attainment)
 
     def _by_reason(self, gauges: Gauges) -> Metric:
         labels = (*self._labels, "reason")
@@ -234,6 +262,37 @@ class Exposition(Collector):
         for value, count in values.items():
             family.add_metric([*self._labels.values(), *([value] if by else [])], count, created=self._started_s)
         return family
+
+
+def attainment_families(tally: AttainmentTally) -> list[Metric]:
+    """Write a tally as counters."""
+    tokens_due = CounterMetricFamily(
+        "block_emulator_tokens_due", "Tokens with a deadline, of whole responses.", labels=GROUP
+    )
+    tokens_on_time = CounterMetricFamily(
+        "block_emulator_tokens_on_time", "Tokens that came by their deadlines.", labels=GROUP
+    )
+    possible_gain = CounterMetricFamily(
+        "block_emulator_possible_gain", "Tokens with a deadline, times the weights of their requests.", labels=GROUP
+    )
+    gain = CounterMetricFamily(
+        "block_emulator_gain", "Tokens that came by their deadlines, times the weights of their requests.", labels=GROUP
+    )
+    targets = CounterMetricFamily(
+        "block_emulator_targets",
+        "Requests with a target: ttft, tpot (the mean), slo (one or both of them), deadlines (of every token).",
+        labels=TARGET,
+    )
+    attained = CounterMetricFamily("block_emulator_targets_attained", "Requests that attained a target.", labels=TARGET)
+    for group, counts in tally.groups():
+        tokens_due.add_metric(group, counts.tokens_due)
+        tokens_on_time.add_metric(group, counts.tokens_on_time)
+        possible_gain.add_metric(group, counts.possible_gain)
+        gain.add_metric(group, counts.gain)
+        for target in TARGETS:
+            targets.add_metric((target, *group), counts.num_with[target])
+            attained.add_metric((target, *group), counts.num_attained[target])
+    return [tokens_due, tokens_on_time, possible_gain, gain, targets, attained]
 
 
 def one_two_five(largest: int) -> list[float]:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
 from services.gateway.incoming import (
     AUTHORIZATION,
@@ -106,7 +107,13 @@ class Gateway(Application):
                 explain=headers.explain,
             )
             placing = Placing(shared=context, incoming=incoming)
-            forwarder = RequestForwarder(context=context, incoming=incoming, call=call, placing=placing)
+            forwarder = RequestForwarder(
+                context=context,
+                incoming=incoming,
+                call=call,
+                placing=placing,
+                attainment=attainment_of(incoming, context.metrics.attainment),
+            )
             await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager

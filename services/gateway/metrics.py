@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from services.attainment import TARGETS, AttainmentTally
 
 LATENCIES_S = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
 )  # fmt: skip
+GROUP = ("class", "priority")
+TARGET = ("target", "class", "priority")
 DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -62,6 +69,8 @@ class GatewayMetrics:
         self._under_way = Gauge("block_gateway_requests_under_way", "Requests in the gateway.", registry=registry)
         self._waiting = Gauge("block_gateway_releases_waiting", "Ends of requests not reported yet.", registry=registry)
         self._counts: dict[tuple[str, int], Counter] = {}
+        self.attainment = AttainmentTally()
+        registry.register(AttainmentCollector(self.attainment))
 
     def watch(self, under_way: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the gauges when metrics are collected."""
@@ -74,3 +83,46 @@ class GatewayMetrics:
         if child is None:
             child = self._counts[path, status] = self.requests.labels(path, str(status))
         child.inc()
+
+
+class AttainmentCollector(Collector):
+    """Exposes what streamed responses to requests with targets attained."""
+
+    def __init__(self, tally: AttainmentTally) -> None:
+        """Read from a tally."""
+        self._tally = tally
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all counters."""
+        return attainment_families(self._tally)
+
+
+def attainment_families(tally: AttainmentTally) -> list[Metric]:
+    """Write a tally as counters."""
+    tokens_due = CounterMetricFamily(
+        "block_gateway_tokens_due", "Tokens with a deadline, of streamed responses.", labels=GROUP
+    )
+    tokens_on_time = CounterMetricFamily(
+        "block_gateway_tokens_on_time", "Tokens that came by their deadlines.", labels=GROUP
+    )
+    possible_gain = CounterMetricFamily(
+        "block_gateway_possible_gain", "Tokens with a deadline, times the weights of their requests.", labels=GROUP
+    )
+    gain = CounterMetricFamily(
+        "block_gateway_gain", "Tokens that came by their deadlines, times the weights of their requests.", labels=GROUP
+    )
+    targets = CounterMetricFamily(
+        "block_gateway_targets",
+        "Requests with a target: ttft, tpot (the mean), slo (one or both of them), deadlines (of every token).",
+        labels=TARGET,
+    )
+    attained = CounterMetricFamily("block_gateway_targets_attained", "Requests that attained a target.", labels=TARGET)
+    for group, counts in tally.groups():
+        tokens_due.add_metric(group, counts.tokens_due)
+        tokens_on_time.add_metric(group, counts.tokens_on_time)
+        possible_gain.add_metric(group, counts.possible_gain)
+        gain.add_metric(group, counts.gain)
+        for target in TARGETS:
+            targets.add_metric((target, *group), counts.num_with[target])
+            attained.add_metric((target, *group), counts.num_attained[target])
+    return [tokens_due, tokens_on_time, possible_gain, gain, targets, attained]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
 from services.explanations import in_short
+from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
@@ -42,11 +43,17 @@ class RequestForwarder:
     incoming: Incoming
     call: Call
     placing: Placing
+    attainment: StreamAttainment | None = None  # of a request with targets
 
     async def run(self) -> None:
         """Forward the request, and pass the response on."""
         self.context.budget.earn()
-        attempt = await self._response()
+        try:
+            attempt = await self._response()
+        except ApiError as error:
+            if self.attainment is not None:
+                self.attainment.refused(error.status)
+            raise
         try:
             await (self._stream(attempt) if attempt.is_stream else self._pass_on(attempt))
         finally:
@@ -62,7 +69,9 @@ class RequestForwarder:
                 if last is not None:  # an engine's own error is more precise than the gateway's
                     return last
                 raise
-            attempt = UpstreamAttempt(context=self.context, incoming=self.incoming, destination=destination)
+            attempt = UpstreamAttempt(
+                context=self.context, incoming=self.incoming, destination=destination, attainment=self.attainment
+            )
             try:
                 await attempt.send()
             except (ConnectionError, TimeoutError) as error:
@@ -101,6 +110,8 @@ class RequestForwarder:
     async def _pass_on(self, attempt: UpstreamAttempt) -> None:
         """Pass on a response in one piece."""
         attempt.finish()
+        if self.attainment is not None:
+            self.attainment.refused(attempt.status)
         await self.call.reply(attempt.status, self._headers(attempt), attempt.body)
 
     async def _stream(self, attempt: UpstreamAttempt) -> None:
@@ -120,9 +131,11 @@ class RequestForwarder:
                 instance_id=attempt.destination.instance_id, why=str(error),
             )  # fmt: skip
             attempt.finish(FAILED)
+            attempt.count_attainment(broken=True)
             raise engine_error(error) from None
         rest = attempt.rest()
         attempt.finish()
+        attempt.count_attainment()
         await self.call.end(rest)
 
     def _headers(self, attempt: UpstreamAttempt) -> Headers:
@@ -158,6 +171,7 @@ class UpstreamAttempt:
     context: GatewayContext
     incoming: Incoming
     destination: Destination
+    attainment: StreamAttainment | None = None
 
     status: int = 0
     headers: Headers = field(default_factory=list)
@@ -192,6 +206,8 @@ class UpstreamAttempt:
             self.body = self._reader.feed(await connection.read(max(MIN_WAIT_S, until_s - now_s())))
         if self.is_stream:
             self._first_s = connection.last_byte_s
+            if self.attainment is not None:
+                self.attainment.took(self._reader.num_data, connection.last_byte_s)
 
     async def events(self) -> bytes | None:
         """Wait for more of a stream and return whole events, possibly none; None at its end."""
@@ -199,7 +215,15 @@ class UpstreamAttempt:
         assert connection is not None
         if connection.drained():
             return None
-        return self._reader.feed(await connection.read(self.context.settings.idle_s))
+        events = self._reader.feed(await connection.read(self.context.settings.idle_s))
+        if self.attainment is not None:
+            self.attainment.took(self._reader.num_data, connection.last_byte_s)
+        return events
+
+    def count_attainment(self, *, broken: bool = False) -> None:
+        """Count what the stream, which has ended, attained."""
+        if self.attainment is not None:
+            self.attainment.ended(self._reader, broken=broken)
 
     def rest(self) -> bytes:
         """Return the incomplete event at the end of a stream."""

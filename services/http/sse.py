@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
@@ -91,10 +91,28 @@ class StreamReader:
             return Ending(
                 finish_reason=finish_reason, output_tokens=ending.output_tokens, prompt_tokens=ending.prompt_tokens
             )
+        return Ending(
+            finish_reason=finish_reason, output_tokens=self._num_texts(tail), prompt_tokens=ending.prompt_tokens
+        )
+
+    def token_times(self, marks: Iterable[tuple[int, float]], num_tokens: int) -> list[tuple[int, float]]:
+        """Turn the number of lines of data at some times into the number of tokens of `num_tokens`.
+
+        Where an engine puts several tokens into an event, all events count as many.
+        """
+        num_texts = self._num_texts(b"\n" + b"".join(self._last)[-TAIL_BYTES:])
+        before = self._begins_with_role()
+        return [
+            (min(max(0, so_far - before), num_texts) * num_tokens // max(1, num_texts), at_s) for so_far, at_s in marks
+        ]
+
+    def _num_texts(self, tail: bytes) -> int:
+        """Return the number of events that contain text."""
         no_text = (b"data: " + DONE in tail) + len(_ERROR.findall(tail)) + (_USAGE_ONLY.search(tail) is not None)
-        no_text += _ROLE_ONLY.search(self._first.partition(b"\n\n")[0]) is not None
-        tokens = max(0, self.num_data - no_text)
-        return Ending(finish_reason=finish_reason, output_tokens=tokens, prompt_tokens=ending.prompt_tokens)
+        return max(0, self.num_data - no_text - self._begins_with_role())
+
+    def _begins_with_role(self) -> bool:
+        return _ROLE_ONLY.search(self._first.partition(b"\n\n")[0]) is not None
 
 
 def ending_of(body: bytes) -> Ending:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from predictor.request import Slo
+from predictor.request import REAL_TIME, Slo
 from services.http.client import Headers
 from simulator.load_plan import Planned, target_of
 
@@ -86,6 +86,10 @@ def headers_of(one: Planned, form: RequestFormat, request_id: str) -> Headers:
     for header, name in ((b"x-slo-ttft-ms", "ttft_s"), (b"x-slo-tpot-ms", "tpot_s")):
         if (target_s := target_of(name, one, form.slo)) is not None:
             headers.append((header, b"%.3f" % (1000 * target_s / form.time_scale)))
+    if one.request_class != REAL_TIME:
+        headers.append((b"x-block-class", one.request_class.encode()))
+    if one.weight != 1.0:
+        headers.append((b"x-block-weight", b"%r" % one.weight))
     return headers
 
 

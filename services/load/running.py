@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Annotated
 from uuid import uuid4
 
+from predictor.gain import count_on_time
 from protos.block.v1 import common_pb2
 from services.http.client import ConnectError, Connection, HttpClient, Origin, request_head
 from services.http.sse import StreamReader
 from services.load.request_format import RequestFormat, body_of, headers_of
-from simulator.load_plan import Planned
+from simulator.load_plan import Planned, slo_of
 from simulator.load_report import RequestResult
 
 ERROR_EVENT = b'data: {"error"'
@@ -121,6 +122,8 @@ class LoadSender:
             result.failure, result.note = f"status {connection.status}", _note(text)
             return
         stream = StreamReader()
+        slo = slo_of(result.plan, self._form.slo)
+        marks: list[tuple[int, float]] | None = None if slo.ttft_s is None else []
         first_s = last_s = 0.0
 
         def take(piece: bytes) -> None:
@@ -128,6 +131,8 @@ class LoadSender:
             if events := stream.feed(piece):
                 last_s = connection.last_byte_s
                 first_s = first_s or last_s
+                if marks is not None:
+                    marks.append((stream.num_data, (last_s - due_s) * scale))
                 if ERROR_EVENT in events:
                     result.failure, result.note = "error event", _note(events[events.index(ERROR_EVENT) :])
 
@@ -143,6 +148,9 @@ class LoadSender:
             result.ttft_s, result.e2e_s = (first_s - due_s) * scale, (last_s - due_s) * scale
             if result.output_tokens > 1:
                 result.tpot_s = (last_s - first_s) * scale / (result.output_tokens - 1)
+        if marks is not None:
+            times = stream.token_times(marks, result.output_tokens)
+            result.tokens_on_time = count_on_time(slo, times, result.output_tokens)
 
 
 def _seconds(value: bytes | None, scale: float) -> float | None:

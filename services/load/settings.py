@@ -51,6 +51,19 @@ class BenchSettings:
     slo_tpot_ms: Annotated[float | None, "TPOT target in milliseconds, for goodput; it is sent with every request."] = (
         None
     )
+    mix: Annotated[
+        str,
+        Option("File with a mix: shares of requests with their class, priority, weight and targets.", metavar="TOML"),
+    ] = ""
+    priority_weight: Annotated[
+        tuple[str, ...],
+        Option(
+            "Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable.",
+            metavar="PRIORITY=WEIGHT",
+            environment=False,
+        ),
+    ] = ()
+    first_token_weight: Annotated[float, "Weight of a first token in the gain, as a multiple of a later one's."] = 1.0
     header: Annotated[
         tuple[str, ...],
         Option(

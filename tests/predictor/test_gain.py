@@ -16,8 +16,11 @@ from predictor.gain import (
     attained,
     attainment_report,
     attainment_table,
+    count_on_time,
     default_levels,
+    missed,
     priority_weights,
+    response_attainment,
     service_levels_of,
 )
 from predictor.request import BEST_EFFORT, RequestFacts, Slo
@@ -129,6 +132,42 @@ def test_sums_over_columns_equal_sums_over_tokens() -> None:
         assert sum(part["num_with_targets"] for part in report.get("by_priority", {}).values()) == sum(
             facts.slo is not None for facts in requests
         )
+
+
+def test_one_response_as_it_comes() -> None:
+    """Counts by marks equal counts by token, where pieces bring several tokens or none."""
+    draw = random.Random(5)
+    for _ in range(300):
+        ttft_s, tpot_s = draw.choice((None, 0.5, 1.0)), draw.choice((None, 0.1, 0.2))
+        slo, num_tokens = Slo(ttft_s=ttft_s, tpot_s=tpot_s), draw.randint(1, 12)
+        marks, times, time_s = [], [], 0.3
+        while len(times) < num_tokens:
+            time_s += draw.uniform(0.0, 0.4)
+            times += [time_s] * draw.randint(0, 3)
+            marks.append((len(times), time_s))
+        marks.append((len(times) + 2, time_s + 0.1))  # lines without text
+        times = times[:num_tokens]
+        on_time = count_on_time(slo, marks, num_tokens)
+        assert on_time == sum(on_time_of(slo, times))
+        mean_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else None
+        whole = response_attainment(slo, num_tokens=num_tokens, tokens_on_time=on_time, ttft_s=times[0], tpot_s=mean_s)
+        if slo != Slo():
+            part = attained(served([request(0, slo=slo)], [times]))
+            assert part["slo_attained"] == whole.slo
+            assert part["deadline_attained"] == whole.deadlines
+            assert part["tdg_ratio"] == (
+                None if whole.tokens_due == 0 else pytest.approx(whole.tokens_on_time / whole.tokens_due)
+            )
+
+
+def test_a_response_that_does_not_end_misses_all_its_targets() -> None:
+    """Also a TPOT target, of which a single token would be within."""
+    nothing = missed(Slo(ttft_s=1.0, tpot_s=1.0), 0)
+    assert (nothing.tokens_due, nothing.tokens_on_time) == (1, 0)
+    assert (nothing.ttft, nothing.tpot, nothing.slo, nothing.deadlines) == (False, False, False, False)
+    rate_alone = missed(Slo(tpot_s=1.0), 7)
+    assert (rate_alone.tokens_due, rate_alone.ttft, rate_alone.tpot, rate_alone.deadlines) == (0, None, False, None)
+    assert missed(Slo(ttft_s=1.0), 7).tokens_due == 1
 
 
 def test_the_table_shows_what_the_report_has() -> None:

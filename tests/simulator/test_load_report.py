@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 
+from predictor.gain import GainWeights
 from predictor.request import Slo
 from simulator.load_plan import Planned
 from simulator.load_report import RequestResult, meets_slo, summary, table, write_csv
@@ -56,6 +58,25 @@ def test_targets() -> None:
     run_slo = Slo(ttft_s=0.25, tpot_s=0.085)
     assert [meets_slo(one, run_slo) for one in RESULTS] == [False, True, True, False, False]
     assert [meets_slo(one, NO_SLO) for one in RESULTS] == [True] * 4 + [False]
+
+
+def test_what_was_attained() -> None:
+    """A request's own target overrides the run's; a failed request loses the gain of its planned tokens."""
+    results = [replace(one, tokens_on_time=count) for one, count in zip(RESULTS, (11, 5, 2, 0, 11), strict=True)]
+    results[3].plan = replace(results[3].plan, priority=1, weight=3.0, mix_entry="m")
+    total = summary(results, Slo(ttft_s=0.25, tpot_s=0.085), GainWeights(by_priority={1: 2.0}))
+    assert total["tdg_ratio"] == pytest.approx((11 + 5 + 2 + 0 + 0) / (4 * 11 + 6 * 11))
+    assert total["slo_attained"] == 0.4
+    assert total["deadline_attained"] == 0.2
+    assert total["by_priority"]["1"]["tdg_ratio"] == 0.0
+    assert set(total["by_mix"]) == {"", "m"}
+    assert "tdg_ratio" not in summary(results[:1], NO_SLO)
+    assert "priority 1" in "\n".join(table(total))
+    out = io.StringIO()
+    write_csv(results, NO_SLO, out)
+    rows = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert [row["tokens_on_time"] for row in rows] == ["", "", "2", "", ""]
+    assert (rows[3]["class"], rows[3]["priority"], rows[3]["mix"]) == ("real-time", "1", "m")
 
 
 def test_a_table_and_a_file() -> None:

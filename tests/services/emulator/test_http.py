@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -356,3 +357,26 @@ def test_metrics_have_vllms_names(engine: Emulated) -> None:
         if sample.name.endswith("_bucket")
     ]
     assert bounds[:4] == [1, 2, 5, 10]
+
+
+def test_metrics_count_attained_targets(engine: Emulated) -> None:
+    """Requests with targets count by class and priority, in wall time; the others do not."""
+
+    def values(name: str) -> float:
+        labels = 'class="best-effort",priority="7"'
+        target = "deadlines" if name.startswith("targets") else None
+        found = re.search(
+            rf"^block_emulator_{name}_total\{{{labels}{f',target=.{target}.' if target else ''}\}} (\S+)$",
+            engine.plain_metrics(), re.MULTILINE,
+        )  # fmt: skip
+        return float(found[1]) if found else 0.0
+
+    names = ("tokens_due", "tokens_on_time", "possible_gain", "gain", "targets", "targets_attained")
+    facts = {"block_class": "best-effort", "block_weight": 0.5}
+    assert [values(name) for name in names] == [0.0] * 6
+    engine.complete(max_tokens=5, priority=7, vllm_xargs={**facts, "block_ttft_s": 600.0, "block_tpot_s": 600.0})
+    assert [values(name) for name in names] == [5, 5, 2.5, 2.5, 1, 1]
+    engine.complete(max_tokens=5, priority=7, vllm_xargs={**facts, "block_ttft_s": 1e-9, "block_tpot_s": 1e-9})
+    assert [values(name) for name in names] == [10, 5, 5.0, 2.5, 2, 1]
+    engine.complete(max_tokens=5, priority=7, vllm_xargs=facts)
+    assert [values(name) for name in names] == [10, 5, 5.0, 2.5, 2, 1]

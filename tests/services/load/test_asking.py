@@ -63,6 +63,15 @@ def test_priority_and_slo_are_sent() -> None:
     assert (headers[b"x-slo-ttft-ms"], headers[b"x-slo-tpot-ms"]) == (b"1000.000", b"40.000")
 
 
+def test_class_and_weight_are_sent_where_they_are_not_the_defaults() -> None:
+    """They are headers that the gateway reads."""
+    one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, request_class="best-effort", weight=2.5)
+    headers = dict(headers_of(one, RequestFormat(model="m"), "r"))
+    assert (headers[b"x-block-class"], headers[b"x-block-weight"]) == (b"best-effort", b"2.5")
+    plain = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2)
+    assert not {b"x-block-class", b"x-block-weight"} & set(dict(headers_of(plain, RequestFormat(model="m"), "r")))
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_bad_time_scale(scale: float) -> None:
     """The time scale must be finite and positive."""

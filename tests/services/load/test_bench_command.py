@@ -69,6 +69,29 @@ def test_one_object_and_one_file(tmp_path: Path) -> None:
             assert len(list(csv.DictReader(rows))) == 10
 
 
+def test_a_mix(tmp_path: Path) -> None:
+    """Requests are sent with the facts of their entries, and the report has what each entry attained."""
+    mix = tmp_path / "mix.toml"
+    mix.write_text(
+        "[[mix]]\nname = 'chat'\nshare = 1\nweight = 2.0\nttft_slo_s = 600\ntpot_slo_s = 600\n"
+        "[[mix]]\nname = 'late'\nshare = 1\nclass = 'best-effort'\npriority = 4\nttft_slo_s = 1e-9\n"
+    )
+    with engine_running(answers) as engine:
+        flags = ("--model", "m", "-n", "20", "--rate", "500", "--output-tokens", "4", "--mix", str(mix))
+        total = answer("bench", engine.url, *flags, "--priority-weight", "4=8")
+        sent = [(call.headers, json.loads(call.body)) for call in engine.calls]
+    chats = [headers for headers, _ in sent if headers.get("x-block-weight") == "2.0"]
+    late = [body for headers, body in sent if headers.get("x-block-class") == "best-effort"]
+    assert len(chats) + len(late) == 20
+    assert 0 < len(chats) < 20
+    assert all(headers["x-slo-ttft-ms"] == "600000.000" for headers in chats)
+    assert all(body["priority"] == 4 for body in late)
+    assert (total["by_mix"]["chat"]["tdg_ratio"], total["by_mix"]["late"]["tdg_ratio"]) == (1.0, 0.0)
+    gained, lost = 2 * 4 * len(chats), 8 * 1 * len(late)
+    assert total["tdg_ratio"] == pytest.approx(gained / (gained + lost))
+    assert set(total["by_class"]) == {"real-time", "best-effort"}
+
+
 def test_a_trace(tmp_path: Path) -> None:
     """A trace's requests are sent in order of arrival, at its times or at drawn ones."""
     trace = tmp_path / "trace.csv"
@@ -138,6 +161,9 @@ BAD = (
     ([GOOD, "-H", "nonsense"], "header: "),
     ([GOOD, "--csv", "/nowhere/x.csv", "--model", "m"], "csv: /nowhere/x.csv cannot be written"),
     ([GOOD, "--time-scale", "0"], "time_scale: "),
+    ([GOOD, "--mix", "/nowhere"], "/nowhere: cannot be read"),
+    ([GOOD, "--priority-weight", "0=-1"], "priority_weight: "),
+    ([GOOD, "--first-token-weight", "0"], "first_token_weight: "),
     ([GOOD, "--frobnicate"], "--frobnicate"),
 )
 

@@ -1,0 +1,55 @@
+"""Counts of what requests with targets attained, by class and priority, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from predictor.gain import ResponseAttainment
+
+MAX_PRIORITIES = 16  # that have a label of their own; clients choose priorities, and labels must stay few
+OTHER_PRIORITY = "other"
+TARGETS = ("ttft", "tpot", "slo", "deadlines")
+
+
+@dataclass(slots=True, kw_only=True)
+class AttainmentCounts:
+    """Counts of the requests of one class and priority."""
+
+    tokens_due: int = 0
+    tokens_on_time: int = 0
+    possible_gain: float = 0.0
+    gain: float = 0.0
+    num_with: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
+    num_attained: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
+
+
+class AttainmentTally:
+    """Sums up what requests attained."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._groups: dict[tuple[str, str], AttainmentCounts] = {}
+        self._priorities: dict[int, str] = {}
+
+    def add(self, attained: ResponseAttainment, *, request_class: str, priority: int, weight: float) -> None:
+        """Count a request."""
+        label = self._priorities.get(priority)
+        if label is None:
+            label = str(priority) if len(self._priorities) < MAX_PRIORITIES else OTHER_PRIORITY
+            if label != OTHER_PRIORITY:
+                self._priorities[priority] = label
+        counts = self._groups.setdefault((request_class, label), AttainmentCounts())
+        counts.tokens_due += attained.tokens_due
+        counts.tokens_on_time += attained.tokens_on_time
+        counts.possible_gain += weight * attained.tokens_due
+        counts.gain += weight * attained.tokens_on_time
+        for target in TARGETS:
+            value = getattr(attained, target)
+            if value is not None:
+                counts.num_with[target] += 1
+                counts.num_attained[target] += value
+
+    def groups(self) -> Iterator[tuple[tuple[str, str], AttainmentCounts]]:
+        """Yield class and priority with their counts."""
+        yield from self._groups.items()

@@ -1,0 +1,78 @@
+"""What a streamed response attains of its request's targets, as a client sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from predictor.gain import ResponseAttainment, count_on_time, missed, response_attainment
+from predictor.request import Slo
+from protos.block.v1 import common_pb2
+from services.attainment import AttainmentTally
+from services.engine_state.xargs import CLASSES
+from services.gateway.incoming import Incoming
+from services.http.sse import StreamReader
+
+BUSY, SERVER_ERROR = 429, 500
+FAILED = common_pb2.FINISH_REASON_FAILED
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamAttainment:
+    """Measures one request; a client that leaves is not counted."""
+
+    tally: AttainmentTally
+    request: common_pb2.Request
+    slo: Slo
+    arrived_s: float
+    _marks: list[tuple[int, float]] = field(default_factory=list)
+
+    def took(self, num_data: int, at_s: float) -> None:
+        """Note when a piece of the stream came; `num_data` lines of data have come so far."""
+        self._marks.append((num_data, at_s))
+
+    def refused(self, status: int) -> None:
+        """Count a request without a response, unless that is the client's fault."""
+        if status == BUSY or status >= SERVER_ERROR:
+            self._add(missed(self.slo, 1))
+
+    def ended(self, reader: StreamReader, *, broken: bool = False) -> None:
+        """Count a response that has ended."""
+        ending = reader.ending()
+        num_tokens = ending.output_tokens
+        if broken or num_tokens == 0 or not self._marks or ending.finish_reason == FAILED:
+            self._add(missed(self.slo, num_tokens))
+            return
+        times = [(so_far, at_s - self.arrived_s) for so_far, at_s in reader.token_times(self._marks, num_tokens)]
+        end_s = times[-1][1]
+        ttft_s = next((time_s for so_far, time_s in times if so_far > 0), end_s)
+        last_s = next((time_s for so_far, time_s in times if so_far >= num_tokens), end_s)
+        self._add(
+            response_attainment(
+                self.slo,
+                num_tokens=num_tokens,
+                tokens_on_time=count_on_time(self.slo, times, num_tokens),
+                ttft_s=ttft_s,
+                tpot_s=(last_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None,
+            )
+        )
+
+    def _add(self, attained: ResponseAttainment) -> None:
+        request = self.request
+        self.tally.add(
+            attained,
+            request_class=CLASSES[request.request_class == common_pb2.REQUEST_CLASS_BEST_EFFORT],
+            priority=request.priority,
+            weight=request.weight if request.HasField("weight") else 1.0,
+        )
+
+
+def attainment_of(incoming: Incoming, tally: AttainmentTally) -> StreamAttainment | None:
+    """Return the measurement of a request with targets whose response is streamed; None for any other."""
+    request = incoming.request
+    if not (incoming.openai.stream and request.HasField("slo")):
+        return None
+    slo = Slo(
+        ttft_s=request.slo.ttft_s if request.slo.HasField("ttft_s") else None,
+        tpot_s=request.slo.tpot_s if request.slo.HasField("tpot_s") else None,
+    )
+    return StreamAttainment(tally=tally, request=request, slo=slo, arrived_s=incoming.arrived_s)
