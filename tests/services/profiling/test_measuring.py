@@ -20,7 +20,7 @@ from services.http.client import origin_of
 from services.profiling.measuring import MeasurementOptions, measure
 from services.settings import seconds_of
 from tests.services.cli.running import block, refusal
-from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
+from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated
 
 SPEED = 50.0
 BUDGET_S = 8.0
@@ -80,7 +80,7 @@ def test_all_kinds_of_steps_are_observed_without_preemptions(measured: EngineMea
 def test_no_prompt_hits_the_prefix_cache(engine: Emulated, measured: EngineMeasurement) -> None:
     """Caching is on, but every prompt is computed in full."""
     assert measured.config.enable_prefix_caching
-    reader = Reader(str(engine.state_file))
+    reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
     assert int(reader.read().state["prefix_hits"]) == 0
     reader.close()
 
