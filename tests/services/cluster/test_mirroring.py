@@ -33,7 +33,7 @@ engine-speed = 20.0
 max-num-seqs = 8
 [scheduler]
 poll-s = 0.1
-sidecar-deadline-ms = 2000
+sidecar-deadline-ms = 20000
 """
 ASK = {"model": "tiny", "prompt": "Tell me a story", "max_tokens": 20, "ignore_eos": True, "stream": True}
 

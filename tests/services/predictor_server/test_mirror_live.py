@@ -68,6 +68,7 @@ def test_its_forecasts_are_close_to_those_from_the_exported_state(stream: bool, 
         exported = ExportedEngine(str(engine.state_file), A30, "conditional_median", 30.0)
         errors, differences = [], []
         async with mirror_of(url_of(engine), speed=speed) as client:
+            await client.rpc.until(lambda response: response.state == READY)
             mirrored = client.mirror.source
             sending = asyncio.create_task(traffic(client.http, 24, stream=stream, speed=speed))
             while not sending.done():
