@@ -17,6 +17,7 @@ from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
+from tests.ports import free_port
 from tests.services.waiting import LIMIT_S, PATIENCE_S
 
 LOCAL = "127.0.0.1"
@@ -170,12 +171,9 @@ async def engines(*answers: Answer) -> AsyncIterator[list[Engine]]:
             await engine.stop()
 
 
-async def unreachable() -> str:
+def unreachable() -> str:
     """Return a URL at which no server listens."""
-    engine = Engine(answer=hangs)
-    await engine.start()
-    await engine.stop()
-    return engine.url
+    return f"http://{LOCAL}:{free_port()}"
 
 
 # Schedulers.

@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_be_reached() -> None:
     """The request goes to the next engine, and no outcome is reported for a request that was not sent."""
 
     async def test() -> None:
-        async with scene(streams, urls=[await unreachable()]) as here:
+        async with scene(streams, urls=[unreachable()]) as here:
             assert (await here.post(stream=True)).content == b"".join(STREAM)
             released = {one.instance_id: one for one in [await here.scheduler.released.get() for _ in range(2)]}
             assert not released["e0"].HasField("outcome")
@@ -129,7 +129,7 @@ def test_a_dead_engine_is_avoided() -> None:
     """After two failures an instance is excluded from decisions until its pause is over."""
 
     async def test() -> None:
-        async with scene(completes, urls=[await unreachable()]) as here:
+        async with scene(completes, urls=[unreachable()]) as here:
             excluded: list[list[str]] = []
             while excluded != [["e0"]]:
                 here.scheduler.asked.clear()
@@ -465,7 +465,7 @@ def test_without_schedulers_the_fallback_is_used() -> None:
 
     async def test() -> None:
         async with scene(streams, streams) as other:
-            urls = (await unreachable(), *(engine.url for engine in other.engines))
+            urls = (unreachable(), *(engine.url for engine in other.engines))
             async with scene(engine_urls=urls) as here:
                 await here.scheduler.stop()
                 for _ in range(6):

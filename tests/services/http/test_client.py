@@ -11,6 +11,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from services.http.client import BrokenError, ConnectError, Connection, HttpClient, Origin, origin_of, request_head
+from tests.ports import free_port
 from tests.services.placement.scripted_connection import virtual_clock
 from tests.services.waiting import run
 
@@ -262,10 +263,7 @@ def test_unreachable_servers() -> None:
 
     async def test() -> None:
         client = HttpClient()
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
-            port = closed.getsockname()[1]
-        for url in (f"http://127.0.0.1:{port}", f"http://{'x' * 64}:1"):
+        for url in (f"http://127.0.0.1:{free_port()}", f"http://{'x' * 64}:1"):
             with pytest.raises(ConnectError, match="cannot be reached"):
                 await ask(client, origin_of(url))
 

@@ -174,7 +174,7 @@ def test_an_unreachable_endpoint() -> None:
     """An endpoint that cannot be reached is a kind of failure."""
 
     async def test() -> None:
-        total = summary(await load(plan_of(2), await unreachable()), NO_SLO)
+        total = summary(await load(plan_of(2), unreachable()), NO_SLO)
         assert total["failures"] == {"unreachable": 2}
 
     run(test)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
+from tests.ports import free_port
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
 from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
@@ -265,8 +265,7 @@ def test_a_request_that_the_engine_refuses_leaves_the_mirror(tmp_path: Path) -> 
 
 def test_it_follows_an_engine_over_a_crash_and_a_restart() -> None:
     """Streams end with an error, the instance is down, then idle and ready again."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
 
     async def test() -> None:
         with process(*SMALL, "--port", port, "--speed", "0.5") as started:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.services.emulator.running import emulated
 from tests.services.predictor_server.running_mirrors import RawEngine, mirror_of, raw_engine
 from tests.services.predictor_server.running_sidecars import PATIENCE_S, run
@@ -132,11 +132,9 @@ async def refusal(reply: httpx.Response, status: int) -> dict[str, object]:
 
 def test_an_engine_that_is_not_there_is_unavailable() -> None:
     """Every request gets a 503 in OpenAI's form, with a time to retry after."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
 
     async def test() -> None:
-        async with mirror_of(f"http://127.0.0.1:{port}", engine=SETTINGS) as client:
+        async with mirror_of(f"http://127.0.0.1:{free_port()}", engine=SETTINGS) as client:
             for reply in (await client.complete(), await client.http.get("/v1/models")):
                 assert "cannot be reached" in str((await refusal(reply, 503))["message"])
                 assert reply.headers["retry-after"]
