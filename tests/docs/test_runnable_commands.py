@@ -18,6 +18,7 @@ import pytest
 
 from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
 from tests.ports import free_port
+from tests.services.waiting import PATIENT_SERVERS
 
 RUNNABLE = [(page, name) for page, name in zip(PAGES, IDS, strict=True) if any(one.run for one in blocks_of(page))]
 PATIENCE_S = 300.0  # a busy machine; usually a few seconds
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def environment(folder: Path) -> dict[str, str]:
     """Ours, with the command first on the path."""
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **PATIENT_SERVERS, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager

@@ -34,6 +34,9 @@ max-num-seqs = 8
 [scheduler]
 poll-s = 0.1
 sidecar-deadline-ms = 20000
+[gateway]
+schedule-s = 60.0
+connect-s = 60.0
 """
 ASK = {"model": "tiny", "prompt": "Tell me a story", "max_tokens": 20, "ignore_eos": True, "stream": True}
 
