@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 from tests.conformance.vllm_side import interpreter
+from tests.ports import free_port
 
 START_S = 420.0  # on a slow machine; a fast one takes forty seconds
 STOP_S = 60.0
@@ -99,9 +99,7 @@ class Engine:
 
     def __init__(self, model: Path, state: Path, log: Path, *options: str) -> None:
         """Initialise it without starting it."""
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self._port = taken.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.state = state
         self._log = log

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
+from tests.ports import free_port
+from tests.services.waiting import PATIENT_SERVERS
 
 RUNNABLE = [(page, name) for page, name in zip(PAGES, IDS, strict=True) if any(one.run for one in blocks_of(page))]
 PATIENCE_S = 300.0  # a busy machine; usually a few seconds
@@ -28,13 +29,6 @@ pytestmark = [
     pytest.mark.xdist_group("cluster"),
     pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl"),
 ]
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -52,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def environment(folder: Path) -> dict[str, str]:
     """Ours, with the command first on the path."""
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **PATIENT_SERVERS, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager

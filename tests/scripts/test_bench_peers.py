@@ -20,7 +20,7 @@ from scripts.load_client import LoadSample, load
 from scripts.processes import Running, stand_in, started
 from scripts.stand_ins import FIRST_MS, NUM_EVENTS, request_body, small_answer, tokens_of
 from services.http.client import HttpClient
-from tests.services.waiting import run
+from tests.services.waiting import PATIENT_SERVERS, run
 
 SCRIPT = Path(bench_peers.__file__)
 TIMER_MS = 1  # uvloop counts whole milliseconds from the start of a turn of the loop: timers may be that early
@@ -205,8 +205,8 @@ def test_a_short_run() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
-        timeout=300,
+        env={**os.environ, **PATIENT_SERVERS, "PYTHONPATH": str(SCRIPT.parents[1])},
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -57,7 +57,7 @@ def test_a_cancelled_task_is_not_restarted() -> None:
 
         failed, started = failing(KeyError("a"))
         tasks = [
-            asyncio.create_task(supervised("waiting", work)), asyncio.create_task(supervised("pausing", failed)),
+            asyncio.create_task(supervised("waiting", work)), asyncio.create_task(supervised("pausing", failed, pause_s=PATIENCE_S)),
             asyncio.create_task(supervised("failing in the end", clumsy, pause_s=0)),
         ]  # fmt: skip
         await working.wait()

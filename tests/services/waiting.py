@@ -8,6 +8,10 @@ from collections.abc import Awaitable, Callable
 
 PATIENCE_S = 60.0  # for one condition
 LIMIT_S = 120.0  # of one test
+PATIENT_SERVERS = {  # environment of servers that run with their default settings otherwise
+    "BLOCK_SCHEDULE_S": "60", "BLOCK_CONNECT_S": "60", "BLOCK_SIDECAR_DEADLINE_MS": "20000",
+    "BLOCK_TAGGER_DEADLINE_MS": "20000",
+}  # fmt: skip
 
 
 def run(test: Callable[[], Awaitable[None]], limit_s: float = LIMIT_S) -> None:

@@ -48,14 +48,14 @@ metrics-port = 0
 [scheduler]
 metrics-port = 0
 poll-s = 0.1
-sidecar-deadline-ms = 2000
-tagger-deadline-ms = 1000
-reservation-s = 20
+sidecar-deadline-ms = 5000
+tagger-deadline-ms = 5000
+reservation-s = 30
 [gateway]
-schedule-s = 10.0
+schedule-s = 20.0
 connect-s = 10.0
 first-byte-s = 40.0
-idle-s = 5.0
+idle-s = 10.0
 """
 
 

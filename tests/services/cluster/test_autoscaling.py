@@ -52,8 +52,8 @@ estimator = "constant"
 constant-tokens = 60.0
 [scheduler]
 poll-s = 0.2
-sidecar-deadline-ms = 3000
-tagger-deadline-ms = 2000
+sidecar-deadline-ms = 10000
+tagger-deadline-ms = 10000
 [gateway]
 schedule-s = 20.0
 first-byte-s = 120.0
@@ -105,7 +105,7 @@ def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path)
                     states = [one.state for one in (await pool()).instances]
                     return states == [common_pb2.INSTANCE_STATE_READY] * num
 
-                assert await has(2)
+                await until(partial(has, 2), LONG_S, "two instances")
                 async with loaded(url, clients=90, output_tokens=60, most=100_000) as load:
                     await until(partial(has, 5), LONG_S, "five instances")
                 async with loaded(url, clients=1, output_tokens=60, most=100_000) as quiet:

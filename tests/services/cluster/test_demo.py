@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from services.cluster.demo import MAX_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
-from tests.services.waiting import PATIENCE_S
+from tests.services.waiting import PATIENCE_S, PATIENT_SERVERS
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
@@ -22,8 +23,9 @@ TINY = ("-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy",
 def test_a_tiny_demo() -> None:
     """Every request completes by each policy, on both instances, with the planned length and a forecast."""
     done = subprocess.run(
-        [BLOCK, "demo", "--json", *TINY], capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S
-    )
+        [BLOCK, "demo", "--json", *TINY], capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S,
+        env={**os.environ, **PATIENT_SERVERS},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["settings"]["policies"] == ["block", "round_robin"]

@@ -153,7 +153,7 @@ def test_an_engine_hangs_before_the_first_byte(live: Living) -> None:
 
     All are placed there by the forecasts of its sidecar, that it is free at once.
     """
-    hasty = ("--first-byte-s", "4", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "10")
+    hasty = ("--first-byte-s", "8", "--max-concurrency", str(RETRIES), "--retry-ratio", "0", "--schedule-s", "20")
 
     async def test() -> None:
         free_at_once = sidecars("liar", ttft_s=0.001, e2e_s=0.002, per_reservation_s=0)

@@ -33,7 +33,10 @@ engine-speed = 20.0
 max-num-seqs = 8
 [scheduler]
 poll-s = 0.1
-sidecar-deadline-ms = 2000
+sidecar-deadline-ms = 20000
+[gateway]
+schedule-s = 60.0
+connect-s = 60.0
 """
 ASK = {"model": "tiny", "prompt": "Tell me a story", "max_tokens": 20, "ignore_eos": True, "stream": True}
 

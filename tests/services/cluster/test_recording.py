@@ -28,11 +28,11 @@ max-num-seqs = 8
 max-model-len = 512
 num-gpu-blocks = 200
 [scheduler]
-sidecar-deadline-ms = 5000
-tagger-deadline-ms = 2000
+sidecar-deadline-ms = 20000
+tagger-deadline-ms = 20000
 [gateway]
-schedule-s = 20.0
-connect-s = 20.0
+schedule-s = 60.0
+connect-s = 60.0
 """
 POLICIES = ("lmetric", "block: k = 1", "expr: num_queued + num_running", "block")
 EACH = 6  # requests by each policy, at least

@@ -34,9 +34,9 @@ stall_s = 20.0
 [tagger]
 constant_tokens = 99.0
 [scheduler]
-sidecar_deadline_ms = 2000
+sidecar_deadline_ms = 20000
 [gateway]
-schedule_s = 10.0
+schedule_s = 60.0
 [bench]
 [provisioner]
 """

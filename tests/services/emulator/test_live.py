@@ -119,13 +119,13 @@ def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
     lengths = [(30 + 37 * number % 200, 20 + 11 * number % 60) for number in range(14)]
     with emulated(tmp_path, speed=speed) as engine, ThreadPoolExecutor(14) as clients:
         engine.complete(max_tokens=2)
-        reader = Reader(str(engine.state_file))
+        reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         reader.new_outcomes()
 
         def measured(number: int) -> tuple[float, float]:
             prompt_tokens, output_tokens = lengths[number]
             body = {"prompt": [number] * prompt_tokens, "max_tokens": output_tokens, "ignore_eos": True, "stream": True}
-            with httpx.Client(base_url=engine.client.base_url) as client:
+            with httpx.Client(base_url=engine.client.base_url, timeout=PATIENCE_S) as client:
                 start_s = time.monotonic()
                 headers = {"x-request-id": str(number)}
                 with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
@@ -160,7 +160,7 @@ def test_a_trace_takes_as_long_as_the_simulator_says(tmp_path: Path) -> None:
 def test_steps_are_recorded_as_they_were(tmp_path: Path) -> None:
     """Records of steps have numbers without gaps, and the times of the profile."""
     with emulated(tmp_path, noise=0.2, seed=3) as engine:
-        reader = Reader(str(engine.state_file))
+        reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         engine.complete(prompt=[5] * 100, max_tokens=50)
         engine.until(engine.is_idle)
         steps = reader.new_steps()
@@ -215,7 +215,7 @@ def test_a_client_that_does_not_read_delays_no_other(engine: Emulated) -> None:
 def test_more_requests_than_slots(tmp_path: Path) -> None:
     """A hundred requests outgrow the file; the reader follows, and no request is lost."""
     with emulated(tmp_path) as engine, ThreadPoolExecutor(100) as clients:
-        reader = Reader(str(engine.state_file), patience_s=5.0)
+        reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         reader.read()
         engine.set_faults(hang=True)
         asked = [clients.submit(engine.complete, prompt=f"number {number}", max_tokens=9) for number in range(100)]
@@ -254,7 +254,7 @@ def test_bodies_that_are_too_large(tmp_path: Path) -> None:
 def test_a_slow_engine(tmp_path: Path) -> None:
     """Steps take longer by the factor, from the next one on."""
     with emulated(tmp_path) as engine:
-        reader = Reader(str(engine.state_file))
+        reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         for faults in ({}, {"slow": 3.0}, {}):
             engine.set_faults(**faults)
             engine.complete(prompt="the same", max_tokens=12)
@@ -267,7 +267,7 @@ def test_a_slow_engine(tmp_path: Path) -> None:
 def test_a_hung_engine_continues_where_it_was(tmp_path: Path) -> None:
     """While it hangs it sends no token though it is healthy; afterwards all arrive, without a burst."""
     with emulated(tmp_path, speed=1.0) as engine:
-        reader = Reader(str(engine.state_file))
+        reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
         body = {**LONG, "max_tokens": 8}
         with lines(engine.client, body) as stream:
             chunks = stream.iter_lines()

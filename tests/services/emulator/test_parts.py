@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock, create_autospec, patch
 
 import numpy as np
 import pytest
@@ -96,15 +96,23 @@ def test_lengths_are_drawn_from_their_distribution() -> None:
 
 def test_a_held_clock_continues_where_it_was() -> None:
     """Engine time passes at its speed, stops while held, and can be set back."""
-    clock = EngineClock(50.0)
-    clock.hold()
-    held_s = clock.now_s()
-    assert clock.now_s() == held_s
-    clock.release()
-    assert held_s <= clock.now_s() < held_s + 50
-    clock.set_back(2.0)
-    assert 2.0 <= clock.now_s() < 52
-    assert clock.wall_s(clock.now_s()) == pytest.approx(clock.wall_s(0) + clock.now_s() / 50, abs=0.5)
+    wall_s = 100.0
+    with patch("services.emulator.clock.time.monotonic", lambda: wall_s):
+        clock = EngineClock(50.0)
+        wall_s += 1.0
+        assert clock.now_s() == pytest.approx(50)
+        clock.hold()
+        wall_s += 7.0
+        assert clock.now_s() == pytest.approx(50)
+        clock.release()
+        wall_s += 0.5
+        assert clock.now_s() == pytest.approx(75)
+        assert clock.wall_s(clock.now_s()) == pytest.approx(wall_s)
+        clock.set_back(2.0)
+        assert clock.now_s() == pytest.approx(2)
+        wall_s += 1.0
+        assert clock.now_s() == pytest.approx(52)
+        assert clock.wall_s(2.0) == pytest.approx(wall_s - 1)
 
 
 def test_noise_is_seeded_and_has_mean_one() -> None:

@@ -24,7 +24,7 @@ def test_a_killed_engine_is_restarted(tmp_path: Path) -> None:
     """A reader notices the death, by signal or by fault, and reads the engine that replaces it."""
     path = str(tmp_path / "engine.state")
     arguments = (*SMALL, "--state-file", path, "--speed", "0.1")
-    reader = Reader(path, patience_s=5.0)
+    reader = Reader(path, patience_s=PATIENCE_S)
     with process(*arguments) as started, httpx.Client(base_url=started.url, timeout=PATIENCE_S) as client:
         life = reader.read().life
         assert reader.read().settings["engine"]["max_model_len"] == 512
@@ -43,7 +43,7 @@ def test_a_killed_engine_is_restarted(tmp_path: Path) -> None:
         assert reader.read().life != life
         assert len(reader.read().slots) == 0
         with suppress(httpx.HTTPError):  # it may die before its reply is sent
-            httpx.post(f"{started.url}/admin/fault", json={"crash": True})
+            httpx.post(f"{started.url}/admin/fault", json={"crash": True}, timeout=PATIENCE_S)
         assert started.process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
@@ -61,7 +61,7 @@ def test_a_terminated_engine_finishes_its_requests(tmp_path: Path) -> None:
         assert started.process.wait(PATIENCE_S) == 0
     assert not path.exists()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{started.url}/health")
+        httpx.get(f"{started.url}/health", timeout=PATIENCE_S)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -80,8 +80,8 @@ def test_settings_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> 
     )
     environment = {"BLOCK_ENGINE_SPEED": "3", "BLOCK_MAX_MODEL_LEN": "400", "BLOCK_ENGINE_CONFIG": str(file)}
     with process("--state-file", str(state), "--max-model-len", "500", environment=environment) as started:
-        assert httpx.get(f"{started.url}/health").status_code == 200
-        view = Reader(str(state)).read(contents=True)
+        assert httpx.get(f"{started.url}/health", timeout=PATIENCE_S).status_code == 200
+        view = Reader(str(state), patience_s=PATIENCE_S).read(contents=True)
     assert (view.settings["profile"], view.clock_rate, view.contents) == ("llama-2-7b-a30", 3.0, None)
     told = view.settings["engine"]
     assert (told["max_num_seqs"], told["num_gpu_blocks"], told["max_model_len"]) == (5, 70, 500)

@@ -32,6 +32,7 @@ from services.engine_state.writer import IS_ORDERED, Writer, short_id
 from services.engine_state.writer import tenant_number as written_tenant_number
 from tests.predictor.test_request import FACTS, KNOWN_LENGTH
 from tests.services.engine_state.files import CONFIG, busy, writer_at
+from tests.services.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -355,7 +356,7 @@ from tests.services.engine_state.files import busy, writer_at
 writer = busy(writer_at(sys.argv[1]))
 os.pwrite(writer._descriptor, layout.SEQUENCE.pack(5), layout.SEQUENCE_AT)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -382,7 +383,7 @@ def other_process(path: Path) -> Iterator[Start]:
 def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Start) -> None:
     """While another process writes continuously, every view is of one publication."""
     other_process(WRITE_FOR_EVER)
-    reader = Reader(str(path), patience_s=30.0)
+    reader = Reader(str(path), patience_s=PATIENCE_S)
     last = 0
     for _ in range(1500):
         view = reader.read(contents=True)
@@ -402,7 +403,7 @@ def test_no_mixture_of_publications_is_ever_seen(path: Path, other_process: Star
 def test_an_engine_that_was_killed_is_known_to_have_ended(path: Path, other_process: Start) -> None:
     """The kernel releases the lock of a killed writer, so its last state is not used."""
     child = other_process(WRITE_FOR_EVER)
-    reader = Reader(str(path), patience_s=30.0)
+    reader = Reader(str(path), patience_s=PATIENCE_S)
     reader.read()
     child.kill()
     child.wait()
@@ -418,7 +419,7 @@ def test_a_reader_waits_for_a_writer_that_stops_half_way(path: Path, other_proce
     child = other_process(WRITE_HALF)
     start_s = time.monotonic()
     assert refused(path, patience_s=0.05).reason == BUSY
-    assert 0.05 <= time.monotonic() - start_s < 5
+    assert 0.05 <= time.monotonic() - start_s < PATIENCE_S
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert refused(path).reason == ENDED
@@ -522,14 +523,15 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, patches: list[tuple[i
     for offset, patch in patches:
         data[offset : offset + len(patch)] = patch
     descriptor = held(path, bytes(data[:cut]))
-    start_s = time.monotonic()
+    start_s, start_cpu_s = time.monotonic(), time.thread_time()
     try:
         snapshot_from_view(Reader(str(path), patience_s=0.001).read(contents=True))
     except ValueError as error:
         assert "\n" not in str(error)
     finally:
         os.close(descriptor)
-    assert time.monotonic() - start_s < 2
+    assert time.thread_time() - start_cpu_s < 2
+    assert time.monotonic() - start_s < PATIENCE_S
 
 
 SAMPLE = b""

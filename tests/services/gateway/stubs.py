@@ -17,7 +17,8 @@ from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
-from tests.services.waiting import LIMIT_S
+from tests.ports import free_port
+from tests.services.waiting import LIMIT_S, PATIENCE_S
 
 LOCAL = "127.0.0.1"
 
@@ -170,12 +171,9 @@ async def engines(*answers: Answer) -> AsyncIterator[list[Engine]]:
             await engine.stop()
 
 
-async def unreachable() -> str:
+def unreachable() -> str:
     """Return a URL at which no server listens."""
-    engine = Engine(answer=hangs)
-    await engine.start()
-    await engine.stop()
-    return engine.url
+    return f"http://{LOCAL}:{free_port()}"
 
 
 # Schedulers.
@@ -309,7 +307,9 @@ async def scene(
             await scheduler.start()
             stack.push_async_callback(scheduler.stop)
         addresses = tuple(one.address for one in schedulers)
-        settings = GatewaySettings(**{"schedulers": addresses, "schedule_s": 20.0, "connect_s": 20.0, **options})
+        settings = GatewaySettings(
+            **{"schedulers": addresses, "schedule_s": PATIENCE_S, "connect_s": PATIENCE_S, **options}
+        )
         here = await stack.enter_async_context(
             serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys))
         )

@@ -26,7 +26,7 @@ from tests.services.gateway.stubs import (
     streams,
     unreachable,
 )
-from tests.services.waiting import run
+from tests.services.waiting import PATIENCE_S, run
 
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 FAILED = common_pb2.FINISH_REASON_FAILED
@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_be_reached() -> None:
     """The request goes to the next engine, and no outcome is reported for a request that was not sent."""
 
     async def test() -> None:
-        async with scene(streams, urls=[await unreachable()]) as here:
+        async with scene(streams, urls=[unreachable()]) as here:
             assert (await here.post(stream=True)).content == b"".join(STREAM)
             released = {one.instance_id: one for one in [await here.scheduler.released.get() for _ in range(2)]}
             assert not released["e0"].HasField("outcome")
@@ -129,7 +129,7 @@ def test_a_dead_engine_is_avoided() -> None:
     """After two failures an instance is excluded from decisions until its pause is over."""
 
     async def test() -> None:
-        async with scene(completes, urls=[await unreachable()]) as here:
+        async with scene(completes, urls=[unreachable()]) as here:
             excluded: list[list[str]] = []
             while excluded != [["e0"]]:
                 here.scheduler.asked.clear()
@@ -161,9 +161,9 @@ def test_a_hanging_engine_is_abandoned() -> None:
     """An engine that sends nothing in time costs its timeout, not the request."""
 
     async def test() -> None:
-        async with scene(hangs, streams, first_byte_s=1.0) as here:
+        async with scene(hangs, streams, first_byte_s=3.0) as here:
             assert (await here.post(stream=True)).content == b"".join(STREAM)
-        async with scene(hangs, completes, answer_s=1.0) as here:
+        async with scene(hangs, completes, answer_s=3.0) as here:
             assert (await here.post()).json() == COMPLETION
 
     run(test)
@@ -249,14 +249,18 @@ async def garbles_stream(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "code"),
-    [(dies_in_stream, "engine_failed"), (stalls_in_stream, "engine_timeout"), (garbles_stream, "engine_failed")],
+    ("answer", "idle_s", "code"),
+    [
+        (dies_in_stream, PATIENCE_S, "engine_failed"),
+        (stalls_in_stream, 1.0, "engine_timeout"),
+        (garbles_stream, PATIENCE_S, "engine_failed"),
+    ],
 )
-def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, code: str) -> None:
+def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, idle_s: float, code: str) -> None:
     """The client reads whole events, then an error event, then a regular end."""
 
     async def test() -> None:
-        async with scene(answer, streams, idle_s=1.0) as here:
+        async with scene(answer, streams, idle_s=idle_s) as here:
             response = await here.post(stream=True)
             assert response.status_code == 200
             first, error, rest = response.content.split(b"\n\n")
@@ -461,7 +465,7 @@ def test_without_schedulers_the_fallback_is_used() -> None:
 
     async def test() -> None:
         async with scene(streams, streams) as other:
-            urls = (await unreachable(), *(engine.url for engine in other.engines))
+            urls = (unreachable(), *(engine.url for engine in other.engines))
             async with scene(engine_urls=urls) as here:
                 await here.scheduler.stop()
                 for _ in range(6):

@@ -23,7 +23,7 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Answer, completes, engines, hangs
 from tests.services.stub_sidecars import StubSidecar, sidecars
-from tests.services.waiting import run, until
+from tests.services.waiting import LIMIT_S, PATIENCE_S, run, until
 
 MODEL = "tiny"
 
@@ -50,13 +50,15 @@ async def gateway(*answers: Answer, instances: bool = True, **scheduler: Any) ->
         for stub, engine in zip(stubs, behind, strict=True):
             stub.engine_url, stub.models = engine.url, (MODEL,)
         decisions = InProcessDecisions(
-            settings=SchedulerSettings(**{"scheduler_id": "own", "sidecar_deadline_s": 5.0, **scheduler}),
+            settings=SchedulerSettings(**{"scheduler_id": "own", "sidecar_deadline_s": PATIENCE_S, **scheduler}),
             source=Listed([stub.instance for stub in stubs] if instances else []),
             rpc=ServerSettings(),
         )
-        settings = GatewaySettings(decide="in-process", schedule_s=10.0)
+        settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
         here = await stack.enter_async_context(serving(settings, ServerSettings(), ApiKeys(()), decisions))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}"))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
+        )
         assert here.scheduler_port is not None
         yield InProcess(client=client, sidecars=stubs, scheduler_port=here.scheduler_port)
 

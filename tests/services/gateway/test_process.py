@@ -18,7 +18,7 @@ import pytest
 
 from tests.services.cli.running import block, refusal
 from tests.services.gateway.stubs import LOCAL, STREAM, Call, completes, engines
-from tests.services.waiting import run
+from tests.services.waiting import LIMIT_S, run
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 ASKING = {"model": "tiny", "prompt": "Say hello", "stream": True}
@@ -65,7 +65,7 @@ def test_streams_finish_after_sigterm() -> None:
         async with (
             engines(answer) as (engine,),
             gateway("--engine-url", engine.url) as (process, port),
-            httpx.AsyncClient(base_url=f"http://{LOCAL}:{port}") as client,
+            httpx.AsyncClient(base_url=f"http://{LOCAL}:{port}", timeout=LIMIT_S) as client,
             client.stream("POST", "/v1/completions", json=ASKING) as response,
         ):
             pieces = response.aiter_raw()
@@ -109,7 +109,7 @@ def test_streams_that_do_not_finish_are_cut_off() -> None:
         async with (
             engines(answer) as (engine,),
             gateway("--engine-url", engine.url, "--drain-s", "0.1") as (process, port),
-            httpx.AsyncClient(base_url=f"http://{LOCAL}:{port}") as client,
+            httpx.AsyncClient(base_url=f"http://{LOCAL}:{port}", timeout=LIMIT_S) as client,
             client.stream("POST", "/v1/completions", json=ASKING) as response,
         ):
             pieces = response.aiter_raw()
@@ -135,7 +135,9 @@ def test_flags_environment_and_file(tmp_path: Path) -> None:
             file.write_text(f'[gateway]\nengine-url = ["{engine.url}"]\nmodel = ["a", "b"]\nmax-concurrency = 7\n')
             async with (
                 gateway("--config", str(file), BLOCK_GATEWAY_API_KEY="k1,k2") as (_, port),
-                httpx.AsyncClient(base_url=f"http://{LOCAL}:{port}", headers={"authorization": "Bearer k2"}) as client,
+                httpx.AsyncClient(
+                    base_url=f"http://{LOCAL}:{port}", headers={"authorization": "Bearer k2"}, timeout=LIMIT_S
+                ) as client,
             ):
                 models = (await client.get("/v1/models")).json()["data"]
                 assert [model["id"] for model in models] == ["a", "b"]

@@ -6,10 +6,13 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from unittest.mock import create_autospec
 
 import pytest
 
-from services.http.client import BrokenError, ConnectError, HttpClient, Origin, origin_of, request_head
+from services.http.client import BrokenError, ConnectError, Connection, HttpClient, Origin, origin_of, request_head
+from tests.ports import free_port
+from tests.services.placement.scripted_connection import virtual_clock
 from tests.services.waiting import run
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -201,31 +204,26 @@ def test_timeouts(sent: bytes) -> None:
 
 def test_a_timeout_counts_from_every_piece() -> None:
     """The pause counts, not the whole; a shorter timeout after a longer one applies too."""
-
-    async def serve(reader: Reader, writer: Writer) -> None:
-        await request(reader)
-        writer.write(OK + b"content-length: 100\r\n\r\n")
-        for _ in range(8):
-            writer.write(b"x")
-            await writer.drain()
-            await asyncio.sleep(0.3)
-        await reader.read()
+    num_pieces, pause_s, within_s = 8, 0.3, 1.0
 
     async def test() -> None:
-        async with server(serve) as (origin, client):
-            connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 30.0)
-            received: list[bytes] = []
+        loop = asyncio.get_running_loop()
+        connection = Connection(HttpClient(), origin_of("http://a"), loop)
+        connection.connection_made(create_autospec(asyncio.Transport, instance=True))
+        connection.write(b"GET / HTTP/1.1\r\n\r\n", b"")
+        loop.call_later(pause_s, connection.data_received, OK + b"content-length: 100\r\n\r\n")
+        await connection.head(30.0)
+        for number in range(num_pieces):
+            loop.call_later((number + 1) * pause_s, connection.data_received, b"x")
+        for _ in range(num_pieces):
+            assert await connection.read(within_s) == b"x"
+        assert loop.time() == pytest.approx((num_pieces + 1) * pause_s)
+        with pytest.raises(TimeoutError):
+            await connection.read(within_s)
+        assert loop.time() == pytest.approx((num_pieces + 1) * pause_s + within_s)
 
-            async def read_on() -> None:
-                while True:
-                    received.append(await connection.read(2.0))
-
-            with pytest.raises(TimeoutError):
-                await read_on()
-            assert b"".join(received) == b"xxxxxxxx"
-            connection.abort()
-
-    run(test)
+    with virtual_clock() as loop:
+        loop.run_until_complete(test())
 
 
 @pytest.mark.parametrize("end", ["", "length", "break", "silence"])
@@ -250,7 +248,7 @@ def test_a_body_that_is_handed_over(end: str) -> None:
             taken: list[bytes] = []
             if end in ("break", "silence"):
                 with pytest.raises(BrokenError if end == "break" else TimeoutError):
-                    await connection.hand_over(taken.append, 1.0 if end == "silence" else 30.0)
+                    await connection.hand_over(taken.append, 2.0 if end == "silence" else 30.0)
             else:
                 await connection.hand_over(taken.append, 30.0)
                 assert connection.drained()
@@ -265,10 +263,7 @@ def test_unreachable_servers() -> None:
 
     async def test() -> None:
         client = HttpClient()
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
-            port = closed.getsockname()[1]
-        for url in (f"http://127.0.0.1:{port}", f"http://{'x' * 64}:1"):
+        for url in (f"http://127.0.0.1:{free_port()}", f"http://{'x' * 64}:1"):
             with pytest.raises(ConnectError, match="cannot be reached"):
                 await ask(client, origin_of(url))
 

@@ -16,7 +16,7 @@ from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned
 from simulator.load_report import RequestResult, summary, table
 from tests.services.gateway.stubs import DONE, Answer, Call, engines, event, hangs, unreachable
-from tests.services.waiting import run
+from tests.services.waiting import PATIENCE_S, run
 
 NO_SLO = Slo()
 
@@ -161,7 +161,7 @@ def test_failures_by_kind(answer: Answer, kind: str) -> None:
 
     async def test() -> None:
         async with engines(answer) as (engine,):
-            limits = LoadLimits(timeout_s=0.1 if kind == "timeout" else 60.0)
+            limits = LoadLimits(timeout_s=2.0 if kind == "timeout" else PATIENCE_S)
             total = summary(await load(plan_of(3), engine.url, limits), NO_SLO)
             assert (total["num_ok"], total["failures"]) == (0, {kind: 3})
             assert total["e2e_s"] is None
@@ -174,7 +174,7 @@ def test_an_unreachable_endpoint() -> None:
     """An endpoint that cannot be reached is a kind of failure."""
 
     async def test() -> None:
-        total = summary(await load(plan_of(2), await unreachable()), NO_SLO)
+        total = summary(await load(plan_of(2), unreachable()), NO_SLO)
         assert total["failures"] == {"unreachable": 2}
 
     run(test)

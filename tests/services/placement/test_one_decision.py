@@ -496,7 +496,7 @@ def test_the_grpc_service_decides_as_the_reference_does_by_every_policy(policy: 
             "seed": script.seed,
             "max_conflicts": script.max_conflicts,
             "failures_to_open": 1000,
-            "sidecar_deadline_s": 0.5 if "late" in name else 30.0,
+            "sidecar_deadline_s": 2.0 if "late" in name else 30.0,
         }
         try:
             async with scheduler(listed, **settings) as client:

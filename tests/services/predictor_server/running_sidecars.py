@@ -27,7 +27,7 @@ from tests.services.engine_state.files import writer_at
 
 A30 = load_profile("llama-2-7b-a30")
 NAME = "one"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NEVER_S = 1e9  # as the limit of a stall, for engines that do not run
 READY = common_pb2.INSTANCE_STATE_READY
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,10 +16,11 @@ from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
+from tests.ports import free_port
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
 from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
-from tests.services.predictor_server.running_sidecars import READY, request, run
+from tests.services.predictor_server.running_sidecars import NEVER_S, PATIENCE_S, READY, request, run
 
 CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024, enable_prefix_caching=False
@@ -68,6 +68,7 @@ def test_its_forecasts_are_close_to_those_from_the_exported_state(stream: bool, 
         exported = ExportedEngine(str(engine.state_file), A30, "conditional_median", 30.0)
         errors, differences = [], []
         async with mirror_of(url_of(engine), speed=speed) as client:
+            await client.rpc.until(lambda response: response.state == READY)
             mirrored = client.mirror.source
             sending = asyncio.create_task(traffic(client.http, 24, stream=stream, speed=speed))
             while not sending.done():
@@ -90,9 +91,10 @@ def test_its_forecasts_are_close_to_those_from_the_exported_state(stream: bool, 
 def test_it_follows_requests_that_share_a_prefix(tmp_path: Path) -> None:
     """The engine holds fewer blocks than the model, and the mirror corrects them by the metrics."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024)
+    patient = {"stall_s": NEVER_S, "health_s": PATIENCE_S}
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=10.0) as client:
+        async with mirror_of(url_of(engine), speed=10.0, sidecar=patient) as client:
             await client.rpc.until(lambda response: response.state == READY)
             states = set()
             tasks = [
@@ -188,7 +190,7 @@ def test_requests_that_bypass_the_proxy_are_seen_in_the_metrics(tmp_path: Path) 
     """They count as unknown requests in forecasts and indicators until they end."""
 
     async def test(engine: Emulated) -> None:
-        async with mirror_of(url_of(engine), speed=0.5) as client, httpx.AsyncClient(timeout=60.0) as direct:
+        async with mirror_of(url_of(engine), speed=0.5) as client, httpx.AsyncClient(timeout=PATIENCE_S) as direct:
             rpc = client.rpc
             await rpc.until(lambda response: response.state == READY)
             alone = await rpc.forecast(request("x", 200, 50))
@@ -219,8 +221,7 @@ def test_the_pace_of_a_slow_engine_is_learnt(tmp_path: Path) -> None:
         async with mirror_of(url_of(engine), speed=1.0) as client:
             await client.rpc.until(lambda response: response.state == READY)
             tasks = await long_streams(client, 2)
-            response = await client.rpc.until(lambda response: response.indicators.pace > 1.6)
-            assert response.indicators.pace < 3.0
+            await client.rpc.until(lambda response: 1.6 < response.indicators.pace < 3.0)
             await cancel(tasks)
 
     with emulated(tmp_path, CONFIG, state_file="", speed=1.0) as engine:
@@ -264,8 +265,7 @@ def test_a_request_that_the_engine_refuses_leaves_the_mirror(tmp_path: Path) -> 
 
 def test_it_follows_an_engine_over_a_crash_and_a_restart() -> None:
     """Streams end with an error, the instance is down, then idle and ready again."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
 
     async def test() -> None:
         with process(*SMALL, "--port", port, "--speed", "0.5") as started:

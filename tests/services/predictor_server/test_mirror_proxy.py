@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.services.emulator.running import emulated
 from tests.services.predictor_server.running_mirrors import RawEngine, mirror_of, raw_engine
-from tests.services.predictor_server.running_sidecars import run
+from tests.services.predictor_server.running_sidecars import PATIENCE_S, run
 
 STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-engine: raw\r\nconnection: close\r\n\r\n"
@@ -115,7 +115,7 @@ def test_a_client_that_disconnects_cancels_the_engines_request() -> None:
                 pieces = reply.aiter_raw()  # kept, as the reply is closed with it
                 await anext(pieces)
                 await client.until(lambda: len(client.mirror.proxy) == 1)
-            await asyncio.wait_for(engine.gone.wait(), 30)
+            await asyncio.wait_for(engine.gone.wait(), PATIENCE_S)
             await client.until(lambda: len(client.mirror.proxy) == 0)
             assert client.rpc.sample("block_proxy_requests_total", path="/v1/completions", code="499") == 1
 
@@ -132,11 +132,9 @@ async def refusal(reply: httpx.Response, status: int) -> dict[str, object]:
 
 def test_an_engine_that_is_not_there_is_unavailable() -> None:
     """Every request gets a 503 in OpenAI's form, with a time to retry after."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
 
     async def test() -> None:
-        async with mirror_of(f"http://127.0.0.1:{port}", engine=SETTINGS) as client:
+        async with mirror_of(f"http://127.0.0.1:{free_port()}", engine=SETTINGS) as client:
             for reply in (await client.complete(), await client.http.get("/v1/models")):
                 assert "cannot be reached" in str((await refusal(reply, 503))["message"])
                 assert reply.headers["retry-after"]
@@ -224,7 +222,7 @@ def test_the_engine_refuses_an_invalid_body(body: bytes, tmp_path: Path) -> None
     """The client gets the engine's own error, and nothing is mirrored."""
 
     async def test(url: str) -> None:
-        async with mirror_of(url, speed=200.0) as client, httpx.AsyncClient(base_url=url) as direct:
+        async with mirror_of(url, speed=200.0) as client, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as direct:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 headers = {"content-type": "application/json"}
                 through = await client.http.post(path, content=body, headers=headers)
@@ -242,7 +240,7 @@ def test_a_shutdown_lets_streams_finish() -> None:
     """Completions under way when the sidecar stops are not cut off before the drain time is over."""
 
     async def stop_during_a_stream(engine: RawEngine) -> bytes:
-        async with mirror_of(engine.url, engine=SETTINGS, drain_s=30.0) as client:
+        async with mirror_of(engine.url, engine=SETTINGS, drain_s=PATIENCE_S) as client:
             task = asyncio.create_task(stream(str(client.http.base_url).rstrip("/")))
             await client.until(lambda: len(client.mirror.proxy) == 1)
             asyncio.get_running_loop().call_later(0.2, resume, engine)
@@ -253,7 +251,7 @@ def test_a_shutdown_lets_streams_finish() -> None:
         engine.pause.set()
 
     async def stream(url: str) -> bytes:
-        async with httpx.AsyncClient(timeout=30.0) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             return (await client.post(f"{url}/v1/completions", json=BODY)).content
 
     async def test() -> None:

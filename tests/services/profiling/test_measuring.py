@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ from services.engine_state.reader import Reader
 from services.http.client import origin_of
 from services.profiling.measuring import MeasurementOptions, measure
 from services.settings import seconds_of
+from tests.ports import free_port
 from tests.services.cli.running import block, refusal
-from tests.services.emulator.running import A30, CONFIG, Emulated, emulated
+from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated
 
 SPEED = 50.0
 BUDGET_S = 8.0
@@ -80,7 +80,7 @@ def test_all_kinds_of_steps_are_observed_without_preemptions(measured: EngineMea
 def test_no_prompt_hits_the_prefix_cache(engine: Emulated, measured: EngineMeasurement) -> None:
     """Caching is on, but every prompt is computed in full."""
     assert measured.config.enable_prefix_caching
-    reader = Reader(str(engine.state_file))
+    reader = Reader(str(engine.state_file), patience_s=PATIENCE_S)
     assert int(reader.read().state["prefix_hits"]) == 0
     reader.close()
 
@@ -149,12 +149,9 @@ def test_what_cannot_be_measured_is_refused_in_one_line(flags: tuple[str, ...], 
 
 def test_the_command_starts_an_engine_measures_it_and_ends_it(tmp_path: Path) -> None:
     """It writes a valid profile, reports what was measured, and leaves no process running."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     state, made = tmp_path / "engine.state", tmp_path / "made.json"
     command = (
-        f"{sys.executable} -m services.cli serve engine --profile llama-2-7b-a30 --speed 50 --port {port}"
+        f"{sys.executable} -m services.cli serve engine --profile llama-2-7b-a30 --speed 50 --port {free_port()}"
         f" --state-file {state}"
     )
     flags = ("--start", command, "--state-file", str(state), "--budget", "5s", "--gpu", "A30", "-o", str(made))

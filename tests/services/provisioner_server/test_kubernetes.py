@@ -241,14 +241,14 @@ def test_a_lease_survives_a_short_outage_of_the_api_server() -> None:
     async def test() -> None:
         cluster = Cluster()
         async with scaling(cluster) as (_, configuration):
-            one, other = (lease(configuration, own_id, duration_s=3.0) for own_id in ("a", "b"))
+            one, other = (lease(configuration, own_id, duration_s=1800.0) for own_id in ("a", "b"))
             assert await one.held()
             renewed_s = one._renewed_s
             cluster.outage = 1_000
-            one._renewed_s = renewed_s - 1.5  # due for renewal
+            one._renewed_s = renewed_s - 900.0  # due for renewal
             assert await one.held()
             assert not await other.held()
-            one._renewed_s = renewed_s - 2.5
+            one._renewed_s = renewed_s - 1500.0
             assert not await one.held()
             cluster.outage = 0
             await asyncio.gather(one.release(), other.release())

@@ -57,7 +57,7 @@ async def living(folder: Path) -> AsyncIterator[tuple[Child, Child, Child]]:
         await until((folder / "instances.json").exists, "a list of instances")
         scheduler = Child(
             "scheduler", "scheduler", "--instances-file", str(folder / "instances.json"), "--poll-s", "0.2",
-            "--sidecar-deadline-ms", "3000", "--provisioner", f"127.0.0.1:{provisioner.port}",
+            "--sidecar-deadline-ms", "10000", "--provisioner", f"127.0.0.1:{provisioner.port}",
             "--constant-tokens", "60",
         )  # fmt: skip
         started.append(scheduler)

@@ -178,8 +178,9 @@ def test_a_deadline_or_a_cancellation_stops_the_work() -> None:
 
     async def test() -> None:
         async with sidecar() as (servicer, stub, *_):
+            await stub.Predict(PREDICT)  # the connection is there
             servicer.may_end.clear()
-            failure = await refused(stub.Predict(PREDICT, timeout=0.1))
+            failure = await refused(stub.Predict(PREDICT, timeout=1.0))
             assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await servicer.left.acquire()
             watch = stub.Watch(WATCH)

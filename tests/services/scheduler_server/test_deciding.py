@@ -14,6 +14,7 @@ from tests.services.scheduler_server.running import (
     FOR_EVER,
     FORECAST,
     LAST_RESORT,
+    LIMIT_S,
     refused,
     run,
     scheduler,
@@ -36,7 +37,7 @@ def test_the_earliest_finish_wins_and_is_reserved(streams: bool) -> None:
             assert decision.reserved_for_s == 10.0
             assert (decision.num_candidates, decision.num_skipped, decision.scheduler_id) == (3, 0, "s")
             assert [instance.instance_id for instance in decision.next_best] == ["a", "c"]
-            assert 0 < decision.decision_s < 5
+            assert 0 < decision.decision_s < LIMIT_S
             assert decision.why.startswith("block over 3: e2e 1.500 s")
             assert statuses(decision) == dict.fromkeys("abc", "FORECAST")
             assert decision.candidates[0].score == 2.0

@@ -139,15 +139,17 @@ def test_a_new_checkpoint_is_loaded_and_a_bad_one_is_not(tmp_path: Path) -> None
 
         watched = Watched(path=str(path), load=linear_from, use=lambda new: chain.replaced("linear", new))
         async with reloading([watched], registry, check_s=0.02):
+            await asyncio.sleep(0)  # the task has started, and has seen the first version
             model.network.out_bias[: len(model.models)] += math.log(2)
-            await asyncio.sleep(0.1)
-            save(model, path)
+            save(model, tmp_path / "new.npz")
+            (tmp_path / "new.npz").rename(path)
             await until(lambda: reloads("yes") == 1)
             after = chain.estimate(query)
             assert before is not None
             assert after is not None
             assert after.median_tokens == pytest.approx(2 * before.median_tokens, rel=0.01)
-            path.write_bytes(b"nonsense")
+            (tmp_path / "bad.npz").write_bytes(b"nonsense")
+            (tmp_path / "bad.npz").rename(path)
             await until(lambda: reloads("no") == 1)
             assert chain.estimate(query) == after
 
@@ -269,12 +271,11 @@ def test_an_encoder_and_its_name_belong_together(tmp_path: Path) -> None:
 def test_a_tag_takes_no_noticeable_time() -> None:
     """The work of `linear` is bounded for prompts of any length: a hundred times the text, less than ten times the time."""
     chain = chained(DEFAULT_ORDER)
-    costs = []
-    for repeats in (600, 60_000):
-        query = Query(prompt="word " * repeats, model="m")
+    short, long = (Query(prompt="word " * repeats, model="m") for repeats in (600, 60_000))
+
+    def cost_s(query: Query) -> float:
+        start_s = time.thread_time()
         chain.estimate(query)
-        start = time.process_time()
-        for _ in range(20):
-            chain.estimate(query)
-        costs.append(time.process_time() - start)
-    assert costs[1] < 10 * costs[0]
+        return time.thread_time() - start_s
+
+    assert min(cost_s(long) for _ in range(50)) < 10 * min(cost_s(short) for _ in range(50))
