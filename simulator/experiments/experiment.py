@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
-    "turn", "bound",
+    "turn", "bound", "rivals", "rival_metric", "saturated_rate",
 )  # fmt: skip
 
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
@@ -63,12 +64,16 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentSetting:
-    """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`."""
+    """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`.
+
+    With a `saturated_rate` in requests/s, the rates are loads: multiples of it.
+    """
 
     name: str
     scenario: Scenario
     rates: tuple[float, ...] = ()
     first_rate: float = 10.0
+    saturated_rate: float | None = None
     variants: tuple[str, ...] = ()
     baseline: str = ""
 
@@ -98,6 +103,8 @@ class Experiment:
     claims: tuple[Claim, ...] = ()
     turn: Turn | None = None
     bound: bool = False  # report also the upper bound for any placement
+    rivals: tuple[str, ...] = ()  # the variants whose best the others are compared with, at each setting and rate
+    rival_metric: str = "tdg_ratio"  # by which the best is chosen; more is better
 
     def baseline_of(self, setting: ExperimentSetting) -> str:
         """Return the variant that gains are relative to."""
@@ -166,6 +173,12 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
             raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
     turn = turn_from(table["turn"], tuple(metrics_of(kind))) if "turn" in table else None
     names = [one.name for one in variants]
+    rivals, rival_metric = tuple(table.get("rivals", ())), table.get("rival_metric", "tdg_ratio")
+    for name in rivals:
+        if name not in names:
+            raise ValueError(f"rivals: {name!r} is none of the variants")
+    if rivals and rival_metric not in metrics_of(kind):
+        raise ValueError(f"rival_metric: {rival_metric!r} is none of {', '.join(metrics_of(kind))}")
     return Experiment(
         name=name,
         title=table.get("title", name),
@@ -186,6 +199,8 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         claims=tuple(claim_from(one, tuple(metrics_of(kind)), names) for one in table.get("claims", ())),
         turn=turn,
         bound=bool(table.get("bound", False)),
+        rivals=rivals,
+        rival_metric=rival_metric,
     )
 
 
@@ -208,6 +223,9 @@ def _variant(given: str | Mapping[str, Any]) -> Variant:
 def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> ExperimentSetting:
     rates = changes.pop("rates", table.get("rates", []))
     first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
+    saturated_rate = changes.pop("saturated_rate", table.get("saturated_rate"))
+    if saturated_rate is not None and not 0 < saturated_rate < math.inf:
+        raise ValueError(f"saturated_rate: must be above 0, not {saturated_rate}")
     variants = changes.pop("only", [])
     baseline = str(changes.pop("baseline", table.get("baseline", "")))
     return ExperimentSetting(
@@ -215,6 +233,7 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
         scenario=base.changed(**changes),
         rates=tuple(float(rate) for rate in rates),
         first_rate=float(first_rate),
+        saturated_rate=saturated_rate,
         variants=tuple(variants),
         baseline=baseline,
     )

@@ -55,12 +55,24 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BestRival:
+    """The best rival at a setting and rate, and by how much each other variant is above it, one number per seed."""
+
+    setting: str
+    rate: float
+    name: str
+    value: float
+    differences: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Results of an experiment: named numbers, and curves of (x, y, ci95) by plot, setting and variant."""
 
     rows: list[Row]
     curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
     claims: Sequence[tuple[Claim, Sequence[ClaimResult]]] = ()
+    best_rivals: Sequence[BestRival] = ()
 
 
 def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
@@ -201,7 +213,7 @@ def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> F
                         Point(
                             scenario=scenario,
                             policy=variant.policy,
-                            rate=None if math.isnan(rate) else rate,
+                            rate=None if math.isnan(rate) else rate * (setting.saturated_rate or 1.0),
                             seed=seed,
                         )
                     )
@@ -251,7 +263,40 @@ def _sweep_findings(
     rows += [row for claim, here in claims if claim.over for row in _difference_rows(claim, here, experiment.seeds)]
     if experiment.turn is not None:
         rows += _turning_rows(experiment, experiment.turn, values_of(experiment.turn.metric))
-    return Findings(rows=rows, curves=curves, claims=claims)
+    best_rivals = _best_rivals(experiment, values_of(experiment.rival_metric)) if experiment.rivals else []
+    rows += _mean_gain_rows(best_rivals)
+    return Findings(rows=rows, curves=curves, claims=claims, best_rivals=best_rivals)
+
+
+def _best_rivals(experiment: Experiment, read: Read) -> list[BestRival]:
+    """Compare the variants that are no rivals with the best rival, at each setting and rate."""
+    found = []
+    for setting in experiment.settings:
+        for rate in setting.rates:
+            values = {variant.name: read(setting.name, variant.name, rate) for variant, _ in experiment.cases(setting)}
+            means = {name: float(np.mean(values[name])) for name in experiment.rivals if values.get(name)}
+            if not means:
+                continue
+            best = max(means, key=means.__getitem__)
+            differences = {
+                name: [one - other for one, other in zip(each, values[best], strict=True)]
+                for name, each in values.items()
+                if name not in experiment.rivals and each
+            }
+            found.append(
+                BestRival(setting=setting.name, rate=rate, name=best, value=means[best], differences=differences)
+            )
+    return found
+
+
+def _mean_gain_rows(best_rivals: Sequence[BestRival]) -> list[Row]:
+    """Average the differences over settings and rates, for each seed."""
+    names = dict.fromkeys(name for one in best_rivals for name in one.differences)
+    rows = []
+    for name in names:
+        each = np.array([one.differences[name] for one in best_rivals if name in one.differences])
+        rows.append(_mean_row(f"mean_gain_over_best_baseline.{slug(name)}", each.mean(axis=0).tolist(), "difference"))
+    return rows
 
 
 def _difference_rows(claim: Claim, here: Sequence[ClaimResult], seeds: int) -> list[Row]:

@@ -11,6 +11,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from simulator.capacity import half_width
 from simulator.experiments.autoscaling_shapes import NUMBERS, OVER_TIME
 from simulator.experiments.charts import dot_chart, line_chart
 from simulator.experiments.claims import Claim, ClaimResult
@@ -64,8 +65,9 @@ def as_markdown(experiment: Experiment, findings: Findings) -> str:
     """Return the tables, beside the paper's results, and the differences in conditions."""
     parts = [f"# {experiment.title}", experiment.about.strip()]
     if findings.claims:
-        parts += ["## Compared with the paper", claims_table(findings), "## Measured"]
+        parts += ["## Compared with the paper", claims_table(experiment, findings), "## Measured"]
     parts += _tables(experiment, findings)
+    parts += rival_tables(experiment, findings)
     if experiment.differences:
         parts.append(f"## {differences_of(experiment)}")
         parts.append("\n".join(f"- {line}" for line in experiment.differences))
@@ -92,9 +94,9 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     body = [f"<h1>{escape(experiment.title)}</h1>"]
     body += [f"<p>{_html_text(paragraph)}</p>" for paragraph in experiment.about.strip().split("\n\n")]
     if findings.claims:
-        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(findings)), "<h2>Measured</h2>"]
+        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(experiment, findings)), "<h2>Measured</h2>"]
     body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
-    body += [_html_table(table) for table in _tables(experiment, findings)]
+    body += [_html_table(table) for table in (*_tables(experiment, findings), *rival_tables(experiment, findings))]
     if experiment.differences:
         items = "".join(f"<li>{_html_text(line)}</li>" for line in experiment.differences)
         body.append(f"<h2>{differences_of(experiment)}</h2><ul>{items}</ul>")
@@ -108,20 +110,23 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     )
 
 
-def claims_table(findings: Findings) -> str:
+def claims_table(experiment: Experiment, findings: Findings) -> str:
     """Return the paper's claims beside our measurements, as Markdown."""
+    loads = experiment.settings[0].saturated_rate is not None
     lines = ["| the paper | its figure | here |", "|---|---|---|"]
-    lines += [f"| {claim.text} | {claim.paper} | {_measured(claim, results)} |" for claim, results in findings.claims]
+    lines += [
+        f"| {claim.text} | {claim.paper} | {_measured(claim, results, loads)} |" for claim, results in findings.claims
+    ]
     return "\n".join(lines)
 
 
-def _measured(claim: Claim, results: Sequence[ClaimResult]) -> str:
+def _measured(claim: Claim, results: Sequence[ClaimResult], loads: bool) -> str:
     """Return the measurements for a claim, with setting and rate if there are several; equal ones are joined."""
     several_settings = len({one.setting for one in results}) > 1
     several_rates = len({one.rate for one in results}) > 1
     texts: list[str] = []
     for (setting, value), group in groupby(results, lambda one: (one.setting, _claim_value(claim, one))):
-        rates = ", ".join(f"{one.rate:g}" for one in group) + "/s" if several_rates else ""
+        rates = ", ".join(f"{one.rate:g}" for one in group) + ("" if loads else "/s") if several_rates else ""
         where = f"{setting if several_settings else ''} {rates}".strip()
         texts.append(f"{where}: {value}" if where else value)
     return "; ".join(texts) or "not measured"
@@ -153,6 +158,28 @@ def turning_tables(experiment: Experiment, findings: Findings) -> list[str]:
     return tables
 
 
+def rival_tables(experiment: Experiment, findings: Findings) -> list[str]:
+    """Return, for each setting, the best rival at each rate and how far the others are above it, as Markdown."""
+    tables = []
+    for setting, group in groupby(findings.best_rivals, lambda one: one.setting):
+        here = list(group)
+        names = list(dict.fromkeys(name for one in here for name in one.differences))
+        title = f"{title_of(experiment.rival_metric)}, above the best rival · {setting}"
+        lines = [f"| {title} | best rival | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+        for one in here:
+            cells = [_difference(one.differences.get(name, ())) for name in names]
+            lines.append(f"| {one.rate:g} | {one.name} {rounded(one.value)} | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return tables
+
+
+def _difference(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    half = f" ± {half_width(values):.3f}" if len({*values}) > 1 else ""
+    return f"{sum(values) / len(values):+.3f}{half}"
+
+
 def _charts(experiment: Experiment, findings: Findings) -> list[str]:
     charts = []
     for metric, settings in findings.curves.items():
@@ -166,9 +193,9 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
             elif all(len(curve) == 1 for curve in curves.values()):
                 charts.append(dot_chart(title, {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}))
             else:
-                charts.append(
-                    line_chart(title, "requests per second", curves, log=metric.startswith(LOGARITHMIC))
-                )  # fmt: skip
+                loads = experiment.settings[0].saturated_rate is not None
+                axis = "load" if loads else "requests per second"
+                charts.append(line_chart(title, axis, curves, log=metric.startswith(LOGARITHMIC)))
     return charts
 
 
