@@ -45,7 +45,30 @@ METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "prefill_imbalance": lambda s: s["prefill_imbalance"],
     "e2e_error_mean": lambda s: s["e2e_error"]["mean"] if "e2e_error" in s else None,
     "e2e_error_p50": lambda s: s["e2e_error"]["p50"] if "e2e_error" in s else None,
+    "tdg_ratio": lambda s: s.get("tdg_ratio"),
+    "slo_attained": lambda s: s.get("slo_attained"),
+    "deadline_attained": lambda s: s.get("deadline_attained"),
+    "worst_ttft_over_target": lambda s: s.get("worst_ttft_over_target"),
+    "tdg_ratio_priority_0": lambda s: _of_priority(s, 0, "tdg_ratio"),
+    "tdg_ratio_priority_1": lambda s: _of_priority(s, 1, "tdg_ratio"),
+    "slo_attained_priority_0": lambda s: _of_priority(s, 0, "slo_attained"),
+    "slo_attained_priority_1": lambda s: _of_priority(s, 1, "slo_attained"),
+    "slo_attained_shortest_quarter": lambda s: _of_quarter(s, 0),
+    "slo_attained_longest_quarter": lambda s: _of_quarter(s, -1),
 }
+
+
+def _of_priority(summary: dict[str, Any], priority: int, metric: str) -> float | None:
+    """Read a metric of the requests with a priority; None where no such request has a target."""
+    part: dict[str, float] = summary.get("by_priority", {}).get(str(priority), {})
+    return part.get(metric)
+
+
+def _of_quarter(summary: dict[str, Any], place: int) -> float | None:
+    """Read the SLO attainment of a quarter of the requests with targets, by the length of their prompts."""
+    quarters: list[dict[str, float]] = summary.get("by_prompt_quarter", [])
+    return quarters[place]["slo_attained"] if quarters else None
+
 
 FORECAST_METRICS = {
     name: operator.itemgetter(name)
@@ -174,9 +197,9 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     turn = turn_from(table["turn"], tuple(metrics_of(kind))) if "turn" in table else None
     names = [one.name for one in variants]
     rivals, rival_metric = tuple(table.get("rivals", ())), table.get("rival_metric", "tdg_ratio")
-    for name in rivals:
-        if name not in names:
-            raise ValueError(f"rivals: {name!r} is none of the variants")
+    for rival in rivals:
+        if rival not in names:
+            raise ValueError(f"rivals: {rival!r} is none of the variants")
     if rivals and rival_metric not in metrics_of(kind):
         raise ValueError(f"rival_metric: {rival_metric!r} is none of {', '.join(metrics_of(kind))}")
     return Experiment(

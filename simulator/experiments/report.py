@@ -25,8 +25,17 @@ STYLE = (
     "td:first-child,th:first-child{text-align:left}figure{display:inline-block;margin:.4rem}pre{background:#f6f6f6;"
     "padding:.6rem;overflow:auto}"
 )
-LOGARITHMIC = ("ttft", "e2e_p99", "preemptions")
-SHARES = ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "hit_ratio")
+LOGARITHMIC = ("ttft", "e2e_p99", "preemptions", "worst_ttft")
+SHARES = (
+    "tdg_ratio",
+    "slo_attained",
+    "deadline_attained",
+    "e2e_error_mean",
+    "e2e_error_p50",
+    "best_share",
+    "first_three_share",
+    "hit_ratio",
+)
 TITLES = {
     "ttft_mean_s": "mean TTFT, s",
     "ttft_p99_s": "P99 TTFT, s",
@@ -45,6 +54,16 @@ TITLES = {
     "best_share": "how often the instance with the best forecast was the best",
     "first_three_share": "how often it was among the best three",
     "rank_mean": "its mean rank",
+    "tdg_ratio": "TDG ratio",
+    "slo_attained": "SLO attainment",
+    "deadline_attained": "requests all of whose tokens came in time",
+    "worst_ttft_over_target": "longest TTFT, as a multiple of its target",
+    "tdg_ratio_priority_0": "TDG ratio of priority 0",
+    "tdg_ratio_priority_1": "TDG ratio of priority 1",
+    "slo_attained_priority_0": "SLO attainment of priority 0",
+    "slo_attained_priority_1": "SLO attainment of priority 1",
+    "slo_attained_shortest_quarter": "SLO attainment of the shortest quarter of the prompts",
+    "slo_attained_longest_quarter": "SLO attainment of the longest quarter of the prompts",
 }
 
 
@@ -94,7 +113,8 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     body = [f"<h1>{escape(experiment.title)}</h1>"]
     body += [f"<p>{_html_text(paragraph)}</p>" for paragraph in experiment.about.strip().split("\n\n")]
     if findings.claims:
-        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(experiment, findings)), "<h2>Measured</h2>"]
+        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(experiment, findings))]
+        body.append("<h2>Measured</h2>")
     body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
     body += [_html_table(table) for table in (*_tables(experiment, findings), *rival_tables(experiment, findings))]
     if experiment.differences:
