@@ -247,18 +247,17 @@ def count_on_time(slo: Slo, marks: Iterable[tuple[int, float]], num_tokens: int)
 
     A mark is the number of tokens that had come, and the seconds since the request's arrival until then.
     """
-    if slo.ttft_s is None:
+    ttft_s, tpot_s = slo.ttft_s, slo.tpot_s
+    if ttft_s is None:
         return 0
+    if tpot_s is None:
+        num_tokens, tpot_s = min(num_tokens, 1), 0.0
     seen = on_time = 0
     for so_far, time_s in marks:
-        for place in range(seen, min(so_far, num_tokens)):
-            if place == 0:
-                on_time += time_s <= slo.ttft_s
-            elif slo.tpot_s is None:
-                return on_time
-            else:
-                on_time += time_s <= slo.ttft_s + place * slo.tpot_s
-        seen = max(seen, so_far)
+        last = min(so_far, num_tokens)
+        while seen < last:
+            on_time += time_s <= ttft_s + seen * tpot_s
+            seen += 1
     return on_time
 
 

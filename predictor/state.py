@@ -98,7 +98,7 @@ REQUEST = np.dtype(
         ("priority", "i8"),
         ("expected_tokens", "i4"),  # the predicted length, which a local scheduler may use
         ("num_preemptions", "i4"),
-        ("hit_tokens", "i4"),
+        ("hit_tokens", "i8"),  # 8 bytes, so that the record has no padding, whose content would be arbitrary
     ],
     align=True,
 )

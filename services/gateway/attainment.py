@@ -10,7 +10,7 @@ from protos.block.v1 import common_pb2
 from services.attainment import AttainmentTally
 from services.engine_state.xargs import CLASSES
 from services.gateway.incoming import Incoming
-from services.http.sse import StreamReader
+from services.http.sse import Ending, StreamReader
 
 BUSY, SERVER_ERROR = 429, 500
 FAILED = common_pb2.FINISH_REASON_FAILED
@@ -28,22 +28,21 @@ class StreamAttainment:
 
     def took(self, num_data: int, at_s: float) -> None:
         """Note when a piece of the stream came; `num_data` lines of data have come so far."""
-        self._marks.append((num_data, at_s))
+        self._marks.append((num_data, at_s - self.arrived_s))
 
     def refused(self, status: int) -> None:
         """Count a request without a response, unless that is the client's fault."""
         if status == BUSY or status >= SERVER_ERROR:
             self._add(missed(self.slo, 1))
 
-    def ended(self, reader: StreamReader, *, broken: bool = False) -> None:
+    def ended(self, reader: StreamReader, ending: Ending, *, broken: bool = False) -> None:
         """Count a response that has ended."""
-        ending = reader.ending()
         num_tokens = ending.output_tokens
         if broken or num_tokens == 0 or not self._marks or ending.finish_reason == FAILED:
             self._add(missed(self.slo, num_tokens))
             return
-        times = [(so_far, at_s - self.arrived_s) for so_far, at_s in reader.token_times(self._marks, num_tokens)]
-        end_s = times[-1][1]
+        times = reader.token_times(self._marks, ending)
+        end_s = self._marks[-1][1]
         ttft_s = next((time_s for so_far, time_s in times if so_far > 0), end_s)
         last_s = next((time_s for so_far, time_s in times if so_far >= num_tokens), end_s)
         self._add(

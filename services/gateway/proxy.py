@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 FAILED = common_pb2.FINISH_REASON_FAILED
+NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
 RETRIED = (429, 500, 502, 503, 504)  # statuses of an engine that another engine may not return
 NOT_SERVING = (502, 503, 504)  # of them, those of an engine that is down
@@ -183,6 +184,7 @@ class UpstreamAttempt:
     _is_sent: bool = False
     _first_s: float | None = None
     _is_finished: bool = False
+    _ended: Ending = NOTHING
 
     async def send(self) -> None:
         """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives."""
@@ -223,7 +225,7 @@ class UpstreamAttempt:
     def count_attainment(self, *, broken: bool = False) -> None:
         """Count what the stream, which has ended, attained."""
         if self.attainment is not None:
-            self.attainment.ended(self._reader, broken=broken)
+            self.attainment.ended(self._reader, self._ended, broken=broken)
 
     def rest(self) -> bytes:
         """Return the incomplete event at the end of a stream."""
@@ -236,7 +238,7 @@ class UpstreamAttempt:
         self._is_finished = True
         if self._connection is not None:
             self._connection.release()
-        ending = self._ending()
+        self._ended = ending = self._ending()
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
         if self.destination.policy != LAST_RESORT:
             request_id, instance_id = self.incoming.request.request_id, self.destination.instance_id
@@ -249,7 +251,7 @@ class UpstreamAttempt:
             return self._reader.ending()
         if self.status == 200:
             return ending_of(self.body)
-        return Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
+        return NOTHING
 
     def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
         """Write the outcome, and count it."""

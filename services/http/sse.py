@@ -40,6 +40,7 @@ class Ending:
 
     finish_reason: common_pb2.FinishReason.ValueType
     output_tokens: int  # the engine's count, else the number of events that contain text
+    has_count: bool = True  # the engine counted them
     prompt_tokens: int | None
 
 
@@ -92,19 +93,22 @@ class StreamReader:
                 finish_reason=finish_reason, output_tokens=ending.output_tokens, prompt_tokens=ending.prompt_tokens
             )
         return Ending(
-            finish_reason=finish_reason, output_tokens=self._num_texts(tail), prompt_tokens=ending.prompt_tokens
+            finish_reason=finish_reason,
+            output_tokens=self._num_texts(tail),
+            prompt_tokens=ending.prompt_tokens,
+            has_count=False,
         )
 
-    def token_times(self, marks: Iterable[tuple[int, float]], num_tokens: int) -> list[tuple[int, float]]:
-        """Turn the number of lines of data at some times into the number of tokens of `num_tokens`.
+    def token_times(self, marks: Iterable[tuple[int, float]], ending: Ending) -> Iterable[tuple[int, float]]:
+        """Turn the numbers of lines of data at some times into numbers of tokens; the last ones may be too large.
 
         Where an engine puts several tokens into an event, all events count as many.
         """
-        num_texts = self._num_texts(b"\n" + b"".join(self._last)[-TAIL_BYTES:])
         before = self._begins_with_role()
-        return [
-            (min(max(0, so_far - before), num_texts) * num_tokens // max(1, num_texts), at_s) for so_far, at_s in marks
-        ]
+        if ending.has_count:
+            num_texts = max(1, self._num_texts(b"\n" + b"".join(self._last)[-TAIL_BYTES:]))
+            return [((so_far - before) * ending.output_tokens // num_texts, at_s) for so_far, at_s in marks]
+        return [(so_far - 1, at_s) for so_far, at_s in marks] if before else marks
 
     def _num_texts(self, tail: bytes) -> int:
         """Return the number of events that contain text."""

@@ -149,7 +149,7 @@ class LoadSender:
             if result.output_tokens > 1:
                 result.tpot_s = (last_s - first_s) * scale / (result.output_tokens - 1)
         if marks is not None:
-            times = stream.token_times(marks, result.output_tokens)
+            times = stream.token_times(marks, ending)
             result.tokens_on_time = count_on_time(slo, times, result.output_tokens)
 
 

@@ -247,6 +247,14 @@ def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
             "running[0].num_blocks",
         ),
         ({"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "computed_tokens": 9}]}, "computed_tokens"),
+        (
+            {"running": [{"request": {"request_id": "a", "prompt_tokens": 4}, "tokens_on_time": -1}]},
+            "running[0].tokens_on_time",
+        ),
+        (
+            {"waiting": [{"request": {"request_id": "a", "prompt_tokens": 4}, "tokens_on_time": 1}]},
+            "waiting[0].tokens_on_time: 1 are more than its produced_tokens",
+        ),
         ({"steps": [{"start_s": 0.0, "scheduled": {"nobody": 1}}]}, "steps[0].scheduled.nobody"),
         ({"reserved": [{"request_id": "x", "prompt_tokens": 1}] * 2}, "request_id"),
     ],

@@ -136,12 +136,17 @@ def test_lines_without_text_are_no_tokens() -> None:
     for time_s, piece in enumerate((ROLE, event("a"), event("b") + event("c", "stop"), USAGE, DONE)):
         reader.feed(piece)
         marks.append((reader.num_data, float(time_s)))
-    assert reader.ending().output_tokens == 6
-    assert reader.token_times(marks, 6) == [(0, 0.0), (2, 1.0), (6, 2.0), (6, 3.0), (6, 4.0)]
-    assert [so_far for so_far, _ in reader.token_times(marks, 3)] == [0, 1, 3, 3, 3]
-    empty = StreamReader()
-    empty.feed(DONE)
-    assert empty.token_times([(empty.num_data, 1.0)], 0) == [(0, 1.0)]
+    ending = reader.ending()
+    assert (ending.output_tokens, ending.has_count) == (6, True)
+    assert list(reader.token_times(marks, ending))[:3] == [(0, 0.0), (2, 1.0), (6, 2.0)]
+    for first in ((), (ROLE,)):
+        reader, marks = StreamReader(), []
+        for time_s, piece in enumerate((*first, event("a"), event("b") + event("c", "stop"), DONE)):
+            reader.feed(piece)
+            marks.append((reader.num_data, float(time_s)))
+        ending = reader.ending()
+        assert (ending.output_tokens, ending.has_count) == (3, False)
+        assert [so_far for so_far, _ in reader.token_times(marks, ending)][len(first) :] == [1, 3, 4]
 
 
 def test_a_chat_is_counted_by_its_usage() -> None:
