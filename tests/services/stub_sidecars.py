@@ -13,6 +13,7 @@ import grpc
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances import Instance
 from services.rpc.messages import indicators_message
+from tests.services.waiting import bound
 
 SERVICE = "block.v1.Predictor"
 
@@ -85,7 +86,7 @@ class StubSidecar:
             methods["PredictStream"] = grpc.stream_stream_rpc_method_handler(self.predict_stream)
             methods["ReserveStream"] = grpc.stream_stream_rpc_method_handler(self.reserve_stream)
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = await bound(lambda: self.server.add_insecure_port(f"127.0.0.1:{self.port}"))
         await self.server.start()
 
     async def stop(self) -> None:

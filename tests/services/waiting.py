@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 PATIENCE_S = 60.0  # for one condition
 LIMIT_S = 120.0  # of one test
 PATIENT_SERVERS = {  # environment of servers that run with their default settings otherwise
@@ -22,6 +24,19 @@ def run(test: Callable[[], Awaitable[None]], limit_s: float = LIMIT_S) -> None:
             await test()
 
     asyncio.run(limited())
+
+
+async def bound(bind: Callable[[], Awaitable[T]] | Callable[[], T], within_s: float = PATIENCE_S) -> T:
+    """Bind a port that a server had before; meanwhile another process may have it as any free one."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            result = bind()
+            return await result if isinstance(result, Awaitable) else result
+        except (OSError, RuntimeError):  # the latter by gRPC
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(0.1)
 
 
 async def until(

@@ -18,7 +18,7 @@ from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
 from tests.ports import free_port
-from tests.services.waiting import LIMIT_S, PATIENCE_S
+from tests.services.waiting import LIMIT_S, PATIENCE_S, bound
 
 LOCAL = "127.0.0.1"
 
@@ -128,7 +128,7 @@ class Engine:
 
     async def start(self) -> None:
         """Listen; after a stop, at the same port."""
-        self._server = await asyncio.start_server(self._serve, LOCAL, self.port)
+        self._server = await bound(lambda: asyncio.start_server(self._serve, LOCAL, self.port))
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -204,10 +204,10 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     async def start(self) -> None:
         """Listen; after a stop, at the same port."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"{LOCAL}:{self.port}")
-        await self._server.start()
+        self._server = server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+        self.port = await bound(lambda: server.add_insecure_port(f"{LOCAL}:{self.port}"))
+        await server.start()
 
     async def stop(self) -> None:
         """Die."""

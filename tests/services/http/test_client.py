@@ -128,7 +128,7 @@ def test_connections_are_kept() -> None:
             for _ in range(5):
                 assert await ask(client, origin) == (200, b"ok")
             assert num_connections == 1
-            connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 1)
+            connection = await client.send(origin, request_head(b"GET", origin, b"/", [], 0), b"", 30.0)
             own = connection._transport.get_extra_info("socket")  # type: ignore[union-attr]
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             connection.abort()

@@ -45,6 +45,7 @@ CONFIG: dict[str, Any] = {
 }
 SHARE = share_of(CONFIG)
 REACH = Reach(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, kv_tokens=16384)
+MAX_ATTEMPTS = 3
 NO_LIMIT_S = 3600.0  # the plan ends long before, on any machine
 BATCHES = (
     *(AttentionBatch(num_decodes=num, context=context) for num in (4, 12) for context in (50, 300, 900)),
@@ -79,19 +80,40 @@ def in_processor_time(_: torch.device, sample_s: float) -> CpuStopwatch:
 @pytest.fixture(scope="module")
 def timed() -> TimedKernels:
     """All kernels of a small model."""
+    return timed_now()
+
+
+def timed_now() -> TimedKernels:
+    """Time all kernels."""
     options = TimingOptions(share=SHARE, reach=REACH, device=CPU, budget_s=NO_LIMIT_S)
     return time_kernels(options, lambda _: None, in_processor_time)
 
 
 def test_the_composed_profile_predicts_a_real_stack_of_layers(timed: TimedKernels) -> None:
-    """Given Python's time for a step of one token, all other steps are predicted within a factor of two."""
+    """Given Python's time for a step of one token, all other steps are predicted within a factor of two.
+
+    They are timed again where they are not, as other processes may have used caches and cores only for a part of the time.
+    """
+    ratios = ratios_of(timed)
+    for _ in range(MAX_ATTEMPTS - 1):
+        if are_close(ratios):
+            break
+        ratios = ratios_of(timed_now())
+    assert are_close(ratios), ratios
+
+
+def are_close(ratios: np.ndarray) -> bool:
+    """Return whether predictions are about right."""
+    return bool(np.all((ratios > 0.5) & (ratios < 2.0)) and 0.67 < np.median(ratios) < 1.5)
+
+
+def ratios_of(timed: TimedKernels) -> np.ndarray:
+    """Return the predicted times of steps, each as a multiple of the time that it takes."""
     stack, smallest = RealStack(SHARE, REACH.kv_tokens), AttentionBatch(num_decodes=1, context=16)
     kernels, _, _ = fit_kernels(timed.timings, SHARE, UntimedCosts())
     python_s = seconds_of(stack, smallest) - predicted_s(kernels, [smallest])[0]
     step_time, _, _ = fit_kernels(timed.timings, SHARE, UntimedCosts(cpu_s=max(0.0, python_s)))
-    ratios = predicted_s(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
-    assert np.all((ratios > 0.5) & (ratios < 2.0)), ratios
-    assert 0.67 < np.median(ratios) < 1.5
+    return predicted_s(step_time, BATCHES) / [seconds_of(stack, batch) for batch in BATCHES]
 
 
 def seconds_of(stack: RealStack, batch: AttentionBatch) -> float:
@@ -132,16 +154,13 @@ def test_all_kernels_were_timed_at_all_counts(timed: TimedKernels) -> None:
 
 def test_a_shard_takes_less_than_the_whole_model() -> None:
     """Half of the heads and of the MLP take about half the time, with enough tokens."""
-    whole = SHARE
-    half = share_of(CONFIG, tensor_parallel=2)
     watch = CpuStopwatch(0.02, clock=time.thread_time)
     with torch.inference_mode():
-        seconds = [
-            {name: watch.seconds(run) for name, run in TorchLayer(share, CPU).dense(256).items()}
-            for share in (whole, half)
-        ]
-    for name in ("qkv", "o", "gate_up", "down"):
-        assert seconds[1][name] < 0.8 * seconds[0][name], name
+        kernels = [TorchLayer(share, CPU).dense(256) for share in (SHARE, share_of(CONFIG, tensor_parallel=2))]
+        for name in ("qkv", "o", "gate_up", "down"):
+            rounds = [[watch.seconds(one[name]) for one in kernels] for _ in range(5)]
+            whole_s, half_s = (min(times) for times in zip(*rounds, strict=True))
+            assert half_s < 0.8 * whole_s, name
 
 
 def test_kernels_beyond_the_budget_are_left_out(timed: TimedKernels) -> None:

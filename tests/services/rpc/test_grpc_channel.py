@@ -19,7 +19,7 @@ from services.rpc import grpc_channel
 from services.rpc.channels import make_server
 from services.rpc.grpc_channel import MAX_MESSAGE_BYTES, GrpcChannel
 from services.rpc.http2 import Http2Connection
-from tests.services.waiting import PATIENCE_S, run, until
+from tests.services.waiting import PATIENCE_S, bound, run, until
 
 STATUS = {code.name: code for code in grpc.StatusCode}
 SERVICE = "block.test.Script"
@@ -93,7 +93,7 @@ async def serving(port: int = 0) -> AsyncIterator[tuple[Script, int, grpc.aio.Se
     """A running service."""
     script, server = Script(), make_server(max_message_bytes=2**26)
     server.add_generic_rpc_handlers((script.handler(),))
-    port = server.add_insecure_port(f"{HOST}:{port}")
+    port = await bound(lambda: server.add_insecure_port(f"{HOST}:{port}"))
     await server.start()
     try:
         yield script, port, server
