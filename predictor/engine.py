@@ -95,7 +95,13 @@ class Engine:
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
         costs = tabulate(step_time, largest_step, config.max_num_seqs)
         self.tracks_blocks = track_blocks and bool(self.config.enable_prefix_caching)
-        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=self.tracks_blocks)
+        self.state: State = allocate(
+            self.config,
+            costs,
+            num_blocks=self.num_blocks,
+            tracked=self.tracks_blocks,
+            max_clients=self.batcher.max_clients,
+        )
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
         self.state.engine[0].orders_queue = self.batcher.orders_queue

@@ -137,6 +137,8 @@ class EngineReplica:
         head.now_s = min([reported.now_s, *(step.start_s for step in reported.steps)])
         head.decodes_since_look = reported.decodes_since_look
         head.steady = head.stuck = head.fruitless_preemptions = 0
+        if head.estimator_momentum > 0:  # engines do not report their correction, so it counts as complete
+            head.correction = head.pace / head.estimator_factor
         for ahead, step in enumerate(reported.steps):
             error = put_in_flight(
                 state, step.slots.astype(np.int64), step.tokens.astype(np.int64), step.sampled.astype(np.int64),
