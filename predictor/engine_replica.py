@@ -18,6 +18,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.request import CLASSES, MAX_PRIORITY
+from predictor.snapshot import Memory
 from predictor.state import NO_CONTENT, NONE, PENDING, RUNNING, WAITING, State
 from predictor.step_time import StepTime, step_seconds
 
@@ -90,6 +91,7 @@ class ReportedState(NamedTuple):
     tag_median: np.ndarray
     tag_spread: np.ndarray
     contents: ReportedContents | None = None
+    memory: Memory | None = None
 
 
 class EngineReplica:
@@ -137,7 +139,9 @@ class EngineReplica:
         head.now_s = min([reported.now_s, *(step.start_s for step in reported.steps)])
         head.decodes_since_look = reported.decodes_since_look
         head.steady = head.stuck = head.fruitless_preemptions = 0
-        if head.estimator_momentum > 0:  # engines do not report their correction, so it counts as complete
+        if reported.memory is not None:
+            self.engine.remember(reported.memory)
+        elif head.estimator_momentum > 0:  # the correction of its local scheduler counts as complete
             head.correction = head.pace / head.estimator_factor
         for ahead, step in enumerate(reported.steps):
             error = put_in_flight(

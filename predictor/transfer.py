@@ -48,7 +48,7 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
 
 def _memory(engine: Engine) -> Memory:
     head = engine.state.engine[0]
-    if not engine.batcher.estimates:
+    if not engine.batcher.estimates:  # nor does it count
         return Memory()
     return Memory(
         num_steps=int(head.num_steps),
@@ -131,7 +131,7 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_look = snapshot.decodes_since_look
     with _at("memory"):
-        _put_back_memory(engine, snapshot.memory)
+        engine.remember(snapshot.memory)
     for position, step in enumerate(snapshot.steps):
         with _at(f"steps[{position}]"):
             _put_back_step(engine, step, snapshot.taken_s)
@@ -181,20 +181,6 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     head = engine.state.engine[0]
     engine.state.running[head.num_running] = slot
     head.num_running += 1
-
-
-def _put_back_memory(engine: Engine, memory: Memory) -> None:
-    head, clients = engine.state.engine[0], engine.state.clients
-    if len(memory.numbers) > len(head.memory):
-        raise ValueError(f"numbers: {len(memory.numbers)} are more than {len(head.memory)}")
-    if len(memory.clients) > len(clients):
-        raise ValueError(f"clients: {len(memory.clients)} are more than {engine.config.batcher} counts")
-    head.num_steps, head.correction = memory.num_steps, memory.correction
-    head.memory[: len(memory.numbers)] = memory.numbers
-    head.num_clients = len(memory.clients)
-    for row, client in zip(clients, memory.clients, strict=False):
-        row.tenant, row.weight = client.tenant, client.weight
-        row.tokens, row.waits = client.tokens, client.waits
 
 
 def _first_token_s(item: LiveRequest) -> float:
