@@ -67,7 +67,7 @@ class Plan:
     num_tokens: int
     decode_limit_s: float = INFINITY
     prefill_limit_s: float = INFINITY
-    after: Callable[[dict[str, int]], None] = lambda scheduled: None  # called with the tokens of the step
+    after: Callable[[dict[str, int]], None] | None = None  # called with the tokens of the step
 
 
 Rule = Callable[["Engine"], Plan]
@@ -199,7 +199,8 @@ class Engine(vllm_v1.Engine):
         scheduled = {}
         for chunk in sorted(chunks, key=lambda chunk: not chunk.request.running):
             scheduled[chunk.request.id] = self.give(chunk.request, chunk.tokens)
-        plan.after(scheduled)
+        if plan.after is not None:
+            plan.after(scheduled)
         self.num_planned += 1
         return scheduled, [victim.id for victim in victims]
 
@@ -312,35 +313,5 @@ def replay(
     step_time: StepTime,
 ) -> Iterator[Step]:
     """Run an engine with a rule, and yield each step right after its planning; `step_time` is what the rule knows."""
-<<<<<<< HEAD
     engine = Engine(settings, rule, seconds, step_time)
     return vllm_v1.run(engine, (Request(**request) for request in requests), seconds)
-=======
-    engine = Engine(settings, seconds, step_time)
-    arrivals = deque(sorted((Request(**request) for request in requests), key=lambda request: request.arrival_s))
-    while arrivals or engine.requests:
-        while arrivals and arrivals[0].arrival_s <= engine.now_s:
-            engine.waiting.append(arrivals.popleft())
-            engine.sort_waiting()
-        if not engine.requests:
-            engine.now_s = arrivals[0].arrival_s
-            continue
-        engine.plan(rule)
-        assert engine.scheduled, "an empty step"
-        end_s = engine.now_s + seconds(engine.parts)
-        yield {
-            "step": engine.num_steps,
-            "start_s": engine.now_s,
-            "end_s": end_s,
-            "scheduled": engine.scheduled,
-            "running": [request.id for request in engine.running],
-            "waiting": [request.id for request in engine.waiting],
-            "free_blocks": len(engine.pool.free),
-            "preempted": engine.preempted,
-        }
-        if settings["estimator_momentum"] > 0:
-            engine.correction = engine.correction.observe(predicted_s=engine.error, real_s=1.0)
-        engine.num_steps += 1
-        engine.now_s = end_s
-        engine.update()
->>>>>>> 1e0ec51 (Batching rules: weighted_vtc, with its memory in snapshots; estimators that err and correct themselves)

@@ -136,9 +136,10 @@ def weighted_vtc(engine: Engine) -> Plan:
 
     def count(scheduled: dict[str, int]) -> None:
         """Charge the step to the counters."""
-        for request in engine.running:
-            num_tokens = scheduled.get(request.id, 0)
-            cost = engine.option("decode_cost") if request.id in decoding else 1.0
+        for name, num_tokens in scheduled.items():
+            request = engine.unfinished[name]
+            assert isinstance(request, Request)
+            cost = engine.option("decode_cost") if name in decoding else 1.0
             counters[request.client_id, request.weight] += cost * num_tokens / request.weight
 
     return Plan(order, token_budget(engine), after=count)
