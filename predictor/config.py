@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_NOISE = 10  # of the logarithm of an estimate
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 
@@ -42,6 +43,16 @@ class EngineConfig:
     batcher_options: Annotated[dict[str, float], "Options of the local scheduler, by name."] = field(
         default_factory=dict, hash=False
     )
+    estimator_factor: Annotated[
+        float, "Step times as a local scheduler with a time budget estimates them, over real ones."
+    ] = 1.0
+    estimator_noise: Annotated[
+        float, "Standard deviation of the logarithm of its estimates, which differ from step to step."
+    ] = 0.0
+    estimator_momentum: Annotated[
+        float, "Weight of the old factor when it corrects its estimates after each step; 0: no correction."
+    ] = 0.0
+    estimator_seed: Annotated[int, "Seed of the noise."] = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no engine can run with."""
@@ -58,11 +69,25 @@ class EngineConfig:
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
         if self.watermark is not None and not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
+        self._check_estimator()
         if not isinstance(self.batcher_options, Mapping):
             raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
         for name, value in self.batcher_options.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"batcher_options.{name}: must be a number, not {value!r}")
+
+    def _check_estimator(self) -> None:
+        for name in ("estimator_factor", "estimator_noise", "estimator_momentum"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name}: must be a number, not {value!r}")
+        if not self.estimator_factor > 0:
+            raise ValueError(f"estimator_factor: must be above 0, not {self.estimator_factor}")
+        if not 0 <= self.estimator_noise <= MAX_NOISE:
+            raise ValueError(f"estimator_noise: must be at least 0 and at most {MAX_NOISE}, not {self.estimator_noise}")
+        if not 0 <= self.estimator_momentum < 1:
+            raise ValueError(f"estimator_momentum: must be at least 0 and below 1, not {self.estimator_momentum}")
+        require_count("estimator_seed", self.estimator_seed, at_least=0)
 
     @property
     def pipeline_depth(self) -> int:

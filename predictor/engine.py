@@ -14,6 +14,7 @@ from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import NO_TENANT, REAL_TIME, RequestFacts, tenant_number
+from predictor.snapshot import Memory
 from predictor.state import FINISHED, NONE, State, allocate, new_request, widen
 from predictor.step_time import StepTime, tabulate
 
@@ -95,7 +96,13 @@ class Engine:
         largest_step = max(config.max_num_batched_tokens, config.max_model_len) + config.max_num_seqs
         costs = tabulate(step_time, largest_step, config.max_num_seqs)
         self.tracks_blocks = track_blocks and bool(self.config.enable_prefix_caching)
-        self.state: State = allocate(self.config, costs, num_blocks=self.num_blocks, tracked=self.tracks_blocks)
+        self.state: State = allocate(
+            self.config,
+            costs,
+            num_blocks=self.num_blocks,
+            tracked=self.tracks_blocks,
+            max_clients=self.batcher.max_clients,
+        )
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
         self.state.engine[0].orders_queue = self.batcher.orders_queue
@@ -188,6 +195,21 @@ class Engine:
         if not (math.isfinite(pace) and pace > 0):
             raise ValueError(f"pace: must be above 0, not {pace}")
         self.state.engine[0].pace = pace
+
+    def remember(self, memory: Memory) -> None:
+        """Set what the local scheduler remembers."""
+        head, clients = self.state.engine[0], self.state.clients
+        if len(memory.numbers) > len(head.memory):
+            raise ValueError(f"numbers: {len(memory.numbers)} are more than {len(head.memory)}")
+        if len(memory.clients) > len(clients):
+            raise ValueError(f"clients: {len(memory.clients)} are more than {self.config.batcher} counts")
+        head.num_steps, head.correction = memory.num_steps, memory.correction
+        head.memory = 0.0
+        head.memory[: len(memory.numbers)] = memory.numbers
+        head.num_clients = len(memory.clients)
+        for row, client in zip(clients, memory.clients, strict=False):
+            row.tenant, row.weight = client.tenant, client.weight
+            row.tokens, row.waits = client.tokens, client.waits
 
     def advance(self, until_s: float = FOREVER) -> None:
         """Run the engine until no event is left before `until_s`."""

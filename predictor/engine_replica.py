@@ -18,6 +18,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.request import CLASSES, MAX_PRIORITY
+from predictor.snapshot import Memory
 from predictor.state import NO_CONTENT, NONE, PENDING, RUNNING, WAITING, State
 from predictor.step_time import StepTime, step_seconds
 
@@ -90,6 +91,7 @@ class ReportedState(NamedTuple):
     tag_median: np.ndarray
     tag_spread: np.ndarray
     contents: ReportedContents | None = None
+    memory: Memory | None = None
 
 
 class EngineReplica:
@@ -137,6 +139,10 @@ class EngineReplica:
         head.now_s = min([reported.now_s, *(step.start_s for step in reported.steps)])
         head.decodes_since_look = reported.decodes_since_look
         head.steady = head.stuck = head.fruitless_preemptions = 0
+        if reported.memory is not None:
+            self.engine.remember(reported.memory)
+        elif head.estimator_momentum > 0:  # the correction of its local scheduler counts as complete
+            head.correction = head.pace / head.estimator_factor
         for ahead, step in enumerate(reported.steps):
             error = put_in_flight(
                 state, step.slots.astype(np.int64), step.tokens.astype(np.int64), step.sampled.astype(np.int64),

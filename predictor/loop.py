@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from predictor import blocks, queues, steps
+from predictor import blocks, estimator, queues, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
@@ -138,13 +138,14 @@ def count_repeats(state: State, until_s: float) -> int:
 
 @kernel
 def _within_limit(state: State) -> int:
-    """Return a number of repetitions that all take at most `steady_limit_s`; rounding makes it one less at most."""
+    """Return a number of repetitions that all take at most `steady_limit_s` by estimate; rounding costs one at most."""
     context, longest = _contexts(state)
     first_s, growth_s = _decode_s(state, context, longest)
-    spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) - first_s
+    estimated = estimator.belief(state.engine[0]) / state.engine[0].pace
+    spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) - first_s * estimated
     if spare_s < 0:
         return 0
-    return 1 + int(min(spare_s / growth_s, 1e9)) if growth_s > 0 else 1 << 40
+    return 1 + int(min(spare_s / (growth_s * estimated), 1e9)) if growth_s > 0 else 1 << 40
 
 
 @kernel

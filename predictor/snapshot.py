@@ -9,7 +9,7 @@ from typing import ClassVar
 from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
 
-VERSION = 2  # 2: requests carry service level, weight, tenant, session and model
+VERSION = 3  # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
@@ -92,6 +92,50 @@ class KvCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedClient:
+    """A client whose tokens a local scheduler counts: a tenant's number, and one weight of its requests."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    tenant: int
+    weight: float
+    tokens: float  # served so far, by weight
+    waits: bool = False  # it had a waiting request when the last step was planned
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be."""
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight: must be above 0, not {self.weight}")
+        if not (math.isfinite(self.tokens) and self.tokens >= 0):
+            raise ValueError(f"tokens: must be at least 0, not {self.tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What an engine's local scheduler remembers between steps.
+
+    `correction` is the factor of its estimates of step times, which differ from step to step by the number of steps
+    planned so far; `numbers` are those of its own.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    num_steps: int = 0
+    correction: float = 1.0
+    numbers: tuple[float, ...] = ()
+    clients: tuple[ServedClient, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no local scheduler can have stored."""
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 0:
+            raise ValueError(f"num_steps: must be a whole number from 0 on, not {self.num_steps!r}")
+        if not (math.isfinite(self.correction) and self.correction > 0):
+            raise ValueError(f"correction: must be above 0, not {self.correction}")
+        if not all(math.isfinite(number) for number in self.numbers):
+            raise ValueError("numbers: must be finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """An engine's state at `taken_s`; times are on the engine's clock.
 
@@ -111,6 +155,7 @@ class Snapshot:
     steps: tuple[StepUnderWay, ...] = ()
     kv_cache: KvCache | None = None
     decodes_since_look: int = 0
+    memory: Memory = Memory()
 
     def __post_init__(self) -> None:
         """Refuse other versions, and states that no engine can have."""

@@ -14,6 +14,7 @@ from predictor.step_time import Costs
 NONE = -1  # no request, no block, no time
 
 MAX_OPTIONS = 16  # of a local scheduler
+MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
 
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
@@ -43,6 +44,15 @@ ENGINE = np.dtype(
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
         ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
         ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
+        ("estimator_factor", "f8"),  # estimated over real step time, before any correction
+        ("estimator_noise", "f8"),
+        ("estimator_momentum", "f8"),
+        ("estimator_seed", "i8"),
+        # what the local scheduler remembers between steps
+        ("belief", "f8"),  # estimated over the profile's step time, in the step that is being planned
+        ("correction", "f8"),  # of the estimate, as far as it has adapted
+        ("memory", "f8", (MEMORY_SIZE,)),
+        ("num_clients", "i8"),
         # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),
         ("pace", "f8"),  # real over predicted step time
@@ -157,6 +167,19 @@ RANK = np.dtype(
     ],
     align=True,
 )
+# A client whose tokens a local scheduler counts: a tenant, with one weight of its requests.
+CLIENT = np.dtype(
+    [
+        ("tenant", "i8"),
+        ("weight", "f8"),
+        ("tokens", "f8"),  # served so far, by weight
+        ("waits", "i8"),  # it had a waiting request when the last step was planned
+        ("num_running", "i8"),  # scratch space, as the next two
+        ("num_waiting", "i8"),
+        ("queued", "f8"),
+    ],
+    align=True,
+)
 STEP = np.dtype(
     [
         ("num_scheduled", "i8"),
@@ -171,6 +194,7 @@ STEP = np.dtype(
         ("prefill_qq", "f8"),
         ("prefill_qkv", "f8"),
         ("num_preempted", "i8"),
+        ("pace", "f8"),
     ],
     align=True,
 )
@@ -203,6 +227,7 @@ class State(NamedTuple):
     turn_starts: np.ndarray  # scratch space of `loop.repeat`: the order in which requests take blocks
     turns: np.ndarray  # scratch space of `loop.repeat` and of `batching.ordered`: requests in an order
     ranks: np.recarray[Any, Any]  # scratch space of `batching.ordered`: RANK per slot
+    clients: np.recarray[Any, Any]  # CLIENT each, of local schedulers that count the tokens of clients
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
@@ -216,7 +241,15 @@ BLOCK_WORDS = BLOCK.itemsize // 8
 NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before this one, and only reads the others
 
 
-def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bool, num_slots: int = 64) -> State:
+def allocate(
+    config: EngineConfig,
+    costs: Costs,
+    *,
+    num_blocks: int,
+    tracked: bool,
+    max_clients: int = 0,
+    num_slots: int = 64,
+) -> State:
     """Make the state of an idle engine; `num_blocks` are available to requests, and their contents `tracked` or not."""
     tracked_blocks = num_blocks if tracked else 0
     state = State(
@@ -228,6 +261,7 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
         preempted=np.zeros(num_slots, np.int32),
         steps=np.zeros(2, STEP).view(np.recarray),
         batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
+        clients=np.zeros(max_clients, CLIENT).view(np.recarray),
         blocks=np.zeros(tracked_blocks, BLOCK).view(np.recarray),
         tables=np.zeros((num_slots, 1), np.int32),
         facts=no_facts(num_slots),
@@ -251,7 +285,11 @@ def allocate(config: EngineConfig, costs: Costs, *, num_blocks: int, tracked: bo
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
-    engine.pace = 1.0
+    engine.estimator_factor = config.estimator_factor
+    engine.estimator_noise = config.estimator_noise
+    engine.estimator_momentum = config.estimator_momentum
+    engine.estimator_seed = config.estimator_seed
+    engine.pace = engine.correction = 1.0
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.blocks.content = NO_CONTENT
     state.blocks.next_same = NONE
@@ -305,8 +343,8 @@ def layer(stack: State, source: State, index: int) -> State:
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.ranks[index], stack.blocks[index], stack.tables[index], stack.cached[index], source.facts, source.hashes,
-        source.costs,
+        stack.ranks[index], stack.clients[index], stack.blocks[index], stack.tables[index], stack.cached[index],
+        source.facts, source.hashes, source.costs,
     )  # fmt: skip
 
 
@@ -326,6 +364,8 @@ def copy_into(target: State, source: State) -> None:
         for position in range(source.steps[index].num_scheduled):
             target.batch[index, position] = source.batch[index, position]
             _copy_request(target, source, source.batch[index, position].slot)
+    for client in range(engine.num_clients):
+        target.clients[client] = source.clients[client]
     if engine.prefix_caching:
         _copy_words(target.blocks.view(np.int64), source.blocks.view(np.int64), 0, len(source.blocks) * BLOCK_WORDS)
         for content in range(len(source.cached)):

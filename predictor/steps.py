@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, queues
+from predictor import blocks, estimator, queues
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FINISHED, PENDING, RUNNING, WAITING, State
 from predictor.step_time import step_seconds
@@ -89,6 +89,7 @@ def put_in_flight(state: State, start_s: float) -> None:
     step.start_s = start_s
     if engine.num_in_flight > 0:
         step.start_s = max(start_s, state.steps[engine.oldest].end_s)
+    step.pace = engine.pace
     step.end_s = step.start_s + engine.pace * step_seconds(
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
         step.num_prefills, step.prefill_qq, step.prefill_qkv, step.decode_longest,
@@ -137,6 +138,8 @@ def retire(state: State) -> None:
     step = state.steps[index]
     engine.now_s = max(engine.now_s, step.end_s)
     engine.oldest = queues.at(index, 1, 2)
+    if engine.estimator_momentum > 0:
+        estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
     num_finished = 0
     from_waiting = False

@@ -13,7 +13,7 @@ from predictor.blocks import OWN_CONTENTS
 from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
+from predictor.snapshot import VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
 from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, WAITING, State
 from predictor.step_time import StepTime
 
@@ -42,6 +42,24 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         steps=tuple(_in_flight(engine, ahead) for ahead in range(head.num_in_flight)),
         kv_cache=_kv_cache(engine) if head.prefix_caching else None,
         decodes_since_look=int(head.decodes_since_look),
+        memory=_memory(engine),
+    )
+
+
+def _memory(engine: Engine) -> Memory:
+    head = engine.state.engine[0]
+    if not engine.batcher.estimates:  # nor does it count
+        return Memory()
+    return Memory(
+        num_steps=int(head.num_steps),
+        correction=float(head.correction),
+        numbers=tuple(np.trim_zeros(head.memory, "b").tolist()),
+        clients=tuple(
+            ServedClient(
+                tenant=int(row.tenant), weight=float(row.weight), tokens=float(row.tokens), waits=bool(row.waits)
+            )
+            for row in engine.state.clients[: head.num_clients]
+        ),
     )
 
 
@@ -112,6 +130,8 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_look = snapshot.decodes_since_look
+    with _at("memory"):
+        engine.remember(snapshot.memory)
     for position, step in enumerate(snapshot.steps):
         with _at(f"steps[{position}]"):
             _put_back_step(engine, step, snapshot.taken_s)

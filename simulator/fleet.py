@@ -185,6 +185,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         turn_starts=np.zeros((num, max(len(state.turn_starts) for state in singles)), np.int32),
         turns=np.zeros((num, slots), np.int32),
         ranks=_records((num, slots), first.ranks),
+        clients=_records((num, max(len(state.clients) for state in singles)), first.clients),
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
         cached=np.full((num, num_contents), NONE, np.int32),

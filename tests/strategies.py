@@ -51,6 +51,7 @@ OPTIONS = {
     "eta_max": (0.0, 0.25, 1.0),
     "skip_overdue": (0.0, 1.0),
     "estimator": (1.0, 1.0, 0.0),
+    "decode_cost": (0.0, 1.0, 2.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
 ONLY_FCFS = ("vllm_fcfs",)
@@ -146,6 +147,7 @@ def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
     hashes = settings.pop("hashes", [[]] * len(requests))
     slos = settings.pop("slos", None)
     weights = settings.pop("weights", None)
+    clients = settings.pop("clients", None)
     specs = [
         {
             "id": "abcdefgh"[place],
@@ -157,6 +159,7 @@ def load_of(batcher: str, *requests: tuple[int, int], **settings: Any) -> Load:
             "prefix_hashes": list(hashes[place]),
             **({"ttft_slo_s": slos[place][0], "tpot_slo_s": slos[place][1]} if slos else {}),
             **({"weight": weights[place]} if weights else {}),
+            **({"client_id": clients[place]} if clients else {}),
         }
         for place, (prompt, answer) in enumerate(requests)
     ]
@@ -230,6 +233,14 @@ def engines(
         )
     if batcher in (*ORDERED, "vllm_v1", *KEEPS_WATERMARK):
         config = replace(config, watermark=draw(st.sampled_from((0.0, 0.01, 0.1, 0.3))))
+    if BATCHERS[batcher].estimates:
+        config = replace(
+            config,
+            estimator_factor=draw(st.sampled_from((1.0, 1.0, 0.7, 1.3))),
+            estimator_noise=draw(st.sampled_from((0.0, 0.0, 0.2))),
+            estimator_momentum=draw(st.sampled_from((0.0, 0.0, 0.5, 0.9))),
+            estimator_seed=draw(st.integers(0, 2)),
+        )
     options = {option.name: draw(st.sampled_from(OPTIONS[option.name])) for option in BATCHERS[batcher].options}
     complete = settled(replace(config, batcher_options=options))
     return {name: getattr(complete, name) for name in FIELD_NAMES}
@@ -271,12 +282,13 @@ def request_lists(
 
 @st.composite
 def service_levels(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a request's targets, from impossible to loose ones or none, its weight and its class."""
+    """Draw a request's targets, from impossible to loose ones or none, its weight, class and tenant."""
     return {
         "ttft_slo_s": draw(st.sampled_from((None, 1 / 64, 1 / 8, 1.0, 8.0, 64.0))),
         "tpot_slo_s": draw(st.sampled_from((None, 1 / 64, 1 / 32, 1 / 16, 1 / 4, 2.0, 8.0))),
         "weight": draw(st.sampled_from((0.5, 1.0, 2.0, 3.0))),
         "request_class": draw(st.sampled_from(CLASSES)),
+        "client_id": draw(st.sampled_from(("", "x", "y"))),
     }
 
 

@@ -25,6 +25,7 @@ from predictor.batching import (
     vllm_limits,
     vllm_v0,
     vllm_v1,
+    weighted_vtc,
 )
 from predictor.compiled import inner_kernel
 from predictor.config import EngineConfig
@@ -58,6 +59,8 @@ class Batcher:
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    estimates: bool = False  # it estimates step times
+    max_clients: int = 0  # whose tokens it counts
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
     decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float | str] = field(default_factory=dict)
@@ -65,12 +68,14 @@ class Batcher:
     check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 
-def _ordered(schedule: Callable[[State], bool], *options: BatcherOption) -> Batcher:
+def _ordered(schedule: Callable[[State], bool], *options: BatcherOption, max_clients: int = 0) -> Batcher:
     """Return a local scheduler that orders all requests and manages memory as vLLM v1 does."""
     return Batcher(
         schedule=schedule,
         null_blocks=1,
         orders_queue=True,
+        estimates=True,
+        max_clients=max_clients,
         options=options,
         defaults={"enable_prefix_caching": True, "async_scheduling": False, "watermark": 0.0},
         fixed={"enable_chunked_prefill": True},
@@ -93,6 +98,7 @@ FROM_FIRST_TOKEN = _switch(
     "from_first_token", 0.0, "1: where a first token is early, the others are due from then; 0: from its target."
 )
 TOKEN_BUDGET = BatcherOption("token_budget", 0.0, "Maximum number of tokens of a step; 0: max_num_batched_tokens.")
+NO_ERRORS = EngineConfig()
 PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
 
 VLLM_V0 = Batcher(
@@ -159,6 +165,12 @@ BATCHERS = {
     ),
     "sarathi_fcfs": _ordered(sarathi_fcfs.schedule, TOKEN_BUDGET),
     "sarathi_priority": _ordered(sarathi_priority.schedule, TOKEN_BUDGET),
+    "weighted_vtc": _ordered(
+        weighted_vtc.schedule,
+        BatcherOption("decode_cost", 2.0, "Service that a decoded token counts as; one of a prompt counts as 1."),
+        TOKEN_BUDGET,
+        max_clients=weighted_vtc.MAX_CLIENTS,
+    ),
 }
 
 
@@ -168,6 +180,9 @@ def settled(config: EngineConfig) -> EngineConfig:
     for name, value in batcher.fixed.items():
         if getattr(config, name) not in (None, value):
             raise ValueError(f"{name}: {config.batcher} supports only {value}, not {getattr(config, name)}")
+    for name in ("estimator_factor", "estimator_noise", "estimator_momentum"):
+        if not batcher.estimates and getattr(config, name) != getattr(NO_ERRORS, name):
+            raise ValueError(f"{name}: {config.batcher} does not estimate step times")
     rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed}
     complete = replace(
         config,

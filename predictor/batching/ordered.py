@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, queues, steps
+from predictor import blocks, estimator, queues, steps
 from predictor.batching import vllm_v1
 from predictor.compiled import kernel, small_kernel
 from predictor.state import RUNNING, WAITING, State
@@ -37,6 +37,7 @@ def list_requests(state: State, from_first_token: bool) -> int:
     Due times are those of `due_s`. Requests that only wait for their output in flight are left out.
     """
     engine = state.engine[0]
+    engine.belief = estimator.belief(engine)
     token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
     count = 0
     for place in range(engine.num_running + engine.num_waiting):
@@ -55,9 +56,9 @@ def list_requests(state: State, from_first_token: bool) -> int:
         before = state.requests[slot].computed_tokens
         num_tokens = float(steps.tokens_of(state, slot) - before)
         if is_decode(state, slot):
-            rank.cost_s = engine.pace * (token_s + sequence_s + decode_s + context_s * (before + 1))
+            rank.cost_s = engine.belief * (token_s + sequence_s + decode_s + context_s * (before + 1))
         else:
-            rank.cost_s = engine.pace * (token_s * num_tokens + sequence_s + prefill_s(state, num_tokens, before))
+            rank.cost_s = engine.belief * (token_s * num_tokens + sequence_s + prefill_s(state, num_tokens, before))
     return count
 
 
@@ -140,7 +141,7 @@ def prefill_s(state: State, num_tokens: float, before: int) -> float:
 def constant_s(state: State) -> float:
     """Return the seconds of a step that do not depend on its requests."""
     costs = state.costs
-    return state.engine[0].pace * (costs.coefficients[CONSTANT] + costs.by_tokens[1] + costs.by_count[0, SAMPLED])
+    return state.engine[0].belief * (costs.coefficients[CONSTANT] + costs.by_tokens[1] + costs.by_count[0, SAMPLED])
 
 
 @kernel
@@ -240,12 +241,12 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
     steps.clear_sums(state.steps[steps.current(state)])
     if can_decode_all(state, num_tokens, decode_limit_s):
         engine.steady_limit_s = decode_limit_s
-        return decode_all(state)
+        return decode_all(state) and estimator.is_constant(engine)
     plan(state, count, num_tokens, decode_limit_s, prefill_limit_s)
     if not engine.plans_only:
         carry_out(state)
     engine.steady_limit_s = decode_limit_s
-    return will_decode_all(state, num_tokens)
+    return will_decode_all(state, num_tokens) and estimator.is_constant(engine)
 
 
 @kernel
@@ -387,7 +388,7 @@ def can_decode_all(state: State, num_tokens: int, decode_limit_s: float) -> bool
         longest = max(longest, tokens)
     if num_blocks > engine.num_free_blocks:
         return False
-    return engine.pace * step_seconds(state.costs, n, n, n, context, 0, 0.0, 0.0, longest) <= decode_limit_s
+    return engine.belief * step_seconds(state.costs, n, n, n, context, 0, 0.0, 0.0, longest) <= decode_limit_s
 
 
 @kernel
@@ -451,7 +452,7 @@ def fits_in_time(state: State, before: int, wanted: int, num_tokens: int, second
         num_prefills += 1
         prefill_qq += float(num_tokens) * num_tokens
         prefill_qkv += float(num_tokens) * before
-    took_s = state.engine[0].pace * step_seconds(
+    took_s = state.engine[0].belief * step_seconds(
         state.costs, step.num_tokens + num_tokens, step.num_sampled + (num_tokens == wanted), num_decodes, context,
         num_prefills, prefill_qq, prefill_qkv, longest,
     )  # fmt: skip

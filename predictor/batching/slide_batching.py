@@ -17,6 +17,7 @@ from predictor.state import State
 # the options
 GAMMA, ETA, PHI, FIRST_TOKEN_WEIGHT, FROM_FIRST_TOKEN, ORDER, ETA_MAX, SKIP_OVERDUE, ESTIMATOR, TOKEN_BUDGET = range(10)
 URGENT, NORMAL = range(2)
+NEVER = 1e18  # a time beyond all deadlines; finite, so that no load is no time
 BY_DEADLINE, BY_DENSITY = 1, 2  # values of ORDER; 0: urgent requests by density, the others by deadline
 UP_TO_EACH, ONE_BY_ONE = 1, 2  # values of PHI; 0: the whole queue
 
@@ -112,7 +113,7 @@ def time_per_cost(state: State, budget_s: float) -> float:
     if budget_s == np.inf:
         return 1.0
     spent_s = budget_s - ordered.constant_s(state)
-    return budget_s / spent_s if spent_s > 0 else np.inf
+    return budget_s / spent_s if spent_s > 0 else NEVER
 
 
 @kernel

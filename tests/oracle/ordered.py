@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from predictor.compiled import interpreted
+from predictor.correction import Correction, CorrectionRule
+from predictor.estimator import normal
 from predictor.step_time import StepTime
 from tests.oracle import vllm_v1
 from tests.oracle.engine import EngineSettings, Part, Seconds, Step
 from tests.strategies import straight_lines
 
 INFINITY = math.inf
+noise = interpreted(normal)
 
 
 @dataclass(eq=False)
@@ -26,6 +30,7 @@ class Request(vllm_v1.Request):
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     weight: float = 1.0
+    client_id: str = ""
     first_token_s: float = INFINITY
     request_class: str = ""
 
@@ -62,6 +67,7 @@ class Plan:
     num_tokens: int
     decode_limit_s: float = INFINITY
     prefill_limit_s: float = INFINITY
+    after: Callable[[dict[str, int]], None] | None = None  # called with the tokens of the step
 
 
 Rule = Callable[["Engine"], Plan]
@@ -91,6 +97,12 @@ class Engine(vllm_v1.Engine):
     def __init__(self, settings: EngineSettings, rule: Rule, seconds: Seconds, step_time: StepTime) -> None:
         super().__init__(settings)
         self.rule, self.seconds, self.step_time = rule, seconds, step_time
+        self.num_planned = self.num_ended = 0
+        self.correction = Correction(rule=CorrectionRule(momentum=settings["estimator_momentum"], window=1))
+        # of `weighted_vtc`, by tenant and weight
+        self.counters: dict[tuple[str, float], float] = {}
+        self.lift = 0.0
+        self.clients_waiting: set[tuple[str, float]] = set()
 
     # What rules read.
 
@@ -131,8 +143,26 @@ class Engine(vllm_v1.Engine):
             ),
         )
 
+    def error(self, number: int) -> float:
+        """How much too long a step is estimated without correction."""
+        sigma, seed = self.settings["estimator_noise"], self.settings["estimator_seed"]
+        return float(self.settings["estimator_factor"] * math.exp(sigma * noise(number, seed)))
+
+    @property
+    def belief(self) -> float:
+        """How much too long steps are estimated."""
+        factor = self.correction.factor if self.settings["estimator_momentum"] > 0 else 1.0
+        return factor * self.error(self.num_planned)
+
+    def believed_s(self, parts: list[Part]) -> float:
+        """Estimate the time of a step."""
+        return self.belief * self.seconds(parts)
+
     def cost_s(self, request: Request) -> float:
         """Estimate the time that a request adds to a full step."""
+        return self.belief * self._true_cost_s(request)
+
+    def _true_cost_s(self, request: Request) -> float:
         most_tokens, most_sequences = self.settings["max_num_batched_tokens"], self.settings["max_num_seqs"]
         model, count, before = self.step_time, float(request.left), request.computed
         token_s = (self._tokens_s(most_tokens) - self._tokens_s(1)) / max(1, most_tokens - 1)
@@ -148,7 +178,8 @@ class Engine(vllm_v1.Engine):
     @property
     def constant_s(self) -> float:
         """The part of each step that no request causes."""
-        return self.step_time.constant_s + self._tokens_s(1) + straight_lines(self.step_time.by_sequences, 0)
+        constant_s = self.step_time.constant_s + self._tokens_s(1) + straight_lines(self.step_time.by_sequences, 0)
+        return self.belief * constant_s
 
     def _tokens_s(self, count: int) -> float:
         return straight_lines(self.step_time.by_tokens, count) + self.step_time.token_s * count
@@ -168,6 +199,9 @@ class Engine(vllm_v1.Engine):
         scheduled = {}
         for chunk in sorted(chunks, key=lambda chunk: not chunk.request.running):
             scheduled[chunk.request.id] = self.give(chunk.request, chunk.tokens)
+        if plan.after is not None:
+            plan.after(scheduled)
+        self.num_planned += 1
         return scheduled, [victim.id for victim in victims]
 
     def can_decode_all(self, plan: Plan) -> bool:
@@ -177,7 +211,7 @@ class Engine(vllm_v1.Engine):
         if can_join or not all(request.decodes and self.has_work(request) for request in self.running):
             return False
         lacking = sum(self.blocks_for(one.computed + 1) - len(one.blocks) for one in self.running)
-        took_s = self.seconds([(1, one.computed, True) for one in self.running])
+        took_s = self.believed_s([(1, one.computed, True) for one in self.running])
         fits = len(self.running) <= plan.num_tokens and lacking <= len(self.pool.free)
         return fits and took_s <= plan.decode_limit_s
 
@@ -239,7 +273,7 @@ class Engine(vllm_v1.Engine):
     def largest_chunk(self, parts: list[Part], before: int, left: int, most: int, limit_s: float) -> int:
         """Try all chunks; one of a single token comes last, because it is computed in another way."""
         for count in (most, *range(most - 1, 1, -1), 1):
-            if limit_s == INFINITY or self.seconds([*parts, (count, before, count == left)]) <= limit_s:
+            if limit_s == INFINITY or self.believed_s([*parts, (count, before, count == left)]) <= limit_s:
                 return count
         return 0
 
@@ -264,6 +298,8 @@ class Engine(vllm_v1.Engine):
         """Process a finished step, and note first tokens."""
         requests = [self.unfinished[name] for name in sampled if name in self.unfinished]
         super().update(scheduled, sampled, now_s)
+        self.correction = self.correction.observe(predicted_s=self.error(self.num_ended), real_s=1.0)
+        self.num_ended += 1
         for request in requests:
             assert isinstance(request, Request)
             request.first_token_s = min(request.first_token_s, now_s)

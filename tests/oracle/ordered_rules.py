@@ -43,7 +43,7 @@ def slide_batching(engine: Engine) -> Plan:
     if engine.option("eta_max"):
         t_min = min(t_min, engine.option("eta_max") * shortest)
     t_budget = INFINITY if shortest == INFINITY else max(t_min, engine.option("eta") * shortest)
-    factor = 1.0 if t_budget == INFINITY else INFINITY
+    factor = 1.0 if t_budget == INFINITY else 1e18
     if engine.constant_s < t_budget < INFINITY:
         factor = t_budget / (t_budget - engine.constant_s)
     extra_s = 0.0
@@ -107,6 +107,44 @@ def sarathi_priority(engine: Engine) -> Plan:
     return Plan(order, token_budget(engine))
 
 
+def weighted_vtc(engine: Engine) -> Plan:
+    """Running requests, then again and again the next one of the client whose counter is the lowest."""
+    counters = engine.counters
+    queues: dict[tuple[str, float], list[Request]] = {}
+    for request in engine.waiting:
+        queues.setdefault((request.client_id, request.weight), []).append(request)
+    before = [counters[client] for client in engine.clients_waiting if client in queues]
+    left = [counters[client] for client in engine.clients_waiting if client not in queues]
+    if before or left:
+        engine.lift = max(engine.lift, min(before) if before else max(left))
+    for client in queues:
+        if client not in engine.clients_waiting:
+            counters[client] = max(counters.get(client, 0.0), engine.lift)
+    engine.clients_waiting = set(queues)
+
+    keys = {}
+    for client, requests in queues.items():
+        num_tokens = 0
+        for request in requests:
+            if request not in engine.requests:
+                continue
+            keys[request.id] = counters[client] + num_tokens / client[1]
+            num_tokens += request.num_tokens
+    order = engine.ordered(lambda one: (0 if one.decodes else 1, one.arrival_s) if one.running else (2, keys[one.id]))
+
+    decoding = {one.id for one in order if one.decodes}
+
+    def count(scheduled: dict[str, int]) -> None:
+        """Charge the step to the counters."""
+        for name, num_tokens in scheduled.items():
+            request = engine.unfinished[name]
+            assert isinstance(request, Request)
+            cost = engine.option("decode_cost") if name in decoding else 1.0
+            counters[request.client_id, request.weight] += cost * num_tokens / request.weight
+
+    return Plan(order, token_budget(engine), after=count)
+
+
 def most_tokens(engine: Engine) -> int:
     """Return the engine's own limit."""
     return int(engine.settings["max_num_batched_tokens"])
@@ -143,6 +181,7 @@ RULES: dict[str, Rule] = {
     "decode_then_edf": decode_then_edf,
     "sarathi_fcfs": sarathi_fcfs,
     "sarathi_priority": sarathi_priority,
+    "weighted_vtc": weighted_vtc,
 }
 
 

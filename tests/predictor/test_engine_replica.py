@@ -79,6 +79,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         tag_median=median,
         tag_spread=spread,
         contents=contents(snapshot),
+        memory=snapshot.memory,
     )
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 from predictor.batching import BATCHERS, settled
+from predictor.compiled import interpreted
 from predictor.config import EngineConfig
+from predictor.correction import Correction, CorrectionRule
+from predictor.estimator import normal
+from predictor.request import tenant_number
+from predictor.transfer import snapshot_of
 from tests.oracle import ordered_rules
 from tests.oracle.comparing import expect_oracle, our_steps, scheduled
 from tests.strategies import AFFINE, ORDERED, Load, examples, load_of, loads
@@ -225,6 +232,129 @@ def test_sarathi_fills_its_token_budget() -> None:
     assert by_arrival == [{"a": 4}, {"a": 1, "b": 5}, {"a": 1, "b": 4, "c": 1}, {"a": 1, "c": 4}]
     by_priority = scheduled(load_of("sarathi_priority", *requests, **shape))
     assert by_priority == [{"a": 4}, {"a": 1, "c": 5}, {"a": 1, "b": 5}, {"a": 1, "b": 4}]
+
+
+def test_vtc_serves_the_client_that_was_served_least() -> None:
+    """Prompts of two clients take turns by tokens; a weight of two counts half."""
+
+    def admitted(*requests: tuple[int, int], **settings: Any) -> list[str]:
+        load = load_of("weighted_vtc", *requests, max_num_seqs=1, **settings)
+        order: list[str] = []
+        for step in scheduled(load):
+            order += [name for name in step if name not in order]
+        return order
+
+    four = ((6, 1), (6, 1), (6, 1), (6, 1))
+    assert admitted(*four, clients=["x", "x", "y", "y"]) == ["a", "c", "b", "d"]
+    assert admitted((6, 1), (6, 1), (2, 1), (2, 1), clients=["x", "x", "y", "y"]) == ["a", "c", "d", "b"]
+    assert admitted(*four, (6, 1), weights=[1.0, 1.0, 2.0, 2.0, 2.0]) == ["a", "c", "d", "b", "e"]
+
+
+def test_vtc_lifts_a_client_that_comes_back() -> None:
+    """A client that was idle while another was served is served in turns with it, not for as long."""
+    load = load_of(
+        "weighted_vtc", (4, 8), (4, 1), (4, 1), (4, 1), (4, 1), (4, 1), max_num_seqs=1,
+        clients=["x", "x", "x", "y", "y", "y"], arrivals=[0, 0, 0, 6, 6, 6],
+    )  # fmt: skip
+    order = [next(iter(step)) for step in scheduled(load)][8:]
+    assert order == ["d", "b", "e", "c", "f"]
+
+
+def test_vtc_counts_at_most_so_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more clients the least served ones without requests are forgotten; all requests are served."""
+    limited = replace(BATCHERS["weighted_vtc"], max_clients=2)
+    monkeypatch.setitem(BATCHERS, "weighted_vtc", limited)
+    load = load_of("weighted_vtc", *[(4, 3)] * 6, clients=list("uvwxyz"), arrivals=[0, 0, 0, 9, 20, 20], max_num_seqs=2)
+    engine = load.loaded()
+    engine.advance()
+    assert engine.state.engine[0].num_clients == 2
+    assert all(engine.outcome(name).finished_s is not None for name in "abcdef")
+
+
+def test_what_vtc_counts_is_forgotten_with_the_engine_only() -> None:
+    """A snapshot has the counters of clients that waited, and of those that were served more; a new engine has none."""
+    load = load_of("weighted_vtc", (4, 8), (4, 1), clients=["x", "y"], max_num_seqs=1)
+    engine = load.loaded()
+    for _ in range(4):
+        engine.next_step()
+    clients = snapshot_of(engine, engine.now_s).memory.clients
+    assert {client.tenant: client.tokens for client in clients} == {tenant_number("x"): 10.0, tenant_number("y"): 0.0}
+    assert load.loaded().state.engine[0].num_clients == 0
+
+
+def believed(load: Load, num_steps: int) -> list[float]:
+    """List what a rule believes, over the profile, in its first steps."""
+    engine = load.loaded(AFFINE)
+    values = []
+    for _ in range(num_steps):
+        engine.next_step()
+        values.append(float(engine.state.engine[0].belief))
+    return values
+
+
+def test_a_rule_believes_the_pace_of_its_engine() -> None:
+    """By default the estimate is the truth; a factor is a lasting error."""
+    for factor in (1.0, 0.7):
+        load = load_of("edf", (4, 9), estimator_factor=factor)
+        engine = load.loaded(AFFINE)
+        engine.set_pace(1.5)
+        engine.next_step()
+        assert engine.state.engine[0].belief == 1.5 * factor
+
+
+def test_a_wrong_estimate_is_corrected_step_by_step() -> None:
+    """With a momentum the factor goes to its inverse, as the online correction of step times does."""
+    load = load_of("edf", (4, 40), estimator_factor=0.8, estimator_momentum=0.9)
+    rule = CorrectionRule(momentum=0.9, window=1)
+    expected, correction = [], Correction(rule=rule)
+    for _ in range(30):
+        expected.append(0.8 * correction.factor)
+        correction = correction.observe(predicted_s=0.8, real_s=1.0)
+    assert believed(load, 30) == pytest.approx(expected, rel=1e-12)
+    assert expected[-1] == pytest.approx(1.0, abs=0.02)
+
+
+def test_noise_differs_by_step_and_seed() -> None:
+    """Estimates are log-normal around the truth, and the same for the same seed."""
+    ours = believed(load_of("edf", (4, 40), estimator_noise=0.2), 30)
+    assert ours == believed(load_of("edf", (4, 40), estimator_noise=0.2), 30)
+    others = believed(load_of("edf", (4, 40), estimator_noise=0.2, estimator_seed=1), 30)
+    assert not set(ours) & set(others)
+    assert len(set(ours)) == 30
+    deviates = np.array([interpreted(normal)(number, seed) for seed in range(3) for number in range(1000)])
+    assert abs(deviates.mean()) < 0.1
+    assert abs(deviates.std() - 1) < 0.1
+    assert abs(np.corrcoef(deviates[1:], deviates[:-1])[0, 1]) < 0.1
+
+
+def test_an_underestimate_fills_longer_steps() -> None:
+    """Who believes that steps take half their time plans steps of twice the limit."""
+
+    def longest_s(factor: float) -> float:
+        load = load_of(
+            "edf", (60, 1), slos=[(1.0, 0.02)], batcher_options={"eta": 1.0}, estimator_factor=factor,
+        )  # fmt: skip
+        return max(step["end_s"] - step["start_s"] for step in our_steps(load, AFFINE))
+
+    assert longest_s(1.0) <= 0.02 < longest_s(0.5) <= 0.04
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"batcher": "vllm_v1", "estimator_factor": 2.0}, "estimator_factor: vllm_v1 does not estimate step times"),
+        ({"estimator_noise": 0.1}, "estimator_noise: vllm_v1 does not estimate step times"),
+        ({"batcher": "edf", "estimator_factor": 0.0}, "estimator_factor: must be above 0, not 0.0"),
+        ({"batcher": "edf", "estimator_factor": math.nan}, "estimator_factor: must be a number, not nan"),
+        ({"batcher": "edf", "estimator_noise": -1.0}, "estimator_noise: must be at least 0 and at most 10, not -1.0"),
+        ({"batcher": "edf", "estimator_momentum": 1}, "estimator_momentum: must be at least 0 and below 1, not 1"),
+        ({"batcher": "edf", "estimator_seed": 0.5}, "estimator_seed: must be a whole number, not 0.5"),
+    ],
+)
+def test_wrong_estimators_are_refused(config: dict[str, Any], error: str) -> None:
+    """One line names the setting."""
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        settled(EngineConfig(**config))
 
 
 def test_the_last_in_the_order_is_preempted() -> None:
