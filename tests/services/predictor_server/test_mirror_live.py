@@ -27,7 +27,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024, enable_prefix_caching=False
 )
 CANDIDATE = RequestFacts(request_id="candidate", prompt_tokens=100, output_tokens=50)
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 5
 LONG = {"max_tokens": 400, "stream": True}
 SMALL = ("-p", "llama-2-7b-a30", "--max-model-len", "1024", "--num-gpu-blocks", "257", "--state-file", "none")
 
@@ -63,39 +63,44 @@ def queues(source: EngineSource) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_its_forecasts_are_close_to_those_from_the_exported_state(stream: bool, tmp_path: Path) -> None:
-    """At the same moments of the same engine; again where the machine stalled, which no mirror can foresee."""
-    speed = 1.0  # on a busy machine, a faster one would fall behind its own clock
+    """At the same moments of the same engine; with another engine where this one fell behind its own clock."""
+    speed = 1.0  # on a busy machine, a faster one would fall behind
 
-    async def test(engine: Emulated) -> None:
+    async def compared(engine: Emulated) -> tuple[float, float]:
+        """Return the median error of forecasts, and that of the number of requests, under traffic."""
         exported = ExportedEngine(str(engine.state_file), A30, "conditional_median", 30.0)
+        errors, differences = [], []
         async with mirror_of(url_of(engine), speed=speed) as client:
             await client.rpc.until(lambda response: response.state == READY)
-            error, difference = await compared(client, exported)
-            for _ in range(MAX_ATTEMPTS - 1):
-                if error < 0.15 and difference <= 1:
-                    break
-                error, difference = await compared(client, exported)
-            assert error < 0.15
-            assert difference <= 1
+            mirrored = client.mirror.source
+            sending = asyncio.create_task(traffic(client.http, 24, stream=stream, speed=speed))
+            while not sending.done():
+                await asyncio.sleep(0.05)
+                if client.rpc.sidecar.source.refresh().engine and sum(queues(exported)) > 2:
+                    theirs, ours = forecast_by(exported, CANDIDATE), forecast_by(mirrored, CANDIDATE)
+                    errors.append(abs(ours.e2e_s - theirs.e2e_s) / theirs.e2e_s)
+                    differences.append(abs(sum(queues(exported)) - sum(queues(mirrored))))
+            await sending
+            await client.until(lambda: queues(mirrored) == (0, 0) == queues(exported))
         exported.close()
-
-    async def compared(client: MirrorClient, exported: ExportedEngine) -> tuple[float, float]:
-        """Return the median error of forecasts, and that of the number of requests, under traffic."""
-        mirrored = client.mirror.source
-        errors, differences = [], []
-        sending = asyncio.create_task(traffic(client.http, 24, stream=stream, speed=speed))
-        while not sending.done():
-            await asyncio.sleep(0.05)
-            if client.rpc.sidecar.source.refresh().engine and sum(queues(exported)) > 2:
-                theirs, ours = forecast_by(exported, CANDIDATE), forecast_by(mirrored, CANDIDATE)
-                errors.append(abs(ours.e2e_s - theirs.e2e_s) / theirs.e2e_s)
-                differences.append(abs(sum(queues(exported)) - sum(queues(mirrored))))
-        await sending
-        await client.until(lambda: queues(mirrored) == (0, 0) == queues(exported))
         return (median(errors), median(differences)) if len(errors) > 10 else (math.inf, math.inf)
 
-    with emulated(tmp_path, CONFIG, speed=speed) as engine:
-        run(test(engine))
+    for attempt in range(MAX_ATTEMPTS):
+        (folder := tmp_path / str(attempt)).mkdir()
+        results: list[tuple[float, float]] = []
+
+        async def test(engine: Emulated, results: list[tuple[float, float]] = results) -> None:
+            results.append(await compared(engine))
+
+        with emulated(folder, CONFIG, speed=speed) as engine:
+            origin_s = engine.driver.clock.origin_s
+            run(test(engine))
+            fell_behind = engine.driver.clock.origin_s != origin_s
+        ((error, difference),) = results
+        if error < 0.15 and difference <= 1:
+            return
+        assert fell_behind, (error, difference)
+    pytest.skip("this machine stalls too often to compare forecasts")
 
 
 def test_it_follows_requests_that_share_a_prefix(tmp_path: Path) -> None:
