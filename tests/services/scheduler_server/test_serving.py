@@ -93,10 +93,11 @@ def test_a_shutdown_logs_no_errors(caplog: pytest.LogCaptureFixture) -> None:
             leaving, staying = (asyncio.ensure_future(client.decide()) for _ in range(2))
             await until(lambda: len(stubs[0].questions) == 2)
             leaving.cancel()
-            await stack.aclose()
+            closing = asyncio.ensure_future(stack.aclose())
             await asyncio.wait([staying])
             assert isinstance(staying.exception(), grpc.aio.AioRpcError)
             stubs[0].hung.set()
+            await closing
 
     run(test)
     ours = [record for record in caplog.records if not record.name.startswith("grpc.")]
