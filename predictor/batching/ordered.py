@@ -305,7 +305,7 @@ def carry_out(state: State) -> None:
     """Carry out the plan in vLLM's order: preemptions, running requests, admissions.
 
     An admission finds its prefix hits again, because the blocks taken and filled before it have changed the cache. It
-    gets no more tokens than were planned.
+    gets no more tokens than were planned, and admissions end where one that keeps blocks free finds too few of them.
     """
     engine = state.engine[0]
     index = steps.current(state)
@@ -333,6 +333,8 @@ def carry_out(state: State) -> None:
         num_hits = blocks.find_hits(state, slot)
         before = num_hits * engine.block_size
         num_tokens = min(state.ranks[slot].group, steps.tokens_of(state, slot) - before)
+        if not vllm_v1.fits(state, slot, num_hits, before + num_tokens):
+            break
         queues.admit(state, waiting_position(state, slot), before)
         blocks.adopt_hits(state, slot, num_hits)
         vllm_v1.give_blocks(state, slot, before + num_tokens)

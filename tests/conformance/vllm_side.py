@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_trace.py")
+PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
 
 
 def interpreter() -> Path:
@@ -20,13 +21,22 @@ def interpreter() -> Path:
 
 def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
     """Trace the workloads in one process; the traces stay JSON, because together they are large."""
+    return _answers(workloads, SCRIPT)
+
+
+def plugin_traces(workloads: Iterable[dict[str, Any]], installed: Path) -> list[str]:
+    """Trace the workloads with the plug-in that is installed in a folder."""
+    return _answers(workloads, PLUGIN_SCRIPT, str(installed))
+
+
+def _answers(workloads: Iterable[dict[str, Any]], script: Path, *arguments: str) -> list[str]:
     run = subprocess.run(
-        [interpreter(), "-I", SCRIPT],  # isolated: nothing of this project can be imported there
+        [interpreter(), "-I", script, *arguments],  # isolated: nothing of this project can be imported there
         input="".join(json.dumps(workload) + "\n" for workload in workloads),
         capture_output=True,
         text=True,
         check=False,
     )
     if run.returncode != 0:
-        raise RuntimeError(f"{SCRIPT.name} ended with {run.returncode}:\n{run.stderr[-4000:]}")
+        raise RuntimeError(f"{script.name} ended with {run.returncode}:\n{run.stderr[-4000:]}")
     return run.stdout.splitlines()

@@ -50,8 +50,8 @@ def base_config() -> VllmConfig:
         return VllmConfig(model_config=model, scheduler_config=scheduler)
 
 
-def build_scheduler(base: VllmConfig, engine: dict[str, Any]) -> Scheduler:
-    """Construct the scheduler class that an engine with these settings would run."""
+def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: type | None = None) -> Scheduler:
+    """Construct the scheduler class that an engine with these settings would run, or another one."""
     config = copy.copy(base)
     config.model_config = copy.copy(base.model_config)
     config.model_config.max_model_len = engine["max_model_len"]
@@ -66,6 +66,7 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any]) -> Scheduler:
         watermark=engine["watermark"],
         scheduler_reserve_full_isl=engine["scheduler_reserve_full_isl"],
         async_scheduling=engine["async_scheduling"],
+        scheduler_cls=scheduler_class,
     )
     config.cache_config = CacheConfig(
         block_size=engine["block_size"], enable_prefix_caching=engine["enable_prefix_caching"]
@@ -119,9 +120,10 @@ class Trace:
 
     def __init__(self, base: VllmConfig, workload: dict[str, Any]) -> None:
         engine = workload["engine"]
-        self.engine = engine
+        self.workload, self.engine = workload, engine
         self.max_steps = workload["max_steps"]
-        self.scheduler = build_scheduler(base, engine)
+        self.now_s = 0.0
+        self.scheduler = self.build(base)
         assert isinstance(self.scheduler, AsyncScheduler) == engine["async_scheduling"]
         self.tokens = TokenSource()
         self.specs = {spec["id"]: spec for spec in workload["requests"]}
@@ -132,6 +134,19 @@ class Trace:
         caching = engine["enable_prefix_caching"]
         self.hasher = get_request_block_hasher(engine["block_size"], sha256) if caching else None
         self.probe()
+
+    def build(self, base: VllmConfig) -> Scheduler:
+        """Construct the scheduler."""
+        return build_scheduler(base, self.engine)
+
+    def seconds_of(self, output: SchedulerOutput) -> float:
+        """Return how long a step takes."""
+        del output
+        return 1.0
+
+    def params_of(self, spec: dict[str, Any]) -> SamplingParams:
+        """Return a request's parameters."""
+        return SamplingParams(max_tokens=spec["max_tokens"])
 
     def probe(self) -> None:
         """Wrap the methods that show which rule decided; the wrappers change no result."""
@@ -206,7 +221,7 @@ class Trace:
         """Add every request that has arrived, as EngineCore does before each step."""
         while self.arrivals and self.arrivals[0]["arrival_s"] <= now_s:
             spec = self.arrivals.popleft()
-            params = SamplingParams(max_tokens=spec["max_tokens"])
+            params = self.params_of(spec)
             params.update_from_generation_config({}, EOS)
             request = Request(
                 request_id=spec["id"],
@@ -227,12 +242,13 @@ class Trace:
         self.refused_admission, self.num_popped, self.refunded = False, 0, 0
         held_before = list(scheduler.running)
         output = scheduler.schedule()
+        end_s = start_s + self.seconds_of(output)
         waiting = list(scheduler.waiting)  # a priority queue iterates in the order in which it is popped
         self.steps.append(
             {
                 "step": len(self.steps),
                 "start_s": start_s,
-                "end_s": start_s + 1,
+                "end_s": end_s,
                 "scheduled": dict(output.num_scheduled_tokens),
                 "running": [request.request_id for request in scheduler.running],
                 "waiting": [request.request_id for request in waiting],
@@ -243,7 +259,7 @@ class Trace:
         # Like the model runner, which discards what it sampled from an unfinished prefill chunk.
         sampled = {name for name in output.num_scheduled_tokens if not scheduler.requests[name].is_prefill_chunk}
         self.count_step(output, held_before, waiting)
-        return Launched(output, sampled, start_s + 1)
+        return Launched(output, sampled, end_s)
 
     def count_step(self, output: SchedulerOutput, held_before: list[Request], waiting: list[Request]) -> None:
         """Count the limits that applied to this step, as far as its output shows them."""
@@ -308,11 +324,11 @@ class Trace:
         """Run to the end: EngineCore.step, or EngineCore.step_with_batch_queue with two steps in flight."""
         depth = 2 if self.engine["async_scheduling"] else 1
         in_flight: deque[Launched] = deque()
-        now_s = last_end_s = 0.0
+        self.now_s = last_end_s = 0.0
         while len(self.steps) < self.max_steps:
-            self.absorb(now_s)
+            self.absorb(self.now_s)
             if len(in_flight) < depth and self.scheduler.get_num_unfinished_requests():
-                launched = self.schedule(max(now_s, last_end_s))
+                launched = self.schedule(max(self.now_s, last_end_s))
                 last_end_s = launched.end_s
                 in_flight.append(launched)
                 idle = not launched.output.num_scheduled_tokens and not self.preempted
@@ -321,16 +337,16 @@ class Trace:
                 # No step in flight can change this result, only a new request can.
                 self.coverage["stuck"] += 1
                 while in_flight:
-                    now_s = max(now_s, in_flight[0].end_s)
+                    self.now_s = max(self.now_s, in_flight[0].end_s)
                     self.update(in_flight.popleft())
             elif in_flight:
                 oldest = in_flight.popleft()
-                now_s = max(now_s, oldest.end_s)
+                self.now_s = max(self.now_s, oldest.end_s)
                 self.update(oldest)
                 continue
             if not self.arrivals:
                 break
-            now_s = max(now_s, self.arrivals[0]["arrival_s"])
+            self.now_s = max(self.now_s, self.arrivals[0]["arrival_s"])
         self.coverage["cut_off"] += self.scheduler.get_num_unfinished_requests() > 0
         return {"steps": self.steps, "coverage": {name: count for name, count in self.coverage.items() if count}}
 

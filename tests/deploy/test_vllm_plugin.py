@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import predictor
 import services.engine_state
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
@@ -26,9 +27,9 @@ from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
 from services.engine_state.view import ENDED, UnreadableError
 from services.predictor_server.exported import ExportedEngine
+from tests.deploy.installing import PLUGIN, pip_install
 
-ROOT = Path(__file__).parents[2]
-PLUGIN, ENGINE_STATE = ROOT / "deploy" / "vllm_plugin", Path(services.engine_state.__file__).parent
+ENGINE_STATE, MODEL = Path(services.engine_state.__file__).parent, Path(predictor.__file__).parent
 SHARED = ("identity.py", "layout.py", "process.py", "writer.py", "xargs.py")
 NUM_BLOCKS, BLOCK_SIZE = 17, 4
 
@@ -179,16 +180,6 @@ class Scheduler:
         return "down"
 
 
-def pip_install(source: Path, target: Path) -> None:
-    """Install a folder or an archive, built with what this environment has."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(source)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the plug-in as its README says, and return where its package is."""
@@ -240,7 +231,19 @@ def test_the_wheel_has_the_writer_of_this_repository(installed: Path) -> None:
     (information,) = installed.parent.glob("block_vllm_export-*.dist-info")
     assert "block_export = block_vllm_export:register" in (information / "entry_points.txt").read_text()
     requirements = [line for line in (information / "METADATA").read_text().splitlines() if "Requires-Dist" in line]
-    assert requirements == ["Requires-Dist: numpy>=1.26"]
+    assert sorted(requirements) == ["Requires-Dist: numba>=0.61", "Requires-Dist: numpy>=1.26"]
+
+
+def test_the_wheel_has_the_rules_of_this_repository(installed: Path) -> None:
+    """Each module of the engine model in it differs from its one source only in where it imports from."""
+    modules = sorted((installed / "predictor").rglob("*.py"))
+    for module in modules:
+        source = (MODEL / module.relative_to(installed / "predictor")).read_text()
+        assert module.read_text().replace("from block_vllm_export.predictor", "from predictor") == source
+        assert "from predictor" not in module.read_text()
+    rules = {module.name for module in modules if module.parent.name == "batching"}
+    assert rules == {module.name for module in (MODEL / "batching").glob("*.py")}
+    assert not (PLUGIN / installed.name / "predictor").exists()
 
 
 def test_the_sdist_can_be_installed_without_the_repository(installed: Path, tmp_path: Path) -> None:
@@ -249,8 +252,9 @@ def test_the_sdist_can_be_installed_without_the_repository(installed: Path, tmp_
     subprocess.run(build, cwd=PLUGIN, capture_output=True, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
     pip_install(archive, tmp_path / "target")
-    for file in installed.glob("*.py"):
-        assert (tmp_path / "target" / installed.name / file.name).read_bytes() == file.read_bytes()
+    for file in installed.rglob("*.py"):
+        copy = tmp_path / "target" / installed.name / file.relative_to(installed)
+        assert copy.read_bytes() == file.read_bytes()
 
 
 def test_a_copy_of_the_plug_in_alone_cannot_be_built(tmp_path: Path) -> None:
@@ -264,7 +268,7 @@ def test_a_copy_of_the_plug_in_alone_cannot_be_built(tmp_path: Path) -> None:
 
 def test_it_depends_on_nothing_of_ours(installed: Path) -> None:
     """No file of the plug-in imports another package of this project."""
-    sources = "".join(file.read_text() for file in installed.glob("*.py"))
+    sources = "".join(file.read_text() for file in installed.rglob("*.py"))
     packages = ("services", "predictor", "protos", "scheduler", "simulator")
     assert not [name for name in packages if f"from {name}" in sources or f"import {name}" in sources]
 

@@ -198,6 +198,8 @@ class Engine(vllm_v1.Engine):
             self.preempt(victim)
         scheduled = {}
         for chunk in sorted(chunks, key=lambda chunk: not chunk.request.running):
+            if not chunk.request.running and not self.admit(chunk.request, chunk.tokens):
+                break
             scheduled[chunk.request.id] = self.give(chunk.request, chunk.tokens)
         if plan.after is not None:
             plan.after(scheduled)
@@ -252,11 +254,7 @@ class Engine(vllm_v1.Engine):
                 if needed > free:
                     continue
             else:
-                idle_hits = sum(self.pool.refs[block] == 0 for block in hits)
-                needed = self.blocks_for(before + count) - len(hits) + idle_hits
-                must_fit = needed
-                if self.settings["scheduler_reserve_full_isl"]:
-                    must_fit = max(needed, self.blocks_for(request.num_tokens) - len(hits) + idle_hits)
+                needed, must_fit = self.blocks_to_admit(request, hits, before + count)
                 kept = self.watermark_blocks if self.running or num_admitted else 0
                 admits = must_fit + kept <= free
                 if not admits:
@@ -277,15 +275,30 @@ class Engine(vllm_v1.Engine):
                 return count
         return 0
 
+    def blocks_to_admit(self, request: Request, hits: list[int], num_tokens: int) -> tuple[int, int]:
+        """Return the free blocks that an admission takes, and those that must be there."""
+        idle_hits = sum(self.pool.refs[block] == 0 for block in hits)
+        needed = self.blocks_for(num_tokens) - len(hits) + idle_hits
+        if not self.settings["scheduler_reserve_full_isl"]:
+            return needed, needed
+        return needed, max(needed, self.blocks_for(request.num_tokens) - len(hits) + idle_hits)
+
+    def admit(self, request: Request, count: int) -> bool:
+        """Admit a request with the hits of this moment, if blocks suffice."""
+        hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
+        computed = len(hits) * self.block_size
+        _, must_fit = self.blocks_to_admit(request, hits, min(computed + count, request.num_tokens))
+        if must_fit + (self.watermark_blocks if self.running else 0) > len(self.pool.free):
+            return False
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.pool.hold(hits)
+        request.running, request.computed = True, computed
+        request.blocks, request.num_cached = hits, len(hits)
+        return True
+
     def give(self, request: Request, count: int) -> int:
-        """Put up to this many tokens into the step, with blocks for them; a waiting request is admitted."""
-        if not request.running:
-            hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
-            self.waiting.remove(request)
-            self.running.append(request)
-            self.pool.hold(hits)
-            request.running, request.computed = True, len(hits) * self.block_size
-            request.blocks, request.num_cached = hits, len(hits)
+        """Put up to this many tokens into the step, with blocks for them."""
         count = min(count, request.left)
         lacking = self.blocks_for(request.computed + count) - len(request.blocks)
         request.blocks = request.blocks + self.pool.take(max(0, lacking))

@@ -37,8 +37,20 @@ def settings_of(scheduler: Any) -> dict[str, Any]:
     """Return the settings for the state file; `engine` has the fields of Block's `EngineConfig`, which are vLLM's."""
     import vllm
 
+    engine = engine_settings(scheduler)
+    if (planner := getattr(scheduler, "block_planner", None)) is not None:
+        engine |= {"batcher": planner.config.batcher, "batcher_options": dict(planner.config.batcher_options)}
+    return {
+        "engine": engine,
+        "model": str(scheduler.vllm_config.model_config.model),
+        "source": f"vllm {vllm.__version__}",
+    }
+
+
+def engine_settings(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's limits and rules."""
     rules, cache = scheduler.scheduler_config, scheduler.cache_config
-    engine = {
+    return {
         "batcher": "vllm_v1",
         "max_num_seqs": int(min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs)),
         "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
@@ -52,9 +64,4 @@ def settings_of(scheduler: Any) -> dict[str, Any]:
         "long_prefill_token_threshold": int(rules.long_prefill_token_threshold),
         "watermark": float(rules.watermark),
         "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
-    }
-    return {
-        "engine": engine,
-        "model": str(scheduler.vllm_config.model_config.model),
-        "source": f"vllm {vllm.__version__}",
     }

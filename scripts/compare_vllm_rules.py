@@ -1,0 +1,334 @@
+"""Two batching rules in real vLLM engines that serve the same mixed load, one after the other.
+
+Both engines are vLLM's CPU build with a small model of random weights; they differ only in `--scheduler-cls`. Short
+urgent requests come among long ones without haste, faster than the engine serves them. Targets are multiples of what an
+idle engine takes, measured first.
+
+- `same_text`: of the requests, those whose text is equal with both rules; must be all. `control_same_text`: those whose
+  text is equal although the first token of the prompt was changed; must be few, or equal texts would say nothing.
+- `attained.{rule}.{kind}`: requests whose TTFT and mean time per token are within their targets;
+- `forecast_error.{rule}`: median relative error of the end-to-end time that a sidecar's model forecasts when a request
+  is sent, with the rule that the engine's state file names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import numpy as np
+
+from predictor.lengths import DEFAULT_RESIDUAL
+from predictor.profile import profile_to_json
+from predictor.request import RequestFacts, Slo
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of
+from services.engine_state.view import UnreadableError
+from services.predictor_server.engine_source import DownError
+from services.predictor_server.exported import ExportedEngine
+from tests.conformance.vllm_side import interpreter
+from tests.deploy.engines import MODEL, PROFILE, START_S, Engine, tiny_model
+from tests.deploy.installing import PLUGIN, pip_install
+
+FCFS = "fcfs"
+URGENT, PATIENT = "urgent", "patient"
+KINDS = {URGENT: (24, 24), PATIENT: (480, 48)}  # tokens of prompt and response
+TTFT_TIMES, TPOT_TIMES = {URGENT: 6.0, PATIENT: 60.0}, {URGENT: 6.0, PATIENT: 20.0}  # of an idle engine's
+WEIGHTS = {URGENT: 2.0, PATIENT: 1.0}
+LOAD = 2.5  # requests come this much faster than one after the other would be served
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request of the load."""
+
+    name: str
+    kind: str
+    due_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    slo: Slo | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What came of it."""
+
+    ask: Ask
+    text: str
+    ttft_s: float
+    e2e_s: float
+    predicted_e2e_s: float | None
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first."""
+        return (self.e2e_s - self.ttft_s) / max(1, self.ask.max_tokens - 1)
+
+    @property
+    def attained(self) -> bool:
+        """Whether it met its targets."""
+        slo = self.ask.slo or Slo()
+        return self.ttft_s <= (slo.ttft_s or np.inf) and self.tpot_s <= (slo.tpot_s or np.inf)
+
+
+def main() -> None:
+    """Run, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rule", default="slide_batching")
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if not interpreter().exists():
+        parser.error(f"no vLLM at {interpreter()}: make vllm, or set BLOCK_VLLM_PYTHON")
+    with tempfile.TemporaryDirectory() as folder:
+        results = compared(Path(folder), arguments.rule, arguments.requests, arguments.seed)
+    if arguments.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+        }
+        json.dump({"bench": "compare_vllm_rules", "machine": machine, "results": results}, sys.stdout)
+        print()
+        return
+    for one in results:
+        print(f"{one['name']:44} {one['value']:8.3f} {one['unit']:8} of {one['n']}")
+
+
+def compared(folder: Path, rule: str, num_requests: int, seed: int) -> list[dict[str, Any]]:
+    """Serve the load with both rules, and return the results."""
+    model = random_weights(tiny_model(folder / "model"), seed)
+    site = folder / "site-packages"
+    pip_install(PLUGIN, site)
+    asks, answers, controls = draw(num_requests, seed), {}, {}
+    for name in (FCFS, rule):
+        with serving(folder, model, site, name) as engine:
+            if name == FCFS:
+                asks = asyncio.run(timed(engine, asks))
+            answers[name] = asyncio.run(serve(engine, asks))
+            controls[name] = asyncio.run(serve(engine, [with_other_start(ask) for ask in asks[:WARM_UP]]))
+    return [*texts(answers[FCFS], answers[rule], controls[rule]), *outcomes(answers)]
+
+
+def texts(
+    one: Mapping[str, Answer], other: Mapping[str, Answer], control: Mapping[str, Answer]
+) -> list[dict[str, Any]]:
+    """Compare the texts of the same requests."""
+    same = sum(answer.text == other[name].text for name, answer in one.items())
+    same_control = sum(answer.text == one[name].text for name, answer in control.items())
+    return [
+        {"name": "same_text", "value": same / len(one), "unit": "fraction", "n": len(one)},
+        {"name": "control_same_text", "value": same_control / len(control), "unit": "fraction", "n": len(control)},
+    ]
+
+
+def outcomes(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[dict[str, Any]]:
+    """Return attainment by kind, and the error of forecasts."""
+    for rule, by_name in answers.items():
+        for kind in KINDS:
+            attained = [answer.attained for answer in by_name.values() if answer.ask.kind == kind]
+            yield {
+                "name": f"attained.{rule}.{kind}",
+                "value": statistics.mean(attained),
+                "unit": "fraction",
+                "n": len(attained),
+            }
+        errors = [
+            abs(answer.predicted_e2e_s / answer.e2e_s - 1)
+            for answer in by_name.values()
+            if answer.predicted_e2e_s is not None
+        ]
+        if errors:
+            yield {
+                "name": f"forecast_error.{rule}",
+                "value": statistics.median(errors),
+                "unit": "fraction",
+                "n": len(errors),
+            }
+
+
+def random_weights(model: Path, seed: int) -> Path:
+    """Give a model weights of the scale of a trained one, so that its text depends on the whole context."""
+    from safetensors.numpy import save_file
+
+    generator = np.random.default_rng(seed)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        numbers = generator.standard_normal((rows, columns), dtype=np.float32)
+        return numbers / np.float32(np.sqrt(columns))
+
+    weights = {
+        "model.embed_tokens.weight": matrix(words, hidden) * np.float32(np.sqrt(hidden)),
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": matrix(words, hidden),
+    }
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        weights |= {f"{at}.self_attn.{one}_proj.weight": 2 * matrix(hidden, hidden) for one in "qkvo"}
+        weights |= {f"{at}.mlp.{one}_proj.weight": matrix(inner, hidden) for one in ("gate", "up")}
+        weights[f"{at}.mlp.down_proj.weight"] = matrix(hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}.{norm}.weight"] = np.ones(hidden, np.float32)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def draw(num_requests: int, seed: int) -> list[Ask]:
+    """Draw the load, with times in units of the mean time between requests."""
+    generator = random.Random(seed)
+    asks, due = [], 0.0
+    for number in range(num_requests):
+        kind = PATIENT if number % 3 == 0 else URGENT
+        prompt, response = KINDS[kind]
+        ids = tuple(generator.randrange(100, 1900) for _ in range(prompt + generator.randrange(prompt // 4)))
+        asks.append(Ask(name=f"{kind}{number}", kind=kind, due_s=due, prompt=ids, max_tokens=response))
+        due += generator.expovariate(1.0)
+    return asks
+
+
+async def timed(engine: Engine, asks: Sequence[Ask]) -> list[Ask]:
+    """Set times and targets by what an idle engine takes."""
+    alone: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
+    for number in range(WARM_UP):
+        for kind in KINDS:
+            one = next(ask for ask in asks if ask.kind == kind)
+            ask = replace(with_other_start(one), name=f"alone{kind}{number}", due_s=0.0)
+            alone[kind] += (await serve(engine, [ask])).values()
+    ttft_s, tpot_s, e2e_s = (
+        {kind: statistics.median(getattr(one, name) for one in ones) for kind, ones in alone.items()}
+        for name in ("ttft_s", "tpot_s", "e2e_s")
+    )
+    between_s = statistics.mean(e2e_s[ask.kind] for ask in asks) / LOAD
+    return [
+        replace(
+            ask,
+            due_s=ask.due_s * between_s,
+            slo=Slo(ttft_s=TTFT_TIMES[ask.kind] * ttft_s[ask.kind], tpot_s=TPOT_TIMES[ask.kind] * tpot_s[ask.kind]),
+        )
+        for ask in asks
+    ]
+
+
+def with_other_start(ask: Ask) -> Ask:
+    """Return the request with another first token."""
+    return replace(ask, prompt=(ask.prompt[0] ^ 1, *ask.prompt[1:]))
+
+
+@contextmanager
+def serving(folder: Path, model: Path, site: Path, rule: str) -> Iterator[Engine]:
+    """Run an engine with a rule."""
+    options = ["--load-format", "auto"]
+    if rule != FCFS:
+        profile = folder / "profile.json"
+        profile.write_text(profile_to_json(PROFILE))
+        options += ["--scheduler-cls", f"block_vllm_export.schedulers.{rule}"]
+        options += ["--additional-config", json.dumps({"block_rule": {"profile": str(profile)}})]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(site)  # this checkout's plug-in, whichever one is installed
+    try:
+        engine = Engine(model, folder / f"{rule}.state", folder / f"{rule}.log", *options)
+        engine.start()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    try:
+        engine.until(engine.is_healthy, START_S)
+        require_rule(engine, rule)
+        yield engine
+    finally:
+        engine.kill()
+
+
+def require_rule(engine: Engine, rule: str) -> None:
+    """Require that the engine runs the rule, by its state file."""
+    reader = Reader(str(engine.state))
+    try:
+        found = config_of(reader.read()).batcher
+    finally:
+        reader.close()
+    if found != ("vllm_v1" if rule == FCFS else rule):
+        raise SystemExit(f"the engine runs {found}, not {rule}")
+
+
+async def serve(engine: Engine, asks: Sequence[Ask]) -> dict[str, Answer]:
+    """Send requests when they are due, each with a forecast; return the answers by name."""
+    source = ExportedEngine(str(engine.state), PROFILE, DEFAULT_RESIDUAL, 60.0)
+    limits = httpx.Limits(max_connections=None)
+    try:
+        async with httpx.AsyncClient(timeout=START_S, limits=limits) as client:
+            start_s = time.monotonic()
+
+            async def one(ask: Ask) -> Answer:
+                await asyncio.sleep(max(0.0, start_s + ask.due_s - time.monotonic()))
+                return await send(client, engine, ask, forecast(source, ask))
+
+            answers = await asyncio.gather(*map(one, asks))
+    finally:
+        source.close()
+    return {answer.ask.name: answer for answer in answers}
+
+
+def forecast(source: ExportedEngine, ask: Ask) -> float | None:
+    """Forecast a request's end-to-end time, and reserve it."""
+    facts = RequestFacts(
+        request_id=ask.name, prompt_tokens=len(ask.prompt), output_tokens=ask.max_tokens, max_tokens=ask.max_tokens,
+        slo=ask.slo, weight=WEIGHTS[ask.kind],
+    )  # fmt: skip
+    with suppress(DownError, UnreadableError):
+        view = source.refresh()
+        (found,) = view.forecaster.forecast([facts], view.now_s, delays=False)
+        source.reserve(facts)
+        return found.e2e_s / view.clock_rate
+    return None
+
+
+async def send(client: httpx.AsyncClient, engine: Engine, ask: Ask, predicted_e2e_s: float | None) -> Answer:
+    """Send one request, and read its stream."""
+    slo = ask.slo or Slo()
+    xargs = {"block_tag_tokens": ask.max_tokens, "block_weight": WEIGHTS[ask.kind]}
+    xargs |= {name: value for name, value in (("block_ttft_s", slo.ttft_s), ("block_tpot_s", slo.tpot_s)) if value}
+    body = {
+        "model": MODEL, "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "ignore_eos": True, "temperature": 0,
+        "stream": True, "vllm_xargs": xargs,
+    }  # fmt: skip
+    sent_s, first_s, text = time.monotonic(), None, []
+    headers = {"x-request-id": ask.name}
+    async with client.stream("POST", f"{engine.url}/v1/completions", json=body, headers=headers) as stream:
+        if stream.status_code != 200:
+            raise SystemExit(f"{ask.name}: {stream.status_code}: {(await stream.aread())[:200]!r}")
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                first_s = first_s or time.monotonic()
+                text.append(json.loads(line[6:])["choices"][0]["text"])
+    end_s = time.monotonic()
+    return Answer(
+        ask=ask, text="".join(text), ttft_s=(first_s or end_s) - sent_s, e2e_s=end_s - sent_s,
+        predicted_e2e_s=predicted_e2e_s,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
