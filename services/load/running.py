@@ -93,7 +93,9 @@ class LoadSender:
 
     async def send(self, planned: Planned, body: bytes, due_s: float, result: RequestResult) -> None:
         """Send a request that is due at a time of the monotonic clock; failures are recorded in the result."""
-        result.sent_s = (time.monotonic() - due_s) * self._form.time_scale
+        sent_s = time.monotonic()
+        due_s = min(due_s, sent_s)  # timers count whole milliseconds, and may fire early
+        result.sent_s = (sent_s - due_s) * self._form.time_scale
         headers = headers_of(planned, self._form, f"{self._run_id}-{planned.request_id}")
         head = request_head(b"POST", self._origin, self._form.target, headers, len(body))
         try:
