@@ -96,9 +96,15 @@ def measure(base: Any, rule: str, num_running: int, num_waiting: int, plan: dict
         raise SystemExit(f"{rule} has failed")
     own = sorted(cost for cost, _ in costs[WARM_UP:])
     return {
-        "rule": rule, "running": num_running, "waiting": num_waiting, "n": len(own), "median_s": statistics.median(own),
-        "p90_s": own[int(0.9 * len(own))], "ordering_s": statistics.median(ordering_s[WARM_UP:]), "vllm_s": statistics.median(cost for _, cost in costs[WARM_UP:]),
-    }  # fmt: skip
+        "rule": rule,
+        "running": num_running,
+        "waiting": num_waiting,
+        "n": len(own),
+        "median_s": statistics.median(own),
+        "p90_s": own[int(0.9 * len(own))],
+        "ordering_s": statistics.median(ordering_s[WARM_UP:]),
+        "vllm_s": statistics.median(cost for _, cost in costs[WARM_UP:]),
+    }
 
 
 def ordering(planner: Any) -> float:
