@@ -4,6 +4,8 @@ The time is that of planning, following vLLM's requests, and putting its queues 
 scheduling of the same steps stands beside it. Requests that end are replaced, so that their numbers stay the same.
 
 - `rule_ms_per_step.{rule}.{running}.{waiting}`: the median, with `p90`;
+- `ordering_ms_per_step.{rule}.{running}.{waiting}`: the median of a plan alone while a seat is free, so that all
+  requests are ranked; with all seats taken and all decoding, as in most of the steps above, nothing is;
 - `vllm_ms_per_step.{rule}.{running}.{waiting}`: the median of vLLM's own `schedule()`.
 """
 
@@ -76,6 +78,7 @@ def results_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     own = {"value": 1000 * row["median_s"], "p90": 1000 * row["p90_s"]}
     return [
         {"name": f"rule_ms_per_step.{case}", **own, "unit": "ms", "n": row["n"]},
+        {"name": f"ordering_ms_per_step.{case}", "value": 1000 * row["ordering_s"], "unit": "ms", "n": row["n"]},
         {"name": f"vllm_ms_per_step.{case}", "value": 1000 * row["vllm_s"], "unit": "ms", "n": row["n"]},
     ]
 

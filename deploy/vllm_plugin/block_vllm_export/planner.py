@@ -27,6 +27,7 @@ from .xargs import facts_in
 log = logging.getLogger("vllm.block_export")
 
 UNKNOWN_HITS = -1
+REMEMBERED = ["memory", "num_clients"]  # what a rule remembers between steps, beside its clients
 BLOCKED = ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",)
 sum_up = direct(steps.sum_up)
 put_in_flight = direct(steps.put_in_flight)
@@ -67,6 +68,7 @@ class Planner:
         self._origin_s = clock()
         self._caches = bool(config.enable_prefix_caching)
         self._size = config.block_size
+        self._by_priority, self._is_unsorted = config.scheduling_policy == "priority", False
         self._pool = scheduler.kv_cache_manager.block_pool
         self._blocks_of = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         self._rule = direct(batcher_named(config.batcher).schedule)
@@ -135,13 +137,15 @@ class Planner:
         engine = self._engine
         engine["now_s"] = self._clock() - self._origin_s
         index = self._index(0)
+        memory, clients = engine[REMEMBERED].copy(), self._clients[: int(engine["num_clients"][0])].copy()
         while True:
             self._steps["num_scheduled"][index] = self._steps["num_preempted"][index] = 0
             engine["num_pending"] = 0
             self._rule(self._state)
             if not self._learn_blocks(index):
-                break
-        return self._made(index)
+                return self._made(index)
+            engine[REMEMBERED] = memory
+            self._clients[: len(clients)] = clients
 
     def _made(self, index: int) -> Plan | None:
         """Read the plan from the state."""
@@ -203,6 +207,7 @@ class Planner:
         self._engine, self._rows, self._facts, self._steps, self._batch = (
             one.view(np.ndarray) for one in (state.engine, state.requests, state.facts, state.steps, state.batch)
         )
+        self._clients = state.clients.view(np.ndarray)
         self._requests += [None] * (num_new - num_old)
         self._free_slots[:0] = range(num_new - 1, num_old - 1, -1)
         self._before = np.zeros(num_new, np.int64)
@@ -237,6 +242,8 @@ class Planner:
         self._looked_up.clear()
         if scheduler.reset_preempted_req_ids or len(scheduler.waiting) != engine["num_waiting"][0] + len(self._blocked):
             self._rebuild_waiting()
+        if self._by_priority and self._is_unsorted:
+            self._sort_waiting()
         self._follow_stale()
         self._follow_running()
         engine["num_free_blocks"] = self._pool.get_num_free_blocks()
@@ -336,12 +343,13 @@ class Planner:
         request.block_slot, self._requests[slot] = NONE, None
         self._free_slots.append(slot)
 
-    # The waiting queue, whose head is always at index 0.
+    # The waiting queue, whose head is always at index 0, in vLLM's order.
 
     def _join_waiting(self, slot: int) -> None:
         count = int(self._engine["num_waiting"][0])
         self._state.waiting[count] = slot
         self._engine["num_waiting"] = count + 1
+        self._is_unsorted = True
 
     def _leave_waiting(self, slot: int) -> None:
         count = int(self._engine["num_waiting"][0])
@@ -358,7 +366,15 @@ class Planner:
         self._state.waiting[1 : count + 1] = self._state.waiting[:count].copy()
         self._state.waiting[0] = slot
         self._engine["num_waiting"] = count + 1
+        self._is_unsorted = True
         self._wait_again(request)
+
+    def _sort_waiting(self) -> None:
+        count = int(self._engine["num_waiting"][0])
+        slots = self._state.waiting[:count]
+        rows = self._rows[slots]
+        slots[:] = slots[np.lexsort((rows["tie_break"], rows["arrival_s"], rows["priority"]))]
+        self._is_unsorted = False
 
     def _wait_again(self, request: Any) -> None:
         rows, slot = self._rows, request.block_slot

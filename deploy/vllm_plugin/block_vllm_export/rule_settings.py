@@ -19,7 +19,7 @@ from .settings import UnsupportedError, engine_settings, require_supported
 
 VARIABLE = "BLOCK_RULE"  # JSON, or the path of a JSON file
 KEY = "block_rule"  # in vLLM's --additional-config
-UNTIMED = ("sarathi_fcfs", "sarathi_priority")
+UNTIMED = ("sarathi_fcfs", "sarathi_priority", "weighted_vtc")
 UNTIMED_WITHOUT_ETA = ("edf", "sjf")
 
 
