@@ -33,7 +33,7 @@ UNWILLING = {
     grpc.StatusCode.FAILED_PRECONDITION: 503,
 }
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
-CONNECT_S = 0.1  # to a scheduler; meanwhile no other one is called
+CONNECT_S = 0.5  # to a scheduler; meanwhile no other one is called
 MAX_PAUSE_S = 2.0  # so that a scheduler that returns is called again soon
 IN_PROCESS = "in-process"  # as the scheduler's address in metrics
 
