@@ -61,6 +61,7 @@ class Batcher:
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
     estimates: bool = False  # it estimates step times
     max_clients: int = 0  # whose tokens it counts
+    count_served: Callable[[State], None] | None = None  # counts what a step serves; where it only plans, called after
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
     decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float | str] = field(default_factory=dict)
@@ -68,7 +69,12 @@ class Batcher:
     check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 
-def _ordered(schedule: Callable[[State], bool], *options: BatcherOption, max_clients: int = 0) -> Batcher:
+def _ordered(
+    schedule: Callable[[State], bool],
+    *options: BatcherOption,
+    max_clients: int = 0,
+    count_served: Callable[[State], None] | None = None,
+) -> Batcher:
     """Return a local scheduler that orders all requests and manages memory as vLLM v1 does."""
     return Batcher(
         schedule=schedule,
@@ -76,6 +82,7 @@ def _ordered(schedule: Callable[[State], bool], *options: BatcherOption, max_cli
         orders_queue=True,
         estimates=True,
         max_clients=max_clients,
+        count_served=count_served,
         options=options,
         defaults={"enable_prefix_caching": True, "async_scheduling": False, "watermark": 0.0},
         fixed={"enable_chunked_prefill": True},
@@ -170,6 +177,7 @@ BATCHERS = {
         BatcherOption("decode_cost", 2.0, "Service that a decoded token counts as; one of a prompt counts as 1."),
         TOKEN_BUDGET,
         max_clients=weighted_vtc.MAX_CLIENTS,
+        count_served=weighted_vtc.count_tokens,
     ),
 }
 

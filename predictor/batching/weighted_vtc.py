@@ -42,7 +42,8 @@ def schedule(state: State) -> bool:
             rank.key = client.tokens + client.queued / client.weight
             client.queued += steps.tokens_of(state, slot)
     ordered.fill_tokens(state, count, engine.options[TOKEN_BUDGET])
-    count_tokens(state)
+    if not engine.plans_only:
+        count_tokens(state)
     return False
 
 

@@ -49,6 +49,7 @@ def ruled_workload(seed: int, profile: str) -> dict[str, Any]:
         request["arrival_s"] *= faster
         facts = {"block_ttft_s": rng.choice(TTFT_S), "block_tpot_s": rng.choice(TPOT_S)}
         facts |= {"block_weight": rng.choice((0.5, 1.0, 2.0)), "block_class": rng.choice(("real-time", "best-effort"))}
+        facts["block_tag_tokens"] = request["output_tokens"]
         facts["block_client_id"] = rng.choice(("one", "two", "three"))
         request["xargs"] = {name: value for name, value in facts.items() if value is not None}
     settings = {"profile": profile, "options": engine["batcher_options"], "correction": False}

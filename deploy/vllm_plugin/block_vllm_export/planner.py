@@ -71,7 +71,9 @@ class Planner:
         self._by_priority, self._is_unsorted = config.scheduling_policy == "priority", False
         self._pool = scheduler.kv_cache_manager.block_pool
         self._blocks_of = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        self._rule = direct(batcher_named(config.batcher).schedule)
+        batcher = batcher_named(config.batcher)
+        self._rule = direct(batcher.schedule)
+        self._count_served = None if batcher.count_served is None else direct(batcher.count_served)
         self._correction = Correction()
         self._requests: list[Any] = []  # by slot
         self._slots: dict[str, int] = {}
@@ -111,6 +113,8 @@ class Planner:
                 if request.status.name == "RUNNING":
                     self._leave_waiting(request.block_slot)
                     self._rows["status"][request.block_slot] = RUNNING
+        if self._count_served is not None:
+            self._count_served(self._state)
         now_s = float(self._engine["now_s"][0])
         put_in_flight(self._state, now_s)
         step = self._steps[self._index(-1)]
