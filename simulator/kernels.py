@@ -184,6 +184,9 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     request.output_tokens = request.computed_tokens = request.placeholders = 0
     request.in_flight_tokens = request.stale_tokens = 0
     request.final_tokens = request.expected_tokens = min(facts.output_tokens, max_tokens)
+    if not np.isnan(facts.log_median):
+        predicted = predicted_tokens(facts.log_median, facts.spread, 0, fleet.residual)
+        request.expected_tokens = min(predicted, max_tokens)
     request.max_tokens = max_tokens
     request.num_blocks = request.full_blocks = request.num_hashes = 0
     request.scheduled_s = request.first_token_s = request.finished_s = float(NONE)
