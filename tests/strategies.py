@@ -52,6 +52,8 @@ OPTIONS = {
     "skip_overdue": (0.0, 1.0),
     "estimator": (1.0, 1.0, 0.0),
     "decode_cost": (0.0, 1.0, 2.0),
+    "age_limit": (0.0, 0.5, 2.0, 8.0),
+    "age_share": (0.1, 0.5, 1.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
 ONLY_FCFS = ("vllm_fcfs",)

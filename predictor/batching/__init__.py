@@ -10,6 +10,7 @@ from typing import Any
 from numba.extending import is_jitted
 
 from predictor.batching import (
+    deadline_forecast,
     decode_then_edf,
     density,
     edf,
@@ -160,6 +161,16 @@ BATCHERS = {
         TOKEN_BUDGET,
     ),
     "decode_then_edf": _ordered(decode_then_edf.schedule, FROM_FIRST_TOKEN),
+    "deadline_forecast": _ordered(
+        deadline_forecast.schedule,
+        _eta(0.6, "least limit of a step's time; 0: no limit"),
+        replace(FIRST_TOKEN_WEIGHT, default=20.0),
+        replace(FROM_FIRST_TOKEN, default=1.0),
+        BatcherOption(
+            "age_limit", 10.0, "A request that has waited this often its TTFT target goes before others; 0: none does."
+        ),
+        _switch("age_share", 0.05, "Part of the time in which requests beyond the age limit go before others."),
+    ),
     "fair_batching": _ordered(
         fair_batching.schedule, _eta(1.0, "least time budget of a step that has decodes"), FROM_FIRST_TOKEN
     ),

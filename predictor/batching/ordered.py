@@ -130,6 +130,13 @@ def unit_costs_s(state: State) -> tuple[float, float, float, float]:
 
 
 @small_kernel
+def decode_cost_s(state: State, context: float) -> float:
+    """Return the seconds that a decode with `context` tokens adds to a full step."""
+    token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
+    return state.engine[0].belief * (token_s + sequence_s + decode_s + context_s * context)
+
+
+@small_kernel
 def prefill_s(state: State, num_tokens: float, before: int) -> float:
     """Return the attention's part of a prefill of `num_tokens` tokens behind `before` others."""
     coefficients = state.costs.coefficients

@@ -160,20 +160,28 @@ class Engine(vllm_v1.Engine):
 
     def cost_s(self, request: Request) -> float:
         """Estimate the time that a request adds to a full step."""
-        return self.belief * self._true_cost_s(request)
-
-    def _true_cost_s(self, request: Request) -> float:
-        most_tokens, most_sequences = self.settings["max_num_batched_tokens"], self.settings["max_num_seqs"]
-        model, count, before = self.step_time, float(request.left), request.computed
-        token_s = (self._tokens_s(most_tokens) - self._tokens_s(1)) / max(1, most_tokens - 1)
-        sampled_s = straight_lines(model.by_sequences, most_sequences) - straight_lines(model.by_sequences, 0)
-        sequence_s = sampled_s / most_sequences
         if request.decodes:
-            decode_s = straight_lines(model.decode_base, most_sequences) / most_sequences
-            return token_s + sequence_s + decode_s + straight_lines(model.decode_slope, most_sequences) * (before + 1)
+            return self.decode_cost_s(request.computed + 1)
+        model, count, before = self.step_time, float(request.left), request.computed
         attention_s = model.prefill_token_s * count + model.prefill_qq_s * count * count
         attention_s = attention_s + model.prefill_qkv_s * count * before + model.prefill_kv_s * before
-        return token_s * count + sequence_s + attention_s
+        return self.belief * (self._token_s * count + self._sequence_s + attention_s)
+
+    def decode_cost_s(self, context: float) -> float:
+        """Estimate the time that a decode with a context adds to a full step."""
+        most = self.settings["max_num_seqs"]
+        base_s = self._token_s + self._sequence_s + straight_lines(self.step_time.decode_base, most) / most
+        return self.belief * (base_s + straight_lines(self.step_time.decode_slope, most) * context)
+
+    @property
+    def _token_s(self) -> float:
+        most = self.settings["max_num_batched_tokens"]
+        return (self._tokens_s(most) - self._tokens_s(1)) / max(1, most - 1)
+
+    @property
+    def _sequence_s(self) -> float:
+        most, curve = self.settings["max_num_seqs"], self.step_time.by_sequences
+        return (straight_lines(curve, most) - straight_lines(curve, 0)) / most
 
     @property
     def constant_s(self) -> float:

@@ -172,12 +172,97 @@ def next_weight(engine: Engine, request: Request) -> float:
     return request.weight * (engine.option("first_token_weight") if request.produced == 0 else 1.0)
 
 
+def deadline_forecast(engine: Engine) -> Plan:
+    """Decodes, then the prefills that can all be on time, then those given up."""
+    now_s, tpot_s = engine.start_s, engine.shortest_tpot_s
+    decodes = [one for one in engine.requests if one.decodes]
+    prefills = [one for one in engine.requests if not one.decodes]
+    least_s = share_of_tpot(engine)
+    long_s = max(least_s, min(tpot_s, 5 * engine.constant_s))
+    slack_s = {one.id: engine.due_s(one) - now_s for one in decodes}
+    can_wait = long_s > least_s and len(engine.pool.free) * 10 > engine.settings["num_gpu_blocks"] - 1
+    ahead = {one.id for one in decodes if can_wait and 3 * tpot_s <= slack_s[one.id] < INFINITY}
+    needed = [one for one in decodes if one.id not in ahead]
+    busy_s = engine.constant_s
+    for one in needed:
+        busy_s += engine.cost_s(one)
+    first_s = min((slack_s[one.id] for one in needed if slack_s[one.id] >= 0), default=INFINITY)
+    limit_s = max(least_s, min(first_s, long_s))
+    rate, step_s = 1.0, busy_s
+    if least_s < INFINITY:
+        step_s = max(least_s, min(long_s, 0.75 * tpot_s))
+        rate = max(0.05, 1 - busy_s / step_s)
+    takes_s = {one.id: engine.cost_s(one) / rate for one in prefills}
+    late_s = {one.id: now_s + takes_s[one.id] - engine.due_s(one) for one in prefills}
+
+    def cost_per_gain(one: Request) -> float:
+        tokens = float(tokens_to_come(engine, one))
+        context = one.prompt_tokens + one.produced + tokens / 2
+        num_tokens = (engine.settings["num_gpu_blocks"] - 1) * engine.block_size
+        held_s = tokens * step_s * context / num_tokens
+        gain = tokens
+        if late_s[one.id] > 0:
+            gain -= late_s[one.id] / one.tpot_slo_s if one.tpot_slo_s else 0
+        elif one.produced == 0:
+            gain += engine.option("first_token_weight")
+        cost_s = engine.cost_s(one) + tokens * engine.decode_cost_s(context) + held_s
+        return cost_s / (one.weight * max(gain, 1e-3))
+
+    keys = {one.id: cost_per_gain(one) for one in prefills}
+    kept = kept_on_time(engine, [one for one in prefills if late_s[one.id] <= 0], takes_s, keys)
+    joining = [one for one in kept if not one.running]
+    num_blocks = sum(engine.blocks_for(one.num_tokens) for one in joining)
+    has_seats = len(engine.running) + len(joining) <= engine.settings["max_num_seqs"]
+    if has_seats and num_blocks <= len(engine.pool.free):
+        keys.update({one.id: engine.due_s(one) for one in kept})
+    groups = {one.id: 1 if one in kept else 3 for one in prefills}
+    aged = [one for one in prefills if is_aged(engine, one)]
+    if aged and engine.option("age_limit") > 0:
+        oldest = min(aged, key=lambda one: (one.arrival_s, one.id))
+        groups[oldest.id], keys[oldest.id] = 1, -INFINITY
+    for one in decodes:
+        groups[one.id], keys[one.id] = 2 if one.id in ahead else 0, engine.due_s(one)
+    order = engine.ordered(lambda one: (groups[one.id], keys[one.id]))
+    return Plan(order, most_tokens(engine), max(least_s, tpot_s), limit_s)
+
+
+def kept_on_time(
+    engine: Engine, prefills: list[Request], takes_s: dict[str, float], keys: dict[str, float]
+) -> list[Request]:
+    """Return the prefills that can be on time one after the other, without those with the highest keys."""
+    kept: list[Request] = []
+    end_s = engine.start_s
+    for one in sorted(prefills, key=lambda one: (engine.due_s(one), one.arrival_s, one.id)):
+        kept.append(one)
+        end_s += takes_s[one.id]
+        while end_s > engine.due_s(one) and one in kept:
+            worst = max(reversed(kept), key=lambda other: keys[other.id])
+            kept.remove(worst)
+            end_s -= takes_s[worst.id]
+    return kept
+
+
+def tokens_to_come(engine: Engine, request: Request) -> int:
+    """Return the known rest of a response."""
+    length = min(request.output_tokens, request.max_tokens, engine.settings["max_model_len"] - request.prompt_tokens)
+    return max(length - request.produced, length // 8 + 1)
+
+
+def is_aged(engine: Engine, request: Request) -> bool:
+    """Whether a request without a first token is beyond the age limit, in the part of the time that is for those."""
+    if request.produced > 0 or request.ttft_slo_s is None:
+        return False
+    is_its_turn = engine.start_s % request.ttft_slo_s < engine.option("age_share") * request.ttft_slo_s
+    return is_its_turn and engine.start_s - request.arrival_s > engine.option("age_limit") * request.ttft_slo_s
+
+
 RULES: dict[str, Rule] = {
     "edf": edf,
     "sjf": sjf,
     "density": density,
     "slide_batching": slide_batching,
     "fair_batching": fair_batching,
+    "deadline_forecast": deadline_forecast,
     "decode_then_edf": decode_then_edf,
     "sarathi_fcfs": sarathi_fcfs,
     "sarathi_priority": sarathi_priority,

@@ -65,9 +65,12 @@ def test_repeated_steps_end_where_the_limit_in_time_is_reached(batcher: str) -> 
     assert fast.state.engine[0].num_steps == stepped.state.engine[0].num_steps == len(sizes)
 
 
-@pytest.mark.parametrize("batcher", ["edf", "sjf", "density"])
+@pytest.mark.parametrize("batcher", ["edf", "sjf", "density", "deadline_forecast"])
 def test_steps_are_bounded_in_time(batcher: str) -> None:
-    """A step of more than one token ends within the fraction of the shortest TPOT target of all requests."""
+    """A step of more than one token ends within the fraction of the shortest TPOT target of all requests.
+
+    In `deadline_forecast` it may last that target where the fraction is less.
+    """
     num_bounded = 0
     exact = {"estimator_factor": 1.0, "estimator_noise": 0.0, "estimator_momentum": 0.0}
 
@@ -77,6 +80,8 @@ def test_steps_are_bounded_in_time(batcher: str) -> None:
         nonlocal num_bounded
         load = replace(load, engine={**load.engine, **exact})
         eta = load.engine["batcher_options"]["eta"]
+        if eta > 0 and batcher == "deadline_forecast":
+            eta = max(eta, 1.0)
         targets = {spec["id"]: spec["tpot_slo_s"] or math.inf for spec in load.requests}
         for step in our_steps(load, AFFINE):
             shortest = min(targets[name] for name in (*step["running"], *step["waiting"]))
@@ -224,6 +229,51 @@ def test_decode_then_edf_keeps_the_first_deadline_of_a_decode() -> None:
         assert list(second["scheduled"]) == ["a", "b"]
         assert (second["scheduled"]["b"] == 60) == is_late
         assert (second["end_s"] <= sum(slo)) != is_late
+
+
+def first_order(*requests: tuple[int, int], **settings: Any) -> list[str]:
+    """Return the order of the first step of `deadline_forecast`."""
+    load = load_of("deadline_forecast", *requests, enable_prefix_caching=False, **settings)
+    return list(next(our_steps(load, AFFINE))["scheduled"])
+
+
+def test_a_forecast_goes_by_deadline_where_all_can_be_on_time() -> None:
+    """Neither weight nor length matters; a request without targets comes last."""
+    slos = [NEVER, (9.0, 9.0), (8.0, 9.0)]
+    assert first_order((6, 1), (4, 1), (12, 1), slos=slos, weights=[9.0, 9.0, 1.0]) == ["c", "b", "a"]
+
+
+def test_a_forecast_gives_up_the_least_gain_per_cost() -> None:
+    """Where one of two prefills must be late, the heavier is kept, and of equal ones that of the shorter response."""
+    seconds = next(our_steps(load_of("sjf", (40, 1)), AFFINE))["end_s"]
+    slos = [(1.2 * seconds, 9.0), (1.3 * seconds, 9.0)]
+    short = {"slos": slos, "max_num_seqs": 2}
+    assert first_order((40, 2), (40, 2), weights=[2.0, 1.0], **short) == ["a", "b"]
+    assert first_order((40, 2), (40, 2), weights=[1.0, 2.0], **short) == ["b", "a"]
+    assert first_order((40, 2), (40, 20), **short) == ["a", "b"]
+    assert first_order((40, 20), (40, 2), **short) == ["b", "a"]
+
+
+def test_a_forecast_goes_by_gain_per_cost_where_blocks_are_short() -> None:
+    """Two prompts do not fit together: the shorter is first, though the other is due before."""
+    requests, slos = ((40, 2), (8, 2)), [(8.0, 9.0), (9.0, 9.0)]
+    assert first_order(*requests, slos=slos, num_gpu_blocks=20) == ["a", "b"]
+    assert first_order(*requests, slos=slos, num_gpu_blocks=12)[0] == "b"
+
+
+def test_a_request_beyond_the_age_limit_goes_first_for_a_share_of_the_time() -> None:
+    """The long prompt is given up for short ones until it is too old; then it is served where it is its turn."""
+
+    def first_place(**options: float) -> int:
+        load = load_of(
+            "deadline_forecast", (9, 1), *[(8, 1)] * 6, arrivals=[0, 0, 1, 2, 3, 4, 5],
+            slos=[(0.5, 9.0), (0.25, 9.0)] + [(4.0, 9.0)] * 5, max_num_batched_tokens=8, batcher_options=options,
+        )  # fmt: skip
+        return next(place for place, step in enumerate(scheduled(load)) if "a" in step)
+
+    assert first_place(age_limit=0.0) == 6
+    assert first_place(age_limit=4.0, age_share=1.0) == 3  # it has waited for more than two seconds
+    assert first_place(age_limit=4.0, age_share=0.0) == 6
 
 
 def test_sarathi_fills_its_token_budget() -> None:
