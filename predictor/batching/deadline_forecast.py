@@ -17,6 +17,7 @@ from predictor.state import NONE, RUNNING, State
 
 ETA, FIRST_TOKEN_WEIGHT, FROM_FIRST_TOKEN, AGE_LIMIT, AGE_SHARE = range(5)  # the options
 DECODE, ON_TIME, AHEAD, LATE = range(4)
+SPARE_PARTS = 10  # decodes can wait where more than one of so many blocks is free: they hold theirs for longer
 AHEAD_TARGETS = 3  # a decode that is due after so many TPOT targets can wait
 CONSTANT_PARTS = 5  # of a step: the constant part of its time should be no more than one of so many
 USUAL_SHARE = 0.75  # of the shortest TPOT target: how long steps are where their constant part is large
@@ -30,13 +31,14 @@ def schedule(state: State) -> bool:
     """Fill the step: decodes by due time, then prefills.
 
     Where the constant part of a step is large, steps are longer, and decodes that are far ahead come after the prefills
-    that can be on time.
+    that can be on time, unless blocks are short.
     """
     engine = state.engine[0]
     count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
     tpot_s, start_s = ordered.shortest_tpot_s(state, count), ordered.start_s(state)
     least_s = ordered.limit_s(state, count, engine.options[ETA])
     long_s = max(least_s, min(tpot_s, CONSTANT_PARTS * ordered.constant_s(state)))
+    can_wait = long_s > least_s and engine.num_free_blocks * SPARE_PARTS > engine.num_blocks
     first_s, busy_s = np.inf, ordered.constant_s(state)
     for place in range(count):
         slot = state.turns[place]
@@ -45,7 +47,7 @@ def schedule(state: State) -> bool:
             rank.group = ON_TIME
             continue
         rank.group, rank.key = DECODE, rank.due_s
-        if long_s > least_s and AHEAD_TARGETS * tpot_s <= rank.due_s - start_s < np.inf:
+        if can_wait and AHEAD_TARGETS * tpot_s <= rank.due_s - start_s < np.inf:
             rank.group = AHEAD
             continue
         busy_s += rank.cost_s

@@ -180,7 +180,8 @@ def deadline_forecast(engine: Engine) -> Plan:
     least_s = share_of_tpot(engine)
     long_s = max(least_s, min(tpot_s, 5 * engine.constant_s))
     slack_s = {one.id: engine.due_s(one) - now_s for one in decodes}
-    ahead = {one.id for one in decodes if long_s > least_s and 3 * tpot_s <= slack_s[one.id] < INFINITY}
+    can_wait = long_s > least_s and len(engine.pool.free) * 10 > engine.settings["num_gpu_blocks"] - 1
+    ahead = {one.id for one in decodes if can_wait and 3 * tpot_s <= slack_s[one.id] < INFINITY}
     needed = [one for one in decodes if one.id not in ahead]
     busy_s = engine.constant_s
     for one in needed:

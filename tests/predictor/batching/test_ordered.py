@@ -244,13 +244,14 @@ def test_a_forecast_goes_by_deadline_where_all_can_be_on_time() -> None:
 
 
 def test_a_forecast_gives_up_the_least_gain_per_cost() -> None:
-    """Where one of two prefills must be late, the heavier is kept, or the one with the longer response."""
+    """Where one of two prefills must be late, the heavier is kept, and of equal ones that of the shorter response."""
     seconds = next(our_steps(load_of("sjf", (40, 1)), AFFINE))["end_s"]
     slos = [(1.2 * seconds, 9.0), (1.3 * seconds, 9.0)]
     short = {"slos": slos, "max_num_seqs": 2}
     assert first_order((40, 2), (40, 2), weights=[2.0, 1.0], **short) == ["a", "b"]
     assert first_order((40, 2), (40, 2), weights=[1.0, 2.0], **short) == ["b", "a"]
-    assert first_order((40, 2), (40, 20), weights=[1.0, 1.0], **short) == ["b", "a"]
+    assert first_order((40, 2), (40, 20), **short) == ["a", "b"]
+    assert first_order((40, 20), (40, 2), **short) == ["b", "a"]
 
 
 def test_a_forecast_goes_by_gain_per_cost_where_blocks_are_short() -> None:
@@ -263,15 +264,16 @@ def test_a_forecast_goes_by_gain_per_cost_where_blocks_are_short() -> None:
 def test_a_request_beyond_the_age_limit_goes_first_for_a_share_of_the_time() -> None:
     """The long prompt is given up for short ones until it is too old; then it is served where it is its turn."""
 
-    def order_of_end(**options: float) -> list[str]:
+    def first_place(**options: float) -> int:
         load = load_of(
-            "deadline_forecast", (9, 1), *[(8, 1)] * 6, arrivals=range(7), slos=[(0.5, 9.0)] + [(4.0, 9.0)] * 6,
-            max_num_batched_tokens=8, batcher_options=options,
+            "deadline_forecast", (9, 1), *[(8, 1)] * 6, arrivals=[0, 0, 1, 2, 3, 4, 5],
+            slos=[(0.5, 9.0), (0.25, 9.0)] + [(4.0, 9.0)] * 5, max_num_batched_tokens=8, batcher_options=options,
         )  # fmt: skip
-        return [name for step in our_steps(load) for name in step["scheduled"]]
+        return next(place for place, step in enumerate(scheduled(load)) if "a" in step)
 
-    never, always = order_of_end(), order_of_end(age_limit=4.0, age_share=1.0)
-    assert never.index("a") > always.index("a") > 0
+    assert first_place(age_limit=0.0) == 6
+    assert first_place(age_limit=4.0, age_share=1.0) == 3  # it has waited for more than two seconds
+    assert first_place(age_limit=4.0, age_share=0.0) == 6
 
 
 def test_sarathi_fills_its_token_budget() -> None:
