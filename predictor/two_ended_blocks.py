@@ -80,7 +80,7 @@ def fits_right(state: State, slot: int, num_tokens: int) -> bool:
     """Return whether there is room for this many tokens of a best-effort request, those in host memory among them."""
     for index in range(len(state.two_ended_blocks)):
         block = state.two_ended_blocks[index]
-        if block.right in (slot, NONE):
+        if block.right == slot or block.right == NONE:  # noqa: PLR1714 - a compiled tuple has one type
             num_tokens -= empty_slots(state, index)
             if num_tokens <= 0:
                 return True
