@@ -392,8 +392,9 @@ def copy_into(target: State, source: State) -> None:
             _copy_request(target, source, source.batch[index, position].slot)
     for client in range(engine.num_clients):
         target.clients[client] = source.clients[client]
-    for block in range(len(source.two_ended_blocks)):
-        target.two_ended_blocks[block] = source.two_ended_blocks[block]
+    if engine.kv_layout == TWO_ENDED_LAYOUT:
+        for block in range(engine.num_blocks):
+            target.two_ended_blocks[block] = source.two_ended_blocks[block]
     if engine.prefix_caching:
         _copy_words(target.blocks.view(np.int64), source.blocks.view(np.int64), 0, len(source.blocks) * BLOCK_WORDS)
         for content in range(len(source.cached)):

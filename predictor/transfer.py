@@ -249,28 +249,28 @@ def _put_back_two_ended(engine: Engine, snapshot: Snapshot) -> None:
     placed: Counter[str] = Counter()
     held: Counter[str] = Counter()
     classes = {item.request.request_id: item.request.request_class for item in snapshot.running}
-    for position, item in enumerate(snapshot.two_ended_blocks):
+    for position, block in enumerate(snapshot.two_ended_blocks):
         with _at(f"two_ended_blocks[{position}]"):
             if (
-                item.block_id >= engine.num_blocks
-                or blocks[item.block_id].left != NONE
-                or blocks[item.block_id].right != NONE
+                block.block_id >= engine.num_blocks
+                or blocks[block.block_id].left != NONE
+                or blocks[block.block_id].right != NONE
             ):
-                raise ValueError(f"block_id: {item.block_id} lies outside the engine's blocks, or is there twice")
-            if item.left_tokens + item.right_tokens - item.checkpointed_tokens > engine.config.block_size:
-                raise ValueError(f"checkpointed_tokens: block {item.block_id} holds more tokens than fit")
-            for side, name in (("left", item.left), ("right", item.right)):
+                raise ValueError(f"block_id: {block.block_id} lies outside the engine's blocks, or is there twice")
+            if block.left_tokens + block.right_tokens - block.checkpointed_tokens > engine.config.block_size:
+                raise ValueError(f"checkpointed_tokens: block {block.block_id} holds more tokens than fit")
+            for side, name in (("left", block.left), ("right", block.right)):
                 if name is not None and (name not in classes or (classes[name] == REAL_TIME) != (side == "left")):
                     raise ValueError(f"{side}: {name!r} is no running request of the class on this side")
-            blocks[item.block_id] = (
-                NONE if item.left is None else engine.slots[item.left],
-                item.left_tokens,
-                NONE if item.right is None else engine.slots[item.right],
-                item.right_tokens,
-                item.checkpointed_tokens,
+            blocks[block.block_id] = (
+                NONE if block.left is None else engine.slots[block.left],
+                block.left_tokens,
+                NONE if block.right is None else engine.slots[block.right],
+                block.right_tokens,
+                block.checkpointed_tokens,
                 0,
             )
-            for name, tokens in ((item.left, item.left_tokens), (item.right, item.right_tokens)):
+            for name, tokens in ((block.left, block.left_tokens), (block.right, block.right_tokens)):
                 if name is not None:
                     placed[name] += tokens
                     held[name] += 1

@@ -40,7 +40,7 @@ def clear_right(state: State, index: int) -> None:
 def release(state: State, slot: int) -> int:
     """Remove a request from all its blocks; return how many of its tokens were in host memory."""
     checkpointed = 0
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.left == slot:
             clear_left(state, index)
@@ -54,7 +54,7 @@ def release(state: State, slot: int) -> int:
 @kernel
 def add_checkpointed(state: State) -> None:
     """Add each running request's tokens in host memory to the key of its rank."""
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.checkpointed > 0:
             state.ranks[block.right].key += block.checkpointed
@@ -64,7 +64,7 @@ def add_checkpointed(state: State) -> None:
 def fits_left(state: State, slot: int, num_tokens: int) -> bool:
     """Return whether there is room for this many more tokens of a real-time request."""
     size = state.engine[0].block_size
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.left == slot:
             num_tokens -= size - block.left_tokens
@@ -78,7 +78,7 @@ def fits_left(state: State, slot: int, num_tokens: int) -> bool:
 @kernel
 def fits_right(state: State, slot: int, num_tokens: int) -> bool:
     """Return whether there is room for this many tokens of a best-effort request, those in host memory among them."""
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.right == slot or block.right == NONE:  # noqa: PLR1714 - a compiled tuple has one type
             num_tokens -= empty_slots(state, index)
@@ -91,13 +91,13 @@ def fits_right(state: State, slot: int, num_tokens: int) -> bool:
 def grow_left(state: State, slot: int, num_tokens: int) -> None:
     """Place tokens of a real-time request: in its own blocks, then in those with the most empty slots."""
     size = state.engine[0].block_size
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.left == slot and block.left_tokens < size:
             num_tokens -= put_left(state, index, num_tokens)
     while num_tokens > 0:
         emptiest, most = NONE, -1
-        for index in range(len(state.two_ended_blocks)):
+        for index in range(state.engine[0].num_blocks):
             if state.two_ended_blocks[index].left == NONE and empty_slots(state, index) > most:
                 emptiest, most = index, empty_slots(state, index)
                 if most == size:
@@ -126,12 +126,12 @@ def grow_right(state: State, slot: int, num_tokens: int) -> None:
     """Place tokens of a best-effort request, and those of its tokens that are in host memory."""
     size = state.engine[0].block_size
     num_tokens += bring_back(state, slot)
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         if num_tokens > 0 and state.two_ended_blocks[index].right == slot:
             num_tokens -= put_right(state, index, num_tokens)
     while num_tokens > 0:
         emptiest, most = NONE, 0
-        for index in range(len(state.two_ended_blocks)):
+        for index in range(state.engine[0].num_blocks):
             if state.two_ended_blocks[index].right == NONE and empty_slots(state, index) > most:
                 emptiest, most = index, empty_slots(state, index)
                 if most == size:
@@ -153,7 +153,7 @@ def put_right(state: State, index: int, num_tokens: int) -> int:
 def bring_back(state: State, slot: int) -> int:
     """Copy a request's tokens back from host memory; return how many have to go to other slots than before."""
     moved = 0
-    for index in range(len(state.two_ended_blocks)):
+    for index in range(state.engine[0].num_blocks):
         block = state.two_ended_blocks[index]
         if block.right == slot and block.checkpointed > 0:
             count_swapped(state, block.checkpointed)
