@@ -39,6 +39,7 @@ AFFINE = StepTime(
 
 CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
 ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
+PLANNED = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 # Values of their options that make a difference.
 OPTIONS = {
     "eta": (0.0, 0.25, 0.5, 1.0, 4.0),

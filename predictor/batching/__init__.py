@@ -61,6 +61,7 @@ class Batcher:
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
     max_clients: int = 0  # whose tokens it counts
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
@@ -75,6 +76,7 @@ def _ordered(
     schedule: Callable[[State], bool],
     *options: BatcherOption,
     max_clients: int = 0,
+    plans: bool = True,
     kv_layouts: tuple[str, ...] = (PLAIN, SWAP),
     **fixed: bool,
 ) -> Batcher:
@@ -83,6 +85,7 @@ def _ordered(
         schedule=schedule,
         null_blocks=1,
         orders_queue=True,
+        plans=plans,
         estimates=True,
         max_clients=max_clients,
         options=options,
@@ -195,10 +198,11 @@ BATCHERS = {
         bros.schedule,
         BatcherOption("base_batch_size", 128.0, "Number of requests of a step to which it falls back.", minimum=1.0),
         _eta(0.0, "least time budget of a step"),
+        plans=False,
         kv_layouts=(PLAIN, SWAP, BIDIRECTIONAL),
         async_scheduling=False,
     ),
-    "bros_round_robin": _ordered(bros_round_robin.schedule, async_scheduling=False),
+    "bros_round_robin": _ordered(bros_round_robin.schedule, plans=False, async_scheduling=False),
 }
 
 

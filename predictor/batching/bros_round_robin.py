@@ -32,8 +32,7 @@ def schedule(state: State) -> bool:
         turn = NUM_CLASSES - 1 - turn
         own = keep_class(state, ordered.list_requests(state, False), turn)
         ordered.plan(state, own, most_tokens, np.inf, np.inf)
-    if not engine.plans_only:
-        ordered.carry_out(state)
+    ordered.carry_out(state)
     engine.memory[TURN] = NUM_CLASSES - 1 - turn
     return False
 
