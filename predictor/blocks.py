@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from predictor import two_ended_blocks
 from predictor.compiled import kernel, small_kernel
-from predictor.state import NO_CONTENT, NONE, State
+from predictor.state import NO_CONTENT, NONE, TWO_ENDED_LAYOUT, State
 
 OWN_CONTENTS = 1 << 20  # numbers of own contents per request: more than a request can hold blocks
 
@@ -151,16 +152,19 @@ def _register(state: State, slot: int, num_full: int) -> None:
 
 
 @kernel
-def release(state: State, slot: int) -> None:
+def release(state: State, slot: int) -> int:
     """Free all blocks of a request, the last one first: blocks with content are reused last, the others first.
 
-    They stay in the request's table, so that a preempted request finds those that are left when it resumes.
+    They stay in the request's table, so that a preempted request finds those that are left when it resumes. Returns how
+    many of the request's tokens were in host memory.
     """
     engine, request = state.engine[0], state.requests[slot]
+    if engine.kv_layout == TWO_ENDED_LAYOUT:
+        return two_ended_blocks.release(state, slot)
     if not engine.prefix_caching:
         engine.num_free_blocks += request.num_blocks
         request.num_blocks = 0
-        return
+        return 0
     for position in range(request.num_blocks - 1, -1, -1):
         index = state.tables[slot, position]
         block = state.blocks[index]
@@ -172,6 +176,7 @@ def release(state: State, slot: int) -> None:
     for position in range(request.full_blocks, request.num_blocks):  # not full, so held by this request alone
         _prepend_free(state, state.tables[slot, position])
     request.num_blocks = 0
+    return 0
 
 
 @kernel

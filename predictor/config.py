@@ -9,6 +9,8 @@ from typing import Annotated, ClassVar
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NOISE = 10  # of the logarithm of an estimate
+PLAIN, SWAP, BIDIRECTIONAL = "plain", "swap", "bidirectional"
+KV_LAYOUTS = (PLAIN, SWAP, BIDIRECTIONAL)  # a layout's number in the engine model is its index here
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 
@@ -40,6 +42,17 @@ class EngineConfig:
     scheduler_reserve_full_isl: Annotated[
         bool, "Admit a request only when all its prompt's KV blocks are free, as in vLLM."
     ] = True
+    kv_layout: Annotated[
+        str,
+        "KV memory: plain (a preempted request is computed again), swap (it is copied to host memory and back), or "
+        "bidirectional (a KV block is shared by a real-time and a best-effort request).",
+    ] = PLAIN
+    host_link_bytes_per_s: Annotated[
+        float, "Bandwidth between the GPU and host memory, for kv_layout swap and bidirectional."
+    ] = 25e9
+    kv_bytes_per_token: Annotated[
+        int, "Bytes of KV cache per token that one such link copies; 0: unknown, which only kv_layout plain allows."
+    ] = 0
     batcher_options: Annotated[dict[str, float], "Options of the local scheduler, by name."] = field(
         default_factory=dict, hash=False
     )
@@ -70,6 +83,13 @@ class EngineConfig:
         if self.watermark is not None and not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
         self._check_estimator()
+        if self.kv_layout not in KV_LAYOUTS:
+            raise ValueError(f"kv_layout: {self.kv_layout!r} is none of {', '.join(KV_LAYOUTS)}")
+        if not (math.isfinite(self.host_link_bytes_per_s) and self.host_link_bytes_per_s > 0):
+            raise ValueError(f"host_link_bytes_per_s: must be above 0, not {self.host_link_bytes_per_s}")
+        require_count("kv_bytes_per_token", self.kv_bytes_per_token, at_least=0)
+        if self.kv_layout != PLAIN and self.kv_bytes_per_token == 0:
+            raise ValueError(f"kv_bytes_per_token: must be above 0 with kv_layout {self.kv_layout}")
         if not isinstance(self.batcher_options, Mapping):
             raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
         for name, value in self.batcher_options.items():
@@ -93,6 +113,11 @@ class EngineConfig:
     def pipeline_depth(self) -> int:
         """The maximum number of steps in flight: async scheduling plans one ahead."""
         return 2 if self.async_scheduling else 1
+
+    @property
+    def swap_token_s(self) -> float:
+        """Seconds that a token's KV takes between the GPU and host memory."""
+        return self.kv_bytes_per_token / self.host_link_bytes_per_s
 
     @property
     def watermark_blocks(self) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor import blocks
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, RUNNING, WAITING, State
+from predictor.state import FINISHED, PLAIN_LAYOUT, RUNNING, WAITING, State
 
 # vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
 # one and preemption the other. An engine model stops after this many preemptions without a token.
@@ -67,8 +67,13 @@ def take_waiting(state: State, position: int) -> int:
 
 @kernel
 def admit(state: State, position: int, computed_tokens: int) -> int:
-    """Move a waiting request to the end of the running list; `computed_tokens` of it are in the cache already."""
+    """Move a waiting request to the end of the running list.
+
+    `computed_tokens` of it are in the cache already, or are copied back from host memory.
+    """
     engine = state.engine[0]
+    if engine.kv_layout != PLAIN_LAYOUT:
+        state.steps[at(engine.oldest, engine.num_in_flight, 2)].num_swapped += computed_tokens
     slot = take_waiting(state, position)
     state.running[engine.num_running] = slot
     engine.num_running += 1
@@ -81,17 +86,32 @@ def admit(state: State, position: int, computed_tokens: int) -> int:
     return slot
 
 
+@small_kernel
+def computed_before(state: State, slot: int, hit_tokens: int) -> int:
+    """Return how many tokens of a waiting request need not be computed: those in the cache, or in host memory."""
+    if state.engine[0].kv_layout == PLAIN_LAYOUT:
+        return hit_tokens
+    return state.requests[slot].computed_tokens
+
+
 @kernel
 def preempt(state: State, position: int) -> int:
-    """Free a running request's blocks and move it to the front of the waiting queue; it keeps its output."""
+    """Free a running request's blocks and move it to the front of the waiting queue; it keeps its output.
+
+    Its computed tokens are lost, or copied to host memory, as the engine's KV layout says.
+    """
     engine = state.engine[0]
     slot = state.running[position]
     engine.num_running -= 1
     for moved in range(position, engine.num_running):
         state.running[moved] = state.running[moved + 1]
-    blocks.release(state, slot)
+    in_host_memory = blocks.release(state, slot)
     request = state.requests[slot]
-    request.computed_tokens = 0
+    step = state.steps[at(engine.oldest, engine.num_in_flight, 2)]
+    if engine.kv_layout == PLAIN_LAYOUT:
+        request.computed_tokens = 0
+    else:
+        step.num_swapped += request.computed_tokens - in_host_memory
     request.stale_tokens = request.in_flight_tokens
     request.placeholders = 0
     request.num_preemptions += 1
@@ -106,7 +126,6 @@ def preempt(state: State, position: int) -> int:
         engine.num_waiting += 1
         state.waiting[engine.waiting_head] = slot
         request.status = WAITING
-    step = state.steps[at(engine.oldest, engine.num_in_flight, 2)]
     state.preempted[step.num_preempted] = slot
     step.num_preempted += 1
     return slot

@@ -67,11 +67,13 @@ class StepUnderWay:
     start_s: float
     scheduled: dict[str, int]
     sampled: tuple[str, ...] = ()
+    swapped_tokens: int = 0  # whose KV it copies to host memory, or back
 
     def __post_init__(self) -> None:
         """Refuse impossible steps."""
         if not math.isfinite(self.start_s):
             raise ValueError(f"start_s: must be a time, not {self.start_s}")
+        require_count("swapped_tokens", self.swapped_tokens, at_least=0)
         for name, tokens in self.scheduled.items():
             require_count(f"scheduled.{name}", tokens, at_least=1)
 
@@ -136,11 +138,39 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TwoEndedBlock:
+    """A KV block that a real-time request fills from the left and a best-effort request from the right.
+
+    `checkpointed_tokens` of the right are in host memory.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    block_id: int
+    left: str | None = None
+    left_tokens: int = 0
+    right: str | None = None
+    right_tokens: int = 0
+    checkpointed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible counts."""
+        for name in ("block_id", "left_tokens", "right_tokens", "checkpointed_tokens"):
+            require_count(name, getattr(self, name), at_least=0)
+        for name in ("left", "right"):
+            if (getattr(self, name) is None) != (getattr(self, f"{name}_tokens") == 0):
+                raise ValueError(f"{name}_tokens: must be above 0 where a request has this side, else 0")
+        if self.checkpointed_tokens > self.right_tokens:
+            raise ValueError(f"checkpointed_tokens: {self.checkpointed_tokens} are more than right_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """An engine's state at `taken_s`; times are on the engine's clock.
 
     `reserved` are requests that are reserved for the engine and that it does not report yet. Without `kv_cache` the
-    contents of blocks are unknown, and forecasts contain no prefix hits.
+    contents of blocks are unknown, and forecasts contain no prefix hits. `two_ended_blocks` are those in use with
+    kv_layout bidirectional.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -156,6 +186,7 @@ class Snapshot:
     kv_cache: KvCache | None = None
     decodes_since_look: int = 0
     memory: Memory = Memory()
+    two_ended_blocks: tuple[TwoEndedBlock, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse other versions, and states that no engine can have."""

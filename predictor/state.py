@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from predictor.compiled import kernel, small_kernel
-from predictor.config import EngineConfig
+from predictor.config import BIDIRECTIONAL, KV_LAYOUTS, EngineConfig
 from predictor.step_time import Costs
 
 NONE = -1  # no request, no block, no time
 
 MAX_OPTIONS = 16  # of a local scheduler
 MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
+
+# An engine's `kv_layout`, as in `config.KV_LAYOUTS`.
+PLAIN_LAYOUT, SWAP_LAYOUT, TWO_ENDED_LAYOUT = range(len(KV_LAYOUTS))
 
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
@@ -41,6 +44,8 @@ ENGINE = np.dtype(
         ("watermark_blocks", "i8"),
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
+        ("kv_layout", "i8"),
+        ("swap_token_s", "f8"),  # seconds that a token's KV takes between the GPU and host memory
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
         ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
         ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
@@ -195,6 +200,7 @@ STEP = np.dtype(
         ("prefill_qkv", "f8"),
         ("num_preempted", "i8"),
         ("pace", "f8"),
+        ("num_swapped", "i8"),  # tokens whose KV is copied to host memory, or back
     ],
     align=True,
 )
@@ -208,6 +214,19 @@ BLOCK = np.dtype(
         ("next_free", "i4"),
         ("previous_free", "i4"),
         ("next_same", "i4"),  # the next block with the same shared content, in the order of registration
+    ],
+    align=True,
+)
+
+# A KV block that a real-time request fills from the left and a best-effort request from the right.
+TWO_ENDED_BLOCK = np.dtype(
+    [
+        ("left", "i4"),  # slot of the real-time request, or NONE
+        ("left_tokens", "i4"),
+        ("right", "i4"),  # slot of the best-effort request, or NONE
+        ("right_tokens", "i4"),
+        ("checkpointed", "i4"),  # tokens of the right that are in host memory, since the left has their place
+        ("unused", "i4"),
     ],
     align=True,
 )
@@ -228,6 +247,7 @@ class State(NamedTuple):
     turns: np.ndarray  # scratch space of `loop.repeat` and of `batching.ordered`: requests in an order
     ranks: np.recarray[Any, Any]  # scratch space of `batching.ordered`: RANK per slot
     clients: np.recarray[Any, Any]  # CLIENT each, of local schedulers that count the tokens of clients
+    two_ended_blocks: np.recarray[Any, Any]  # TWO_ENDED_BLOCK per KV block, with that layout
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
@@ -262,6 +282,9 @@ def allocate(
         steps=np.zeros(2, STEP).view(np.recarray),
         batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
         clients=np.zeros(max_clients, CLIENT).view(np.recarray),
+        two_ended_blocks=np.zeros(num_blocks if config.kv_layout == BIDIRECTIONAL else 0, TWO_ENDED_BLOCK).view(
+            np.recarray
+        ),
         blocks=np.zeros(tracked_blocks, BLOCK).view(np.recarray),
         tables=np.zeros((num_slots, 1), np.int32),
         facts=no_facts(num_slots),
@@ -290,7 +313,10 @@ def allocate(
     engine.estimator_momentum = config.estimator_momentum
     engine.estimator_seed = config.estimator_seed
     engine.pace = engine.correction = 1.0
+    engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
+    engine.swap_token_s = config.swap_token_s
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
+    state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
     state.blocks.next_same = NONE
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
@@ -343,8 +369,8 @@ def layer(stack: State, source: State, index: int) -> State:
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.ranks[index], stack.clients[index], stack.blocks[index], stack.tables[index], stack.cached[index],
-        source.facts, source.hashes, source.costs,
+        stack.ranks[index], stack.clients[index], stack.two_ended_blocks[index], stack.blocks[index],
+        stack.tables[index], stack.cached[index], source.facts, source.hashes, source.costs,
     )  # fmt: skip
 
 
@@ -366,6 +392,9 @@ def copy_into(target: State, source: State) -> None:
             _copy_request(target, source, source.batch[index, position].slot)
     for client in range(engine.num_clients):
         target.clients[client] = source.clients[client]
+    if engine.kv_layout == TWO_ENDED_LAYOUT:
+        for block in range(engine.num_blocks):
+            target.two_ended_blocks[block] = source.two_ended_blocks[block]
     if engine.prefix_caching:
         _copy_words(target.blocks.view(np.int64), source.blocks.view(np.int64), 0, len(source.blocks) * BLOCK_WORDS)
         for content in range(len(source.cached)):

@@ -21,7 +21,7 @@ def begin(state: State) -> None:
     """Start to plan a step: empty, for a local scheduler to fill."""
     step = state.steps[current(state)]
     step.num_scheduled = 0
-    step.num_preempted = 0
+    step.num_preempted = step.num_swapped = 0
 
 
 @small_kernel
@@ -94,6 +94,8 @@ def put_in_flight(state: State, start_s: float) -> None:
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
         step.num_prefills, step.prefill_qq, step.prefill_qkv, step.decode_longest,
     )  # fmt: skip
+    if step.num_swapped > 0:  # the copies run beside the step
+        step.end_s = max(step.end_s, step.start_s + step.num_swapped * engine.swap_token_s)
     engine.num_in_flight += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,18 @@ from predictor.blocks import OWN_CONTENTS
 from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.snapshot import VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
-from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, WAITING, State
+from predictor.request import REAL_TIME
+from predictor.snapshot import (
+    VERSION,
+    KvCache,
+    LiveRequest,
+    Memory,
+    ServedClient,
+    Snapshot,
+    StepUnderWay,
+    TwoEndedBlock,
+)
+from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, TWO_ENDED_LAYOUT, WAITING, State
 from predictor.step_time import StepTime
 
 enqueue = direct(queues.enqueue)
@@ -43,6 +54,7 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         kv_cache=_kv_cache(engine) if head.prefix_caching else None,
         decodes_since_look=int(head.decodes_since_look),
         memory=_memory(engine),
+        two_ended_blocks=_two_ended_blocks(engine),
     )
 
 
@@ -91,6 +103,23 @@ def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
         start_s=float(step.start_s),
         scheduled={engine.id_of(entry.slot): int(entry.tokens) for entry in live},
         sampled=tuple(engine.id_of(entry.slot) for entry in live if entry.sampled),
+        swapped_tokens=int(step.num_swapped),
+    )
+
+
+def _two_ended_blocks(engine: Engine) -> tuple[TwoEndedBlock, ...]:
+    blocks = engine.state.two_ended_blocks
+    return tuple(
+        TwoEndedBlock(
+            block_id=int(index),
+            left=None if row.left == NONE else engine.id_of(row.left),
+            left_tokens=int(row.left_tokens),
+            right=None if row.right == NONE else engine.id_of(row.right),
+            right_tokens=int(row.right_tokens),
+            checkpointed_tokens=int(row.checkpointed),
+        )
+        for index in np.flatnonzero((blocks.left != NONE) | (blocks.right != NONE))
+        for row in (blocks[index],)
     )
 
 
@@ -157,7 +186,8 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         raise ValueError(f"produced_tokens: {item.produced_tokens} are not below the request's limit of {max_tokens}")
     if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
-    if item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
+    is_shared = engine.state.engine[0].kv_layout == TWO_ENDED_LAYOUT  # with blocks that are partly filled
+    if not is_shared and item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
         raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can need")
     prefill_tokens = item.prefill_tokens
     if prefill_tokens is None:
@@ -196,6 +226,9 @@ def _first_token_s(item: LiveRequest) -> float:
 def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:
     head = engine.state.engine[0]
     head.num_free_blocks = snapshot.num_free_blocks
+    if head.kv_layout == TWO_ENDED_LAYOUT:
+        _put_back_two_ended(engine, snapshot)
+        return
     if snapshot.kv_cache is not None:
         _put_back_tables(engine, snapshot)
         _put_back_holders(engine, snapshot)
@@ -208,6 +241,45 @@ def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:
             f"num_free_blocks: {snapshot.num_free_blocks} free and {held} held are more than the engine's "
             f"{engine.num_blocks}"
         )
+
+
+def _put_back_two_ended(engine: Engine, snapshot: Snapshot) -> None:
+    """Enter the requests of shared blocks; each running one must have all its computed tokens there."""
+    blocks = engine.state.two_ended_blocks
+    placed: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    classes = {item.request.request_id: item.request.request_class for item in snapshot.running}
+    for position, block in enumerate(snapshot.two_ended_blocks):
+        with _at(f"two_ended_blocks[{position}]"):
+            if (
+                block.block_id >= engine.num_blocks
+                or blocks[block.block_id].left != NONE
+                or blocks[block.block_id].right != NONE
+            ):
+                raise ValueError(f"block_id: {block.block_id} lies outside the engine's blocks, or is there twice")
+            if block.left_tokens + block.right_tokens - block.checkpointed_tokens > engine.config.block_size:
+                raise ValueError(f"checkpointed_tokens: block {block.block_id} holds more tokens than fit")
+            for side, name in (("left", block.left), ("right", block.right)):
+                if name is not None and (name not in classes or (classes[name] == REAL_TIME) != (side == "left")):
+                    raise ValueError(f"{side}: {name!r} is no running request of the class on this side")
+            blocks[block.block_id] = (
+                NONE if block.left is None else engine.slots[block.left],
+                block.left_tokens,
+                NONE if block.right is None else engine.slots[block.right],
+                block.right_tokens,
+                block.checkpointed_tokens,
+                0,
+            )
+            for name, tokens in ((block.left, block.left_tokens), (block.right, block.right_tokens)):
+                if name is not None:
+                    placed[name] += tokens
+                    held[name] += 1
+    for item in snapshot.running:
+        name = item.request.request_id
+        if placed[name] != item.computed_tokens or held[name] != item.num_blocks:
+            raise ValueError(f"two_ended_blocks: hold {placed[name]} of the {item.computed_tokens} tokens of {name!r}")
+    if len(snapshot.two_ended_blocks) + snapshot.num_free_blocks != engine.num_blocks:
+        raise ValueError(f"num_free_blocks: {snapshot.num_free_blocks}, but {len(snapshot.two_ended_blocks)} are held")
 
 
 def _put_back_tables(engine: Engine, snapshot: Snapshot) -> None:
@@ -280,6 +352,7 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
     rows: Any = state.requests[slots]
     before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
+    record.num_swapped = step.swapped_tokens
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_in_flight(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)

@@ -28,7 +28,7 @@ from tests.conformance.vllm_side import interpreter
 from tests.deploy.installing import PLUGIN, pip_install
 
 SCRIPT = Path(__file__).with_name("vllm_rule_cost.py")
-RULES = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
+RULES = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 SIZES = ((64, 64), (256, 2000))
 
 

@@ -162,6 +162,7 @@ def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -
     fleet.stack.engine[index] = fresh.engine
     engine.now_s, engine.num_preemptions = now_s, preemptions
     fleet.stack.blocks[index, : len(fresh.blocks)] = fresh.blocks
+    fleet.stack.two_ended_blocks[index, : len(fresh.two_ended_blocks)] = fresh.two_ended_blocks
     fleet.stack.cached[index] = NONE
     free_all(fleet, index)
     fleet.instances[index].changed = 1
@@ -186,6 +187,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         turns=np.zeros((num, slots), np.int32),
         ranks=_records((num, slots), first.ranks),
         clients=_records((num, max(len(state.clients) for state in singles)), first.clients),
+        two_ended_blocks=_records((num, max(len(state.two_ended_blocks) for state in singles)), first.two_ended_blocks),
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
         cached=np.full((num, num_contents), NONE, np.int32),
@@ -196,6 +198,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
     for index, state in enumerate(singles):
         stack.engine[index] = state.engine
         stack.blocks[index, : len(state.blocks)] = state.blocks
+        stack.two_ended_blocks[index, : len(state.two_ended_blocks)] = state.two_ended_blocks
     return stack
 
 

@@ -127,8 +127,8 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
         stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.ranks[index], stack.clients[index], stack.blocks[index], stack.tables[index], stack.cached[index],
-        stack.facts[index], stack.hashes[index],
+        stack.ranks[index], stack.clients[index], stack.two_ended_blocks[index], stack.blocks[index],
+        stack.tables[index], stack.cached[index], stack.facts[index], stack.hashes[index],
         Costs(costs.coefficients[index], costs.by_tokens[index], costs.by_count[index]),
     )  # fmt: skip
 

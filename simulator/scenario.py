@@ -14,10 +14,11 @@ from predictor.config import FIELD_NAMES, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
 from simulator.conditions import CONDITION_NAMES, Conditions, Outage
 from simulator.fleet import InstanceSpec
+from simulator.hybrid_load import BestEffort
 from simulator.metrics import SloTarget
 from simulator.mix import Mix, as_tables, mix_from, mixed_workload
 from simulator.pooled_bound import pooled_config, pooled_step_time
-from simulator.traffic import Tags, Traffic, draw_workload, require_name
+from simulator.traffic import EXPERIMENTS, Tags, Traffic, draw_workload, require_name
 from simulator.workload import Workload
 
 T = TypeVar("T")
@@ -67,7 +68,10 @@ class Instances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A cluster, its traffic and tags, the conditions of the run, its SLO, and the mix of its requests."""
+    """A cluster, its traffic and tags, the conditions of the run, its SLO, and the mix of its requests.
+
+    `best_effort` comes beside the traffic in experiments of kind hybrid.
+    """
 
     instances: tuple[Instances, ...] = (Instances(),)
     traffic: Traffic = field(default_factory=Traffic)
@@ -75,6 +79,7 @@ class Scenario:
     conditions: Conditions = field(default_factory=Conditions)
     slo: SloTarget = field(default_factory=SloTarget)
     mix: Mix = ()
+    best_effort: BestEffort = field(default_factory=BestEffort)
 
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe all instances."""
@@ -99,11 +104,12 @@ class Scenario:
 
 @functools.lru_cache(maxsize=32)
 def _profile(name: str) -> Profile:
-    """Load a shipped profile, or one from a JSON file."""
+    """Load a shipped profile, or one from a JSON file, also of a shipped experiment."""
     if not name.endswith(".json"):
         return load_profile(name)
+    path = Path(name) if Path(name).exists() or not (EXPERIMENTS / name).is_file() else EXPERIMENTS / name
     try:
-        return profile_from_json(Path(name).read_text(encoding="utf-8"))
+        return profile_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
 
@@ -113,7 +119,7 @@ def _profile(name: str) -> Profile:
 
 def scenario_from(table: Mapping[str, Any]) -> Scenario:
     """Read a scenario from a table; unknown keys are rejected by name."""
-    _require_names(table, ("instances", "traffic", "tags", "conditions", "slo", "mix"), "scenario")
+    _require_names(table, ("instances", "traffic", "tags", "conditions", "slo", "mix", "best_effort"), "scenario")
     kinds = table.get("instances", [{}])
     kinds = [kinds] if isinstance(kinds, Mapping) else kinds
     conditions = dict(table.get("conditions", {}))
@@ -130,6 +136,7 @@ def scenario_from(table: Mapping[str, Any]) -> Scenario:
         conditions=_made(Conditions, conditions, "conditions"),
         slo=_made(SloTarget, table.get("slo", {}), "slo"),
         mix=mix_from(table["mix"]) if table.get("mix") else (),
+        best_effort=_made(BestEffort, table.get("best_effort", {}), "best_effort"),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from predictor.batching.lightllm import DECODES_BETWEEN_LOOKS
 from predictor.engine import Engine
-from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING
+from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, TWO_ENDED_LAYOUT
 
 COUNTERS = (
     "num_running", "num_waiting", "num_pending", "num_in_flight", "num_free_blocks", "num_steps", "num_preemptions",
@@ -56,6 +56,9 @@ def same_content(engine: Engine, content: int) -> list[int]:
 def expect_blocks_conserved(engine: Engine) -> None:
     """Check that each block is either free or held, with the right reference count."""
     head, rows = engine.state.engine[0], engine.state.requests
+    if head.kv_layout == TWO_ENDED_LAYOUT:
+        expect_two_ended_blocks_conserved(engine)
+        return
     held = sum(int(rows[slot].num_blocks) for slot in engine.slots.values())
     if not head.prefix_caching:
         assert head.num_free_blocks + held == engine.num_blocks
@@ -75,6 +78,31 @@ def expect_blocks_conserved(engine: Engine) -> None:
         assert all(blocks[block].content != NO_CONTENT for block in full)
 
 
+def expect_two_ended_blocks_conserved(engine: Engine) -> None:
+    """Check that no block holds more tokens than fit, and that all computed tokens of running requests are somewhere."""
+    blocks, rows = engine.state.two_ended_blocks, engine.state.requests
+    tokens: Counter[int] = Counter()
+    held: Counter[int] = Counter()
+    for block in blocks:
+        assert 0 <= block.checkpointed <= block.right_tokens
+        assert block.left_tokens + block.right_tokens - block.checkpointed <= engine.config.block_size
+        for slot, count in ((block.left, block.left_tokens), (block.right, block.right_tokens)):
+            assert (slot == NONE) == (count == 0)
+            if slot != NONE:
+                tokens[int(slot)] += int(count)
+                held[int(slot)] += 1
+        for slot, number in ((block.left, 0), (block.right, 1)):
+            assert slot == NONE or engine.state.facts[slot].request_class == number
+    free = np.count_nonzero((blocks.left == NONE) & (blocks.right == NONE))
+    assert engine.state.engine[0].num_free_blocks == free
+    for slot in engine.slots.values():
+        assert rows[slot].num_blocks == held[slot]
+        if rows[slot].status == RUNNING:
+            assert tokens[slot] == rows[slot].computed_tokens
+            if rows[slot].in_flight_tokens > 0:  # what a step computes with is on the GPU
+                assert not any(block.checkpointed for block in blocks if block.right == slot)
+
+
 def expect_nothing_left(engine: Engine) -> None:
     """Check that the engine has no requests and all its blocks are free."""
     head = engine.state.engine[0]
@@ -88,6 +116,7 @@ def counts_of(engine: Engine) -> dict[str, Any]:
     head, rows, blocks = engine.state.engine[0], engine.state.requests, engine.state.blocks
     counts: dict[str, Any] = {name: int(head[name]) for name in COUNTERS}
     counts |= {"running": engine.running(), "waiting": engine.waiting()}
+    counts["two_ended_blocks"] = engine.state.two_ended_blocks.tolist()
     if engine.config.batcher == "lightllm":  # the only batcher that reads it
         counts["decodes_since_look"] = (int(head.decodes_since_look) - 1) % DECODES_BETWEEN_LOOKS  # looks in between
     for name, slot in engine.slots.items():
@@ -117,5 +146,7 @@ def frozen(engine: Engine) -> list[bytes]:
     taken = sorted(engine.slots.values())
     by_slot = [array[taken].tobytes() for array in (state.requests, state.tables, state.hashes)]
     rings = [np.array(array).tobytes() for array in (state.running, state.waiting, state.pending, state.preempted)]
-    rest = (state.engine, state.steps, state.batch, state.blocks, state.cached)
+    rest = (
+        state.engine, state.steps, state.batch, state.two_ended_blocks, state.blocks, state.cached,
+    )  # fmt: skip
     return [*by_slot, *rings, *(array.tobytes() for array in rest)]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from predictor.batching import BATCHERS, settled
-from predictor.config import FIELD_NAMES, EngineConfig
+from predictor.config import BIDIRECTIONAL, FIELD_NAMES, PLAIN, EngineConfig
 from predictor.engine import Engine
 from predictor.request import CLASSES, RequestFacts, Slo
 from predictor.step_time import Curve, StepTime
@@ -39,6 +39,7 @@ AFFINE = StepTime(
 
 CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
 ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
+PLANNED = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 # Values of their options that make a difference.
 OPTIONS = {
     "eta": (0.0, 0.25, 0.5, 1.0, 4.0),
@@ -54,6 +55,7 @@ OPTIONS = {
     "decode_cost": (0.0, 1.0, 2.0),
     "age_limit": (0.0, 0.5, 2.0, 8.0),
     "age_share": (0.1, 0.5, 1.0),
+    "base_batch_size": (1.0, 2.0, 4.0, 128.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
 ONLY_FCFS = ("vllm_fcfs",)
@@ -179,6 +181,7 @@ def loads(
     chunked: bool | None = None,
     is_async: bool | None = None,
     ending: bool = False,
+    layout: str | None = None,
     tick_s: float = 0.25,
     max_requests: int = 10,
 ) -> Load:
@@ -187,7 +190,7 @@ def loads(
     With `ending`, every run ends: no two requests arrive at the same time, which with priorities could preempt each other
     without end, and vLLM v0 has the spare block without which it recomputes a single prompt without end.
     """
-    engine = draw(engines(batcher, policy=policy, chunked=chunked, is_async=is_async))
+    engine = draw(engines(batcher, policy=policy, chunked=chunked, is_async=is_async, layout=layout))
     requests = draw(request_lists(engine, ending=ending, tick_s=tick_s, max_requests=max_requests))
     size = engine["block_size"]
     largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
@@ -206,7 +209,13 @@ def _most_tokens(engine: dict[str, Any], request: dict[str, Any]) -> int:
 
 @st.composite
 def engines(
-    draw: st.DrawFn, batcher: str, *, policy: str | None, chunked: bool | None, is_async: bool | None
+    draw: st.DrawFn,
+    batcher: str,
+    *,
+    policy: str | None,
+    chunked: bool | None,
+    is_async: bool | None,
+    layout: str | None,
 ) -> dict[str, Any]:
     """Draw an engine's settings without its number of blocks; settings that its batcher ignores have their defaults."""
     block_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
@@ -225,15 +234,28 @@ def engines(
         scheduling_policy=policy or draw(st.sampled_from(("fcfs", "priority")[: 1 if batcher in ONLY_FCFS else 2])),
         enable_chunked_prefill=chunking,
     )
+    supports_async = "async_scheduling" not in BATCHERS[batcher].fixed
     if batcher in (*ORDERED, "vllm_v1"):
         config = replace(
             config,
             enable_prefix_caching=draw(st.booleans()),
-            async_scheduling=draw(st.booleans()) if is_async is None else is_async,
+            async_scheduling=supports_async
+            and layout in (None, PLAIN)
+            and (draw(st.booleans()) if is_async is None else is_async),
             long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
             scheduler_reserve_full_isl=draw(st.booleans()),
         )
-    if batcher in (*ORDERED, "vllm_v1", *KEEPS_WATERMARK):
+    layouts = (PLAIN,) if config.async_scheduling else BATCHERS[batcher].kv_layouts
+    layout = layout or draw(st.sampled_from(layouts))
+    if layout != PLAIN:
+        config = replace(
+            config,
+            enable_prefix_caching=False,
+            kv_layout=layout,
+            kv_bytes_per_token=draw(st.sampled_from((1, 1 << 20))),
+            host_link_bytes_per_s=draw(st.sampled_from((2.0**20, 2.0**24, 2.0**30))),
+        )
+    if layout != BIDIRECTIONAL and batcher in (*ORDERED, "vllm_v1", *KEEPS_WATERMARK):
         config = replace(config, watermark=draw(st.sampled_from((0.0, 0.01, 0.1, 0.3))))
     if BATCHERS[batcher].estimates:
         config = replace(

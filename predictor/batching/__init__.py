@@ -10,6 +10,8 @@ from typing import Any
 from numba.extending import is_jitted
 
 from predictor.batching import (
+    bros,
+    bros_round_robin,
     deadline_forecast,
     decode_then_edf,
     density,
@@ -29,7 +31,7 @@ from predictor.batching import (
     weighted_vtc,
 )
 from predictor.compiled import inner_kernel
-from predictor.config import EngineConfig
+from predictor.config import BIDIRECTIONAL, PLAIN, SWAP, EngineConfig
 from predictor.state import State
 from predictor.suggestions import did_you_mean, require_known
 
@@ -60,10 +62,12 @@ class Batcher:
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
     max_clients: int = 0  # whose tokens it counts
     count_served: Callable[[State], None] | None = None  # counts what a step serves; where it only plans, called after
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
+    kv_layouts: tuple[str, ...] = (PLAIN,)  # that it works with
     decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float | str] = field(default_factory=dict)
     fixed: Mapping[str, bool | float | str] = field(default_factory=dict)
@@ -75,18 +79,23 @@ def _ordered(
     *options: BatcherOption,
     max_clients: int = 0,
     count_served: Callable[[State], None] | None = None,
+    plans: bool = True,
+    kv_layouts: tuple[str, ...] = (PLAIN, SWAP),
+    **fixed: bool,
 ) -> Batcher:
     """Return a local scheduler that orders all requests and manages memory as vLLM v1 does."""
     return Batcher(
         schedule=schedule,
         null_blocks=1,
         orders_queue=True,
+        plans=plans,
         estimates=True,
         max_clients=max_clients,
         count_served=count_served,
         options=options,
+        kv_layouts=kv_layouts,
         defaults={"enable_prefix_caching": True, "async_scheduling": False, "watermark": 0.0},
-        fixed={"enable_chunked_prefill": True},
+        fixed={"enable_chunked_prefill": True, **fixed},
         check=vllm_limits.check,
     )
 
@@ -107,14 +116,21 @@ FROM_FIRST_TOKEN = _switch(
 )
 TOKEN_BUDGET = BatcherOption("token_budget", 0.0, "Maximum number of tokens of a step; 0: max_num_batched_tokens.")
 NO_ERRORS = EngineConfig()
-PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
+NO_CACHE = {"enable_prefix_caching": False, "async_scheduling": False}
+
+# Rules that a KV layout fixes.
+LAYOUT_RULES: Mapping[str, Mapping[str, bool | float]] = {
+    PLAIN: {},
+    SWAP: NO_CACHE,
+    BIDIRECTIONAL: {**NO_CACHE, "watermark": 0.0},
+}
 
 VLLM_V0 = Batcher(
     schedule=vllm_v0.schedule,
     sorts_arrivals=False,
     decode_reserve=1,
     defaults={"enable_chunked_prefill": False, "watermark": 0.01},
-    fixed=PLAIN,
+    fixed=NO_CACHE,
     check=vllm_limits.check,
 )
 
@@ -128,22 +144,25 @@ BATCHERS = {
             "async_scheduling": False,
             "watermark": 0.0,
         },
+        kv_layouts=(PLAIN, SWAP),
         check=vllm_limits.check,
     ),
     "vllm_v0": VLLM_V0,
     # the default of vLLM v0, under the name that ProServe gives it
-    "vllm_fcfs": replace(VLLM_V0, fixed={**PLAIN, "enable_chunked_prefill": False, "scheduling_policy": "fcfs"}),
+    "vllm_fcfs": replace(VLLM_V0, fixed={**NO_CACHE, "enable_chunked_prefill": False, "scheduling_policy": "fcfs"}),
     "sarathi": Batcher(
         schedule=sarathi.schedule,
         decode_reserve=1,
         defaults={"watermark": 0.01},
-        fixed={**PLAIN, "enable_chunked_prefill": True},
+        fixed={**NO_CACHE, "enable_chunked_prefill": True},
     ),
-    "orca": Batcher(schedule=orca.schedule, fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0}),
-    "lightllm": Batcher(schedule=lightllm.schedule, fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0}),
+    "orca": Batcher(schedule=orca.schedule, fixed={**NO_CACHE, "enable_chunked_prefill": False, "watermark": 0.0}),
+    "lightllm": Batcher(
+        schedule=lightllm.schedule, fixed={**NO_CACHE, "enable_chunked_prefill": False, "watermark": 0.0}
+    ),
     "faster_transformer": Batcher(
         schedule=faster_transformer.schedule,
-        fixed={**PLAIN, "enable_chunked_prefill": False, "watermark": 0.0},
+        fixed={**NO_CACHE, "enable_chunked_prefill": False, "watermark": 0.0},
     ),
     "edf": _ordered(edf.schedule, _eta(0.0), FROM_FIRST_TOKEN),
     "sjf": _ordered(sjf.schedule, _eta(0.0)),
@@ -190,6 +209,15 @@ BATCHERS = {
         max_clients=weighted_vtc.MAX_CLIENTS,
         count_served=weighted_vtc.count_tokens,
     ),
+    "bros": _ordered(
+        bros.schedule,
+        BatcherOption("base_batch_size", 128.0, "Number of requests of a step to which it falls back.", minimum=1.0),
+        _eta(0.0, "least time budget of a step"),
+        plans=False,
+        kv_layouts=(PLAIN, SWAP, BIDIRECTIONAL),
+        async_scheduling=False,
+    ),
+    "bros_round_robin": _ordered(bros_round_robin.schedule, plans=False, async_scheduling=False),
 }
 
 
@@ -202,7 +230,14 @@ def settled(config: EngineConfig) -> EngineConfig:
     for name in ("estimator_factor", "estimator_noise", "estimator_momentum"):
         if not batcher.estimates and getattr(config, name) != getattr(NO_ERRORS, name):
             raise ValueError(f"{name}: {config.batcher} does not estimate step times")
-    rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed}
+    if config.kv_layout not in batcher.kv_layouts:
+        supported = ", ".join(batcher.kv_layouts)
+        raise ValueError(f"kv_layout: {config.batcher} supports only {supported}, not {config.kv_layout}")
+    fixed_by_layout = LAYOUT_RULES[config.kv_layout]
+    for name, value in fixed_by_layout.items():
+        if getattr(config, name) not in (None, value):
+            raise ValueError(f"{name}: kv_layout {config.kv_layout} supports only {value}, not {getattr(config, name)}")
+    rules: dict[str, Any] = {**batcher.defaults, **batcher.fixed, **fixed_by_layout}
     complete = replace(
         config,
         **{name: value for name, value in rules.items() if getattr(config, name) is None},

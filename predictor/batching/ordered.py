@@ -276,7 +276,9 @@ def plan(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
         if (runs and state.ranks[slot].cost_s == LEFT_OUT_S) or (not runs and not joins):
             continue
         num_hits = 0 if runs else blocks.find_hits(state, slot)
-        before = state.requests[slot].computed_tokens if runs else num_hits * engine.block_size
+        before = state.requests[slot].computed_tokens
+        if not runs:
+            before = queues.computed_before(state, slot, num_hits * engine.block_size)
         wanted = steps.tokens_of(state, slot) - before
         most = min(wanted, num_tokens)
         if 0 < threshold < most:
@@ -338,7 +340,7 @@ def carry_out(state: State) -> None:
     for place in range(num_admitted):
         slot = state.turns[place]
         num_hits = blocks.find_hits(state, slot)
-        before = num_hits * engine.block_size
+        before = queues.computed_before(state, slot, num_hits * engine.block_size)
         num_tokens = min(state.ranks[slot].group, steps.tokens_of(state, slot) - before)
         if not vllm_v1.fits(state, slot, num_hits, before + num_tokens):
             break

@@ -137,7 +137,7 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
             position += 1
             continue
         num_hits = blocks.find_hits(state, slot)
-        computed = num_hits * engine.block_size
+        computed = queues.computed_before(state, slot, num_hits * engine.block_size)
         remaining = request.prompt_tokens + request.output_tokens - computed
         if 0 < threshold < remaining:
             remaining = threshold

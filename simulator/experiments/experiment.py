@@ -19,8 +19,8 @@ from simulator.experiments import autoscaling_shapes
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
 
-CAPACITY, SWEEP, FORECASTS, PROVISIONING = "capacity", "sweep", "forecasts", "provisioning"
-KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING)
+CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID = "capacity", "sweep", "forecasts", "provisioning", "hybrid"
+KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID)
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
@@ -75,10 +75,22 @@ FORECAST_METRICS = {
     for name in ("e2e_error_mean", "e2e_error_p50", "best_share", "first_three_share", "rank_mean")
 }
 
+# Of one engine that serves real-time and best-effort requests.
+HYBRID_METRICS = {
+    name: operator.itemgetter(name)
+    for name in (
+        "rt_normalized_latency_s", "be_throughput", "rt_ttft_attained", "rt_tpot_attained", "rt_ttft_mean_s",
+        "rt_ttft_p99_s", "rt_tpot_mean_s", "rt_throughput", "preemptions",
+    )
+}  # fmt: skip
+OWN_METRICS = {FORECASTS: FORECAST_METRICS, HYBRID: HYBRID_METRICS}
+HYBRID_PLOTS = ("rt_normalized_latency_s", "be_throughput", "rt_ttft_attained", "rt_tpot_attained")
+OWN_PLOTS = {FORECASTS: tuple(FORECAST_METRICS), HYBRID: HYBRID_PLOTS}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with its changes to the scenario; one curve or row of a report."""
+    """A policy with its changes to the scenario, or these alone; one curve or row of a report."""
 
     name: str
     policy: str
@@ -177,7 +189,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     if kind not in KINDS:
         raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
     base = scenario_from(table.get("scenario", {}))
-    variants = tuple(_variant(one) for one in [*table.get("policies", []), *table.get("variants", [])])
+    variants = tuple(_variant(one, kind) for one in [*table.get("policies", []), *table.get("variants", [])])
     if not variants:
         raise ValueError("policies: name at least one")
     baseline = table.get("baseline", variants[0].name)
@@ -190,7 +202,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
     rules = tuple(table.get("rules", autoscaling_shapes.RULES))
     autoscaling_shapes.require_rules(rules)
-    plots = tuple(table.get("plots", FORECAST_METRICS if kind == FORECASTS else LATENCY_PLOTS))
+    plots = tuple(table.get("plots", OWN_PLOTS.get(kind, LATENCY_PLOTS)))
     for plot in plots:
         if plot not in (known := metrics_of(kind)):
             raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
@@ -229,17 +241,18 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
 
 def metrics_of(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | None]]:
     """Return the metrics of a kind of experiment, by name, with the functions that read them from a summary."""
-    return FORECAST_METRICS if kind == FORECASTS else METRICS
+    return OWN_METRICS.get(kind, METRICS)
 
 
-def _variant(given: str | Mapping[str, Any]) -> Variant:
+def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
     table = {"policy": given} if isinstance(given, str) else dict(given)
     variant = Variant(
         name=str(table.get("name", table.get("policy", ""))),
         policy=str(table.get("policy", "")),
         changes={key: value for key, value in table.items() if key not in ("name", "policy")},
     )
-    policy_from(variant.policy)  # reject a bad policy before anything is measured
+    if kind != HYBRID:  # which has one instance
+        policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
 
 

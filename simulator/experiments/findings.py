@@ -16,12 +16,14 @@ from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluat
 from simulator.experiments.experiment import (
     CAPACITY,
     FORECASTS,
+    HYBRID,
     PROVISIONING,
     Experiment,
     ExperimentSetting,
     metrics_of,
 )
 from simulator.forecast_accuracy import forecast_accuracy
+from simulator.hybrid_load import serve_hybrid
 from simulator.metrics import cdf, latencies, summary
 from simulator.parallel import Runner
 from simulator.placement_bound import sustained_rate
@@ -202,6 +204,12 @@ def forecast_point(point: Point) -> dict[str, Any]:
     return forecast_accuracy(point.scenario, point.rate, point.seed)
 
 
+def hybrid_point(point: Point) -> dict[str, Any]:
+    """Serve real-time and best-effort requests on one engine."""
+    assert point.rate is not None
+    return serve_hybrid(point.scenario, point.rate, point.seed)
+
+
 def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
     cases: list[tuple[str, str, float]] = []
     points: list[Point] = []
@@ -220,7 +228,7 @@ def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> F
                     cases.append((setting.name, variant.name, rate))
     found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     summaries: list[dict[str, Any] | None] = [None] * len(points)
-    run = forecast_point if experiment.kind == FORECASTS else run_point
+    run = {FORECASTS: forecast_point, HYBRID: hybrid_point}.get(experiment.kind, run_point)
     for done, (index, summarised) in enumerate(runner(run, points), 1):
         summaries[index] = summarised
         on_progress(done, len(points))

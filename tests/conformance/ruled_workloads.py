@@ -15,7 +15,7 @@ from predictor.profile import FITTED, Profile, ValidRange
 from predictor.request import RequestFacts, Slo
 from predictor.step_time import Curve, StepTime
 from tests.conformance.workloads import workload
-from tests.strategies import OPTIONS, ORDERED
+from tests.strategies import OPTIONS, PLANNED
 
 # Sums of these are exact in binary, whatever their order.
 SECONDS = {"empty_s": 2.0**-8, "constant_s": 2.0**-6, "token_s": 2.0**-10, "context_s": 2.0**-16, "square_s": 2.0**-15}
@@ -38,7 +38,7 @@ def ruled_workload(seed: int, profile: str) -> dict[str, Any]:
     """Draw one engine with a rule, and its requests; the same seed always gives the same workload."""
     load = workload(seed)
     rng = Random(f"rule {seed}")
-    rule = ORDERED[seed % len(ORDERED)]
+    rule = PLANNED[seed % len(PLANNED)]
     engine = load["engine"]
     engine["enable_chunked_prefill"] = True
     engine["batcher_options"] = {option.name: rng.choice(OPTIONS[option.name]) for option in BATCHERS[rule].options}

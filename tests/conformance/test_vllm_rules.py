@@ -17,7 +17,7 @@ from tests.conformance.compare import first_difference
 from tests.conformance.ruled_workloads import PROFILE, our_steps, ruled_workload
 from tests.conformance.vllm_side import interpreter, plugin_traces
 from tests.deploy.installing import PLUGIN, pip_install
-from tests.strategies import ORDERED
+from tests.strategies import PLANNED
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +55,7 @@ def answers(workloads: list[dict[str, Any]], installed: Path) -> list[dict[str, 
     return [json.loads(line) for line in plugin_traces(workloads, installed)]
 
 
-@pytest.mark.parametrize("rule", ORDERED)
+@pytest.mark.parametrize("rule", PLANNED)
 def test_the_engine_model_makes_the_decisions_of_the_plug_in(traced: Traced, rule: str) -> None:
     """Scheduled tokens in order, queues, preemptions, free blocks and times are equal at every step."""
     loads = [(load, trace["steps"]) for load, trace in traced if load["rule"] == rule]
@@ -122,14 +122,14 @@ def test_impossible_facts_are_counted_and_ignored(installed: Path) -> None:
 
 def test_the_state_file_names_the_rule(traced: Traced) -> None:
     """A sidecar's model gets the rule, its options, and the engine's limits."""
-    for load, trace in traced[: len(ORDERED)]:
+    for load, trace in traced[: len(PLANNED)]:
         config = settled(EngineConfig(**trace["exported"]))
         assert config == settled(EngineConfig(**load["engine"], batcher=load["rule"]))
 
 
 def test_the_state_is_exported_beside_a_rule(traced: Traced, installed: Path) -> None:
     """Exporting changes no step, and does not fail, with and without async scheduling."""
-    some = traced[: 2 * len(ORDERED)]
+    some = traced[: 2 * len(PLANNED)]
     assert len({load["engine"]["async_scheduling"] for load, _ in some}) == 2
     loads = [{**load, "state_file": str(installed / f"{load['seed']}.state")} for load, _ in some]
     for (_, alone), found in zip(some, answers(loads, installed), strict=True):
@@ -140,4 +140,4 @@ def test_the_state_is_exported_beside_a_rule(traced: Traced, installed: Path) ->
 def test_the_plug_in_has_a_class_for_every_rule() -> None:
     """Rules that plan over all requests are those that vLLM can run."""
     names = Path(PLUGIN, "README.md").read_text(encoding="utf-8")
-    assert not [rule for rule in ORDERED if f"`{rule}`" not in names]
+    assert not [rule for rule in PLANNED if f"`{rule}`" not in names]

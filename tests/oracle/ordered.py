@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from predictor.compiled import interpreted
@@ -17,6 +17,7 @@ from predictor.estimator import normal
 from predictor.step_time import StepTime
 from tests.oracle import vllm_v1
 from tests.oracle.engine import EngineSettings, Part, Seconds, Step
+from tests.oracle.two_ended_cells import TwoEndedCells
 from tests.strategies import straight_lines
 
 INFINITY = math.inf
@@ -68,9 +69,11 @@ class Plan:
     decode_limit_s: float = INFINITY
     prefill_limit_s: float = INFINITY
     after: Callable[[dict[str, int]], None] | None = None  # called with the tokens of the step
+    others: list[Request] = field(default_factory=list)  # they are not served, and preempted first
 
 
-Rule = Callable[["Engine"], Plan]
+Planned = tuple[dict[str, int], list[str]]  # tokens by request, in order, and the preempted requests
+Rule = Callable[["Engine"], Plan | Planned]
 
 
 @dataclass(eq=False)
@@ -103,6 +106,9 @@ class Engine(vllm_v1.Engine):
         self.counters: dict[tuple[str, float], float] = {}
         self.lift = 0.0
         self.clients_waiting: set[tuple[str, float]] = set()
+        self.cells = TwoEndedCells(settings["num_gpu_blocks"] - 1, settings["block_size"])
+        self.is_shared: bool = settings["kv_layout"] == "bidirectional"
+        self.memory: dict[str, int] = {}  # what a rule remembers between steps
 
     # What rules read.
 
@@ -194,13 +200,25 @@ class Engine(vllm_v1.Engine):
 
     # Planning.
 
-    def schedule(self) -> tuple[dict[str, int], list[str]]:
-        """Plan a step, and carry it out: tokens by request, in order, and the preempted requests."""
+    def schedule(self) -> Planned:
+        """Plan a step, and carry it out."""
+        self.swapped = 0
         plan = self.rule(self)
+        if not isinstance(plan, Plan):
+            self.num_planned += 1
+            return plan
         if self.can_decode_all(plan):
             chunks, victims = [Chunk(one, 1, one.computed, 0) for one in self.running], []
         else:
             chunks, victims = self.choose(plan)
+        scheduled, preempted = self.carry_out(chunks, victims)
+        if plan.after is not None:
+            plan.after(scheduled)
+        self.num_planned += 1
+        return scheduled, preempted
+
+    def carry_out(self, chunks: list[Chunk], victims: list[Request]) -> Planned:
+        """Preempt, serve running requests, and admit."""
         for victim in victims:
             self.running.remove(victim)
             self.preempt(victim)
@@ -209,9 +227,6 @@ class Engine(vllm_v1.Engine):
             if not chunk.request.running and not self.admit(chunk.request, chunk.tokens):
                 break
             scheduled[chunk.request.id] = self.give(chunk.request, chunk.tokens)
-        if plan.after is not None:
-            plan.after(scheduled)
-        self.num_planned += 1
         return scheduled, [victim.id for victim in victims]
 
     def can_decode_all(self, plan: Plan) -> bool:
@@ -243,7 +258,7 @@ class Engine(vllm_v1.Engine):
             hits: list[int] = []
             if not request.running and self.settings["enable_prefix_caching"]:
                 hits = self.pool.hits(request, self.block_size)
-            before = request.computed if request.running else len(hits) * self.block_size
+            before = self.known_before(request, hits)
             left = request.left + request.computed - before
             most = min(left, budget, threshold or budget)
             limit_s = plan.decode_limit_s if request.decodes else plan.prefill_limit_s
@@ -255,7 +270,8 @@ class Engine(vllm_v1.Engine):
             free -= sum(chunk.num_blocks for chunk in chunks)
             if request.running:
                 needed = max(0, self.blocks_for(before + count) - len(request.blocks))
-                later = [one for one in plan.order[position + 1 :] if one.running and one not in victims]
+                later = plan.order[position + 1 :] + plan.others
+                later = [one for one in later if one.running and one not in victims]
                 while needed > free and later:
                     victims.append(later.pop())
                     free += self.own_blocks(victims[-1])
@@ -294,15 +310,11 @@ class Engine(vllm_v1.Engine):
     def admit(self, request: Request, count: int) -> bool:
         """Admit a request with the hits of this moment, if blocks suffice."""
         hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
-        computed = len(hits) * self.block_size
+        computed = self.known_before(request, hits)
         _, must_fit = self.blocks_to_admit(request, hits, min(computed + count, request.num_tokens))
         if must_fit + (self.watermark_blocks if self.running else 0) > len(self.pool.free):
             return False
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.pool.hold(hits)
-        request.running, request.computed = True, computed
-        request.blocks, request.num_cached = hits, len(hits)
+        self.let_run(request, hits)
         return True
 
     def give(self, request: Request, count: int) -> int:
@@ -314,6 +326,39 @@ class Engine(vllm_v1.Engine):
         request.computed += count
         request.in_flight += count
         return count
+
+    def known_before(self, request: Request, hits: list[int]) -> int:
+        """Return how many tokens need not be computed: they are on the GPU, in host memory, or in the cache."""
+        if request.running or self.settings["kv_layout"] != "plain":
+            return request.computed
+        return len(hits) * self.block_size
+
+    def let_run(self, request: Request, hits: list[int]) -> None:
+        """Let a waiting request run."""
+        request.computed = self.known_before(request, hits)
+        self.swapped += request.computed if self.settings["kv_layout"] != "plain" else 0
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.pool.hold(hits)
+        request.running, request.blocks, request.num_cached = True, hits, len(hits)
+
+    def preempt(self, victim: vllm_v1.Request) -> None:
+        """Preempt a request; of shared blocks, tokens that are in host memory already are not copied again."""
+        computed = victim.computed
+        self.swapped += computed - self.cells.checkpointed(victim.id) if self.is_shared else 0
+        super().preempt(victim)
+        if self.is_shared:
+            victim.computed = computed
+
+    def free(self, request: vllm_v1.Request) -> None:
+        """Free all its blocks."""
+        super().free(request)
+        self.cells.remove(request.id)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The blocks that no request uses."""
+        return self.cells.num_free_blocks if self.is_shared else super().num_free_blocks
 
     def update(self, scheduled: dict[str, int], sampled: set[str], now_s: float) -> None:
         """Process a finished step, and note first tokens."""

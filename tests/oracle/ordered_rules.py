@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tests.oracle import bros
 from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
 from tests.oracle.ordered import INFINITY, Engine, Plan, Request, Rule, replay
 from tests.strategies import AFFINE, ONE_SECOND, affine_seconds
@@ -267,6 +268,8 @@ RULES: dict[str, Rule] = {
     "sarathi_fcfs": sarathi_fcfs,
     "sarathi_priority": sarathi_priority,
     "weighted_vtc": weighted_vtc,
+    "bros": bros.bros,
+    "bros_round_robin": bros.round_robin,
 }
 
 

@@ -107,12 +107,19 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.unfinished: dict[str, Request] = {}
+        self.swaps: bool = settings["kv_layout"] == "swap"
+        self.swapped = 0  # tokens that the planned step copies to host memory, or back
 
     def add(self, request: Request) -> None:
         """Add a request that has just arrived to the queue."""
         self.unfinished[request.id] = request
         self.waiting.append(request)
         self.sort_waiting()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The blocks that no request uses."""
+        return len(self.pool.free)
 
     def sort_waiting(self) -> None:
         """With priorities the queue is a heap on these three (Request.__lt__); fcfs keeps its order."""
@@ -131,6 +138,7 @@ class Engine:
             self.threshold = 0  # no other request that could starve
         scheduled: dict[str, int] = {}
         preempted: list[str] = []
+        self.swapped = 0
         self.schedule_running(scheduled, preempted)
         if not preempted:
             self.schedule_waiting(scheduled)
@@ -178,10 +186,13 @@ class Engine:
         return request.placeholders > 0 and request.computed + 2 - request.placeholders >= last
 
     def preempt(self, victim: Request) -> None:
-        """Drop everything computed (Scheduler._preempt_request); the output is kept."""
+        """Drop everything computed (Scheduler._preempt_request), or copy it; the output is kept."""
         self.free(victim)
         victim.running = False
-        victim.computed = 0
+        if self.swaps:
+            self.swapped += victim.computed
+        else:
+            victim.computed = 0
         victim.placeholders = 0
         victim.stale = victim.in_flight
         self.waiting.insert(0, victim)
@@ -201,7 +212,7 @@ class Engine:
             if request.stale:
                 continue  # its output from before the preemption is still in flight
             hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
-            computed = len(hits) * self.block_size
+            computed = request.computed if self.swaps else len(hits) * self.block_size
             count = request.num_tokens - computed
             if self.threshold:
                 count = min(count, self.threshold)
@@ -221,6 +232,7 @@ class Engine:
             request.num_cached = len(hits)
             request.computed = computed
             request.running = True
+            self.swapped += computed if self.swaps else 0
             self.cache_full_blocks(request, computed + count)
             self.waiting.remove(request)
             self.running.append(request)
@@ -307,6 +319,8 @@ def run(engine: Engine, requests: Iterable[Request], seconds: Seconds) -> Iterat
                     for name, count in scheduled.items()
                 ]
             )
+            token_s = engine.settings["kv_bytes_per_token"] / engine.settings["host_link_bytes_per_s"]
+            last_end_s = max(last_end_s, engine.start_s + engine.swapped * token_s)
             under_way.append((scheduled, sampled, last_end_s))
             yield {
                 "step": num_steps,
@@ -315,7 +329,7 @@ def run(engine: Engine, requests: Iterable[Request], seconds: Seconds) -> Iterat
                 "scheduled": scheduled,
                 "running": [request.id for request in engine.running],
                 "waiting": [request.id for request in engine.waiting],
-                "free_blocks": len(engine.pool.free),
+                "free_blocks": engine.num_free_blocks,
                 "preempted": preempted,
             }
             num_steps += 1

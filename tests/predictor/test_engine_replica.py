@@ -26,7 +26,8 @@ COUNTS = (
     "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
     "full_blocks", "num_preemptions", "hit_tokens",
 )  # fmt: skip
-LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
+# engines that report their state have this layout
+LOADS = {batcher: loads(batcher, layout="plain", ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
 NUM_SLOTS = 40
 

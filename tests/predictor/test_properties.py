@@ -40,7 +40,7 @@ def test_from_event_to_event_is_step_by_step(batcher: str) -> None:
     """Skipping repeated steps changes no outcome, no counter, and no block's position in the free list."""
     preemptions = Counter[bool]()
 
-    @examples(90)
+    @examples(90 * len(BATCHERS[batcher].kv_layouts))
     @given(BATCHER_LOADS[batcher])
     def check(load: Load) -> None:
         stepped, fast = load.loaded(AFFINE), load.loaded(AFFINE)

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from .predictor.batching import BATCHERS
 from .rule_scheduler import RuleScheduler
 
-RULES = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
+RULES = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 _CLASSES = {
     name: type(name, (RuleScheduler, Scheduler), {"block_rule": name, "__module__": __name__}) for name in RULES
 }

@@ -36,7 +36,7 @@ def test_every_step_is_the_oracles(batcher: str, is_async: bool) -> None:
     """Scheduled tokens, their order, queues, preemptions and free blocks are equal at every step, for all options."""
     seen: Counter[str] = Counter()
 
-    @examples(150)
+    @examples(150 * len(BATCHERS[batcher].kv_layouts))
     @given(loads(batcher, is_async=is_async))
     def check(load: Load) -> None:
         seen.update(expect_oracle(load, ordered_rules.replay_steps))
