@@ -107,7 +107,7 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.unfinished: dict[str, Request] = {}
-        self.swaps: bool = settings["kv_layout"] == "swap"
+        self.swaps: bool = settings.get("kv_layout") == "swap"  # recorded traces have no layout
         self.swapped = 0  # tokens that the planned step copies to host memory, or back
 
     def add(self, request: Request) -> None:
@@ -319,8 +319,9 @@ def run(engine: Engine, requests: Iterable[Request], seconds: Seconds) -> Iterat
                     for name, count in scheduled.items()
                 ]
             )
-            token_s = engine.settings["kv_bytes_per_token"] / engine.settings["host_link_bytes_per_s"]
-            last_end_s = max(last_end_s, engine.start_s + engine.swapped * token_s)
+            if engine.swapped > 0:
+                token_s = engine.settings["kv_bytes_per_token"] / engine.settings["host_link_bytes_per_s"]
+                last_end_s = max(last_end_s, engine.start_s + engine.swapped * token_s)
             under_way.append((scheduled, sampled, last_end_s))
             yield {
                 "step": num_steps,
