@@ -30,6 +30,8 @@ SHARES = (
     "tdg_ratio",
     "slo_attained",
     "deadline_attained",
+    "rt_ttft_attained",
+    "rt_tpot_attained",
     "e2e_error_mean",
     "e2e_error_p50",
     "best_share",

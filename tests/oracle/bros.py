@@ -27,14 +27,14 @@ def round_robin(engine: Engine) -> Plan | Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedPart:
     """A request's part of the step."""
 
     request: Request
     part: Part
 
 
-class Planner:
+class BrosStep:
     """Plans one step by Algorithm 1."""
 
     def __init__(self, engine: Engine) -> None:
@@ -43,7 +43,7 @@ class Planner:
         self.base = min(int(engine.option("base_batch_size")), self.most)
         self.size = min(engine.memory.get("batch_size", self.base), self.most)
         self.limit_s = time_limit_s(engine)
-        self.served: list[Served] = []
+        self.served: list[ServedPart] = []
         self.preempted: list[str] = []
 
     def plan(self) -> Planned:
@@ -115,7 +115,7 @@ class Planner:
         total = sum(one.part[0] for one in self.served) + self.before_and_chunk(request)[1]
         return bool(total <= self.engine.settings["max_num_batched_tokens"])
 
-    def fits_in_time(self, served: list[Served], request: Request) -> bool:
+    def fits_in_time(self, served: list[ServedPart], request: Request) -> bool:
         """Whether the step with these parts and a request, and the copies for both, end in time."""
         engine = self.engine
         before, chunk = self.before_and_chunk(request)
@@ -166,7 +166,7 @@ class Planner:
         else:
             lacking = engine.blocks_for(before + chunk) - len(request.blocks)
             request.blocks = request.blocks + engine.pool.take(max(0, lacking))
-        self.served.append(Served(request, (chunk, before, before + chunk == request.num_tokens)))
+        self.served.append(ServedPart(request, (chunk, before, before + chunk == request.num_tokens)))
 
     def finished(self) -> Planned:
         """Count the step's tokens as computed."""
@@ -181,7 +181,7 @@ class Planner:
 
 def bros(engine: Engine) -> Planned:
     """BROS's Algorithm 1."""
-    return Planner(engine).plan()
+    return BrosStep(engine).plan()
 
 
 def is_real_time(request: Request) -> bool:

@@ -81,7 +81,7 @@ def test_tokens_on_time_are_those_of_the_plain_model(batcher: str) -> None:
     """From event to event, step by step, and cut in two by a snapshot, the loop counts what the plain model counts."""
     seen = Counter[str]()
 
-    @examples(60)
+    @examples(60 if len(BATCHERS[batcher].kv_layouts) < 3 else 90)
     @given(loads_with_targets(batcher), st.floats(0.0, 1.0))
     def check(load: Load, cut: float) -> None:
         for step_time, seconds in ((AFFINE, affine_seconds), (ONE_SECOND, one_second)):

@@ -75,7 +75,7 @@ def test_steps_are_bounded_in_time(batcher: str) -> None:
     exact = {"estimator_factor": 1.0, "estimator_noise": 0.0, "estimator_momentum": 0.0}
 
     @examples(60)
-    @given(loads(batcher, is_async=False))
+    @given(loads(batcher, is_async=False, layout="plain"))  # copies can take longer
     def check(load: Load) -> None:
         nonlocal num_bounded
         load = replace(load, engine={**load.engine, **exact})
