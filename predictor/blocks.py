@@ -122,7 +122,7 @@ def _register(state: State, slot: int, num_full: int) -> None:
 
 @kernel
 def release(state: State, slot: int) -> None:
-    """Free all blocks of a request, the last one first: blocks with content are reused last, the others first.
+    """Free all blocks of a request, the last one first: full blocks are reused last, the others first.
 
     They stay in the request's table, so that a preempted request finds those that are left when it resumes.
     """
@@ -137,7 +137,7 @@ def release(state: State, slot: int) -> None:
         block.num_refs -= 1
         if block.num_refs == 0:
             engine.num_free_blocks += 1
-            if block.content != NO_CONTENT:
+            if position < request.full_blocks:  # also where its content is not known
                 _append_free(state, index)
     for position in range(request.full_blocks, request.num_blocks):  # not full, so held by this request alone
         _prepend_free(state, state.tables[slot, position])
