@@ -103,10 +103,12 @@ class RawEngine:
             for number, piece in enumerate(self.replies):
                 if number and self.pause is not None:
                     resumed, left = asyncio.ensure_future(self.pause.wait()), asyncio.ensure_future(reader.read(1))
-                    await asyncio.wait([resumed, left], return_when=asyncio.FIRST_COMPLETED)
+                    try:
+                        await asyncio.wait([resumed, left], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        resumed.cancel()
                     if left.done():
                         self.gone.set()
-                        resumed.cancel()
                         return
                     left.cancel()
                     await asyncio.wait([left])
