@@ -18,5 +18,4 @@ def schedule(state: State) -> bool:
         slot = state.turns[place]
         rank = state.ranks[slot]
         rank.key = rank.cost_s / ordered.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
-    seconds = ordered.limit_s(state, count, engine.options[ETA])
-    return ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)
+    return ordered.fill_seconds(state, count, engine.options[ETA])

@@ -17,5 +17,4 @@ def schedule(state: State) -> bool:
     for place in range(count):
         rank = state.ranks[state.turns[place]]
         rank.key = rank.due_s
-    seconds = ordered.limit_s(state, count, engine.options[ETA])
-    return ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)
+    return ordered.fill_seconds(state, count, engine.options[ETA])

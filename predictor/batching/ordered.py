@@ -369,6 +369,13 @@ def will_decode_all(state: State, num_tokens: int) -> bool:
 
 
 @kernel
+def fill_seconds(state: State, count: int, share: float) -> bool:
+    """Fill the step up to this share of the shortest TPOT target; 0: without a limit in seconds."""
+    seconds = limit_s(state, count, share)
+    return fill(state, count, state.engine[0].max_num_batched_tokens, seconds, seconds)
+
+
+@kernel
 def fill_tokens(state: State, count: int, num_tokens: float) -> bool:
     """Fill the step without a limit in seconds, up to `num_tokens` tokens; 0: the engine's limit alone."""
     return fill(state, count, token_limit(state, num_tokens), np.inf, np.inf)

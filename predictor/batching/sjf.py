@@ -19,5 +19,4 @@ def schedule(state: State) -> bool:
         slot = state.turns[place]
         if not ordered.is_decode(state, slot):
             state.ranks[slot].key = float(steps.tokens_of(state, slot) - state.requests[slot].computed_tokens)
-    seconds = ordered.limit_s(state, count, engine.options[ETA])
-    return ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)
+    return ordered.fill_seconds(state, count, engine.options[ETA])

@@ -19,7 +19,8 @@ from predictor.request import BEST_EFFORT, CLASSES, RequestFacts, Slo, tenant_nu
 from predictor.snapshot import Snapshot
 from predictor.transfer import engine_from, snapshot_of
 from services.engine_state.layout import LIVE, REQUEST
-from tests.strategies import AFFINE, Load, examples, loads
+from tests.inspecting import free_list
+from tests.strategies import AFFINE, Load, examples, load_of, loads
 
 CLOSE = 1e-9
 COUNTS = (
@@ -130,6 +131,21 @@ def expect_same(ours: Forecast, theirs: Forecast) -> None:
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=CLOSE), name
     for name in ("output_tokens", "num_preemptions", "prefix_hit_tokens", "others_preempted"):
         assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_full_blocks_of_unknown_content_are_free_once_their_request_ends() -> None:
+    """The free list has them all: otherwise later requests would take the same block twice, and never end."""
+    load = load_of("vllm_v1", (9, 6), (7, 5), max_num_seqs=2, max_num_batched_tokens=32, num_gpu_blocks=16)
+    engine = load.loaded(AFFINE)
+    for _ in range(4):
+        engine.next_step()
+    snapshot = without_own_contents(snapshot_of(engine, engine.now_s))
+    replica = replica_of(snapshot)
+    replica.update(reported_from(snapshot, seed=0))
+    state = replica.engine.state
+    assert any(state.requests[slot].full_blocks > 0 for slot in state.running[: state.engine[0].num_running])
+    replica.engine.advance()
+    assert len(free_list(replica.engine)) == state.engine[0].num_free_blocks == replica.engine.num_blocks
 
 
 @every_batcher

@@ -169,3 +169,17 @@ def test_the_rest_of_a_running_request_follows_the_rule(residual: str, left: int
     engine = engine_from(snapshot, AFFINE, residual)
     engine.advance()
     assert engine.outcome("long").output_tokens == 40 + left
+
+
+def test_a_former_block_may_be_listed_twice_but_a_held_one_may_not() -> None:
+    """The table of a waiting request may name a block that it no longer holds; a running one holds each block once."""
+    engine = load_of("vllm_v1", (6, 4), (6, 4), max_num_seqs=1, num_gpu_blocks=16).loaded(AFFINE)
+    engine.next_step()
+    engine.next_step()
+    snapshot = snapshot_of(engine, engine.now_s)
+    (running,), (waiting,) = snapshot.running, snapshot.waiting
+    former = replace(snapshot, waiting=(replace(waiting, block_ids=(3, 3)),))
+    expect_blocks_conserved(engine_from(former, AFFINE))
+    held = replace(snapshot, running=(replace(running, block_ids=2 * running.block_ids[:1]),))
+    with pytest.raises(ValueError, match="^block_ids: of 'a' hold a block twice"):
+        engine_from(held, AFFINE)

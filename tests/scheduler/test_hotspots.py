@@ -1,4 +1,4 @@
-"""The detector's two phases by hand, against a plain reckoning, and over a cluster that a hot prefix would overload."""
+"""The detector's two phases by hand, against a plain oracle, and over a cluster that a hot prefix would overload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen(
     hits: np.ndarray = ONE_HOLDS,
     scores: np.ndarray = HOLDER_LOWER,
 ) -> list[int] | None:
-    """Whom the detector wants to be avoided for a request of 100 tokens."""
+    """Return the instances that a request of 100 tokens is to avoid; None for no hotspot."""
     hot = hotspots.observe(RequestIndicators(prompt_tokens=100, prefix_class=prefix_class), hits, scores, now_s)
     return None if hot is None else np.flatnonzero(hot).tolist()
 
@@ -57,7 +57,7 @@ def test_it_is_calm_while_the_share_is_not_above_the_holders() -> None:
 
 
 def test_a_request_that_scores_lower_elsewhere_breaks_the_row() -> None:
-    """Batches have grown so much that the holder is not the best any more: no need to interfere."""
+    """Batches have grown so much that the holder is not the best any more."""
     hotspots = HotspotDetector()
     given = [HOLDER_LOWER, HOLDER_LOWER, HOLDER_HIGHER, HOLDER_LOWER, HOLDER_LOWER, HOLDER_LOWER]
     hot = [seen(hotspots, second, scores=scores) for second, scores in enumerate(given)]
@@ -202,7 +202,7 @@ def test_without_it_a_hot_prefix_overloads_its_holders_and_with_it_does_not() ->
     assert with_it.sum() < 0.8 * without.sum()
 
 
-# Against a plain reckoning of the paper's condition.
+# Against a plain oracle of the paper's condition.
 
 
 def trace(name: str) -> Path:

@@ -51,10 +51,12 @@ class StubEngine:
                 return False
             if index == self.hold_at and self.hold is not None:
                 held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
-                await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    held.cancel()
                 if gone.done():
                     self.left.set()
-                    held.cancel()
                     return False
                 gone.cancel()
                 await asyncio.wait([gone])

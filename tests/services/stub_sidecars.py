@@ -236,9 +236,11 @@ class StubSidecar:
 async def _unless(ended: asyncio.Event, message: Any) -> Any:
     """Wait for a message; None if the stream is to end before one comes."""
     received, ending = asyncio.ensure_future(message), asyncio.ensure_future(ended.wait())
-    await asyncio.wait([received, ending], return_when=asyncio.FIRST_COMPLETED)
-    for task in (received, ending):
-        task.cancel()
+    try:
+        await asyncio.wait([received, ending], return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also of a stream that its client leaves: a task that is collected while it waits would be logged
+        for task in (received, ending):
+            task.cancel()
     return received.result() if received.done() and not received.cancelled() else None
 
 

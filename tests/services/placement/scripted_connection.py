@@ -77,7 +77,16 @@ def virtual_clock() -> Iterator[VirtualLoop]:
         try:
             yield loop
         finally:
+            loop.run_until_complete(_cancel_others())
             loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel what still runs; a task that is collected while it waits would be logged in some later test."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ScriptedConnection:

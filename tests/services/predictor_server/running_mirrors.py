@@ -25,7 +25,8 @@ from services.predictor_server.server import ENDLESS, running_sidecar
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.rpc.server import ServerSettings, serving
-from tests.services.predictor_server.running_sidecars import A30, NAME, PATIENCE_S, SidecarClient
+from tests.services.predictor_server.running_sidecars import A30, NAME, SidecarClient
+from tests.services.waiting import PATIENCE_S
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
 OWN_PATHS = (b" /metrics ", b" /v1/models ", b" /health ", b" /tokenize ")  # that the sidecar itself requests
@@ -102,10 +103,12 @@ class RawEngine:
             for number, piece in enumerate(self.replies):
                 if number and self.pause is not None:
                     resumed, left = asyncio.ensure_future(self.pause.wait()), asyncio.ensure_future(reader.read(1))
-                    await asyncio.wait([resumed, left], return_when=asyncio.FIRST_COMPLETED)
+                    try:
+                        await asyncio.wait([resumed, left], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        resumed.cancel()
                     if left.done():
                         self.gone.set()
-                        resumed.cancel()
                         return
                     left.cancel()
                     await asyncio.wait([left])

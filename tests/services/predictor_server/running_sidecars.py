@@ -24,10 +24,10 @@ from services.predictor_server.settings import SidecarSettings
 from services.predictor_server.sidecar import Sidecar
 from services.rpc.server import ServerSettings, serving
 from tests.services.engine_state.files import writer_at
+from tests.services.waiting import PATIENCE_S
 
 A30 = load_profile("llama-2-7b-a30")
 NAME = "one"
-PATIENCE_S = 60.0
 NEVER_S = 1e9  # as the limit of a stall, for engines that do not run
 READY = common_pb2.INSTANCE_STATE_READY
 

@@ -21,7 +21,8 @@ from tests.ports import free_port
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
 from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
-from tests.services.predictor_server.running_sidecars import NEVER_S, PATIENCE_S, READY, request, run
+from tests.services.predictor_server.running_sidecars import NEVER_S, READY, request, run
+from tests.services.waiting import PATIENCE_S
 
 CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=512, num_gpu_blocks=257, max_model_len=1024, enable_prefix_caching=False

@@ -12,7 +12,8 @@ import pytest
 from tests.ports import free_port
 from tests.services.emulator.running import emulated
 from tests.services.predictor_server.running_mirrors import RawEngine, mirror_of, raw_engine
-from tests.services.predictor_server.running_sidecars import PATIENCE_S, run
+from tests.services.predictor_server.running_sidecars import run
+from tests.services.waiting import PATIENCE_S
 
 STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-engine: raw\r\nconnection: close\r\n\r\n"

@@ -181,7 +181,7 @@ def size_of(message: bytes) -> int:
     return len(message)
 
 
-def as_told(script: list[tuple[list[int], str, str]]) -> Seen:
+def as_scripted(script: list[tuple[list[int], str, str]]) -> Seen:
     """What the server sends by a script, up to its first error."""
     sent: list[int] = []
     for sizes, code, text in script:
@@ -191,9 +191,9 @@ def as_told(script: list[tuple[list[int], str, str]]) -> Seen:
     return sent, "OK", ""
 
 
-def same(ours: Seen, theirs: Seen, told: Seen) -> None:
+def same(ours: Seen, theirs: Seen, scripted: Seen) -> None:
     """Compare; grpc.aio sometimes loses the status of a stream that ends in an error."""
-    assert ours == (told if theirs[1:] == ("INTERNAL", "Internal error from Core") else theirs)
+    assert ours == (scripted if theirs[1:] == ("INTERNAL", "Internal error from Core") else theirs)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -216,12 +216,14 @@ def test_streams_and_calls_are_those_of_grpc(streams: list[list[tuple[list[int],
                     stream.call.send(raw, last=number == len(script))
                 started.append((stream, theirs.stream_stream(f"/{SERVICE}/Each")(iter(script))))
             for script, (stream, call) in zip(streams, started, strict=True):
-                same(await by_ours(stream), await by_grpc(call), as_told(script))
+                same(await by_ours(stream), await by_grpc(call), as_scripted(script))
             for sizes, code, text in (step for script in streams for step in script):
-                raw, told = request(0, *sizes, code=code, details=text), ([0], "OK", "")
+                raw, scripted = request(0, *sizes, code=code, details=text), ([0], "OK", "")
                 if code != "OK":
-                    told = ([], code, text)
-                same(await by_ours_alone(ours, raw), await by_grpc(theirs.unary_unary(f"/{SERVICE}/Once")(raw)), told)
+                    scripted = ([], code, text)
+                same(
+                    await by_ours_alone(ours, raw), await by_grpc(theirs.unary_unary(f"/{SERVICE}/Once")(raw)), scripted
+                )
 
     run(test)
 
