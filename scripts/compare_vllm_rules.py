@@ -56,7 +56,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class MixedRequest:
     """A request of the load."""
 
     name: str
@@ -68,10 +68,10 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class MixedResult:
     """What came of it."""
 
-    ask: Ask
+    request: MixedRequest
     text: str
     ttft_s: float
     e2e_s: float
@@ -80,12 +80,12 @@ class Answer:
     @property
     def tpot_s(self) -> float:
         """Mean time per token after the first."""
-        return (self.e2e_s - self.ttft_s) / max(1, self.ask.max_tokens - 1)
+        return (self.e2e_s - self.ttft_s) / max(1, self.request.max_tokens - 1)
 
     @property
     def attained(self) -> bool:
         """Whether it met its targets."""
-        slo = self.ask.slo or Slo()
+        slo = self.request.slo or Slo()
         return self.ttft_s <= (slo.ttft_s or np.inf) and self.tpot_s <= (slo.tpot_s or np.inf)
 
 
@@ -119,18 +119,18 @@ def compared(folder: Path, rule: str, num_requests: int, seed: int) -> list[dict
     model = random_weights(tiny_model(folder / "model"), seed)
     site = folder / "site-packages"
     pip_install(PLUGIN, site)
-    asks, answers, controls = draw(num_requests, seed), {}, {}
+    requests, answers, controls = draw(num_requests, seed), {}, {}
     for name in (FCFS, rule):
         with serving(folder, model, site, name) as engine:
             if name == FCFS:
-                asks = asyncio.run(timed(engine, asks))
-            answers[name] = asyncio.run(serve(engine, asks))
-            controls[name] = asyncio.run(serve(engine, [with_other_start(ask) for ask in asks[:WARM_UP]]))
+                requests = asyncio.run(timed(engine, requests))
+            answers[name] = asyncio.run(serve(engine, requests))
+            controls[name] = asyncio.run(serve(engine, [with_other_start(request) for request in requests[:WARM_UP]]))
     return [*texts(answers[FCFS], answers[rule], controls[rule]), *outcomes(answers)]
 
 
 def texts(
-    one: Mapping[str, Answer], other: Mapping[str, Answer], control: Mapping[str, Answer]
+    one: Mapping[str, MixedResult], other: Mapping[str, MixedResult], control: Mapping[str, MixedResult]
 ) -> list[dict[str, Any]]:
     """Compare the texts of the same requests."""
     same = sum(answer.text == other[name].text for name, answer in one.items())
@@ -141,11 +141,11 @@ def texts(
     ]
 
 
-def outcomes(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[dict[str, Any]]:
+def outcomes(answers: Mapping[str, Mapping[str, MixedResult]]) -> Iterator[dict[str, Any]]:
     """Return attainment by kind, and the error of forecasts."""
     for rule, by_name in answers.items():
         for kind in KINDS:
-            attained = [answer.attained for answer in by_name.values() if answer.ask.kind == kind]
+            attained = [answer.attained for answer in by_name.values() if answer.request.kind == kind]
             yield {
                 "name": f"attained.{rule}.{kind}",
                 "value": statistics.mean(attained),
@@ -194,45 +194,48 @@ def random_weights(model: Path, seed: int) -> Path:
     return model
 
 
-def draw(num_requests: int, seed: int) -> list[Ask]:
+def draw(num_requests: int, seed: int) -> list[MixedRequest]:
     """Draw the load, with times in units of the mean time between requests."""
     generator = random.Random(seed)
-    asks, due = [], 0.0
+    requests, due = [], 0.0
     for number in range(num_requests):
         kind = PATIENT if number % 3 == 0 else URGENT
         prompt, response = KINDS[kind]
         ids = tuple(generator.randrange(100, 1900) for _ in range(prompt + generator.randrange(prompt // 4)))
-        asks.append(Ask(name=f"{kind}{number}", kind=kind, due_s=due, prompt=ids, max_tokens=response))
+        requests.append(MixedRequest(name=f"{kind}{number}", kind=kind, due_s=due, prompt=ids, max_tokens=response))
         due += generator.expovariate(1.0)
-    return asks
+    return requests
 
 
-async def timed(engine: Engine, asks: Sequence[Ask]) -> list[Ask]:
+async def timed(engine: Engine, requests: Sequence[MixedRequest]) -> list[MixedRequest]:
     """Set times and targets by what an idle engine takes."""
-    alone: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
+    alone: dict[str, list[MixedResult]] = {kind: [] for kind in KINDS}
     for number in range(WARM_UP):
         for kind in KINDS:
-            one = next(ask for ask in asks if ask.kind == kind)
-            ask = replace(with_other_start(one), name=f"alone{kind}{number}", due_s=0.0)
-            alone[kind] += (await serve(engine, [ask])).values()
+            one = next(request for request in requests if request.kind == kind)
+            request = replace(with_other_start(one), name=f"alone{kind}{number}", due_s=0.0)
+            alone[kind] += (await serve(engine, [request])).values()
     ttft_s, tpot_s, e2e_s = (
         {kind: statistics.median(getattr(one, name) for one in ones) for kind, ones in alone.items()}
         for name in ("ttft_s", "tpot_s", "e2e_s")
     )
-    between_s = statistics.mean(e2e_s[ask.kind] for ask in asks) / LOAD
+    between_s = statistics.mean(e2e_s[request.kind] for request in requests) / LOAD
     return [
         replace(
-            ask,
-            due_s=ask.due_s * between_s,
-            slo=Slo(ttft_s=TTFT_TIMES[ask.kind] * ttft_s[ask.kind], tpot_s=TPOT_TIMES[ask.kind] * tpot_s[ask.kind]),
+            request,
+            due_s=request.due_s * between_s,
+            slo=Slo(
+                ttft_s=TTFT_TIMES[request.kind] * ttft_s[request.kind],
+                tpot_s=TPOT_TIMES[request.kind] * tpot_s[request.kind],
+            ),
         )
-        for ask in asks
+        for request in requests
     ]
 
 
-def with_other_start(ask: Ask) -> Ask:
+def with_other_start(request: MixedRequest) -> MixedRequest:
     """Return the request with another first token."""
-    return replace(ask, prompt=(ask.prompt[0] ^ 1, *ask.prompt[1:]))
+    return replace(request, prompt=(request.prompt[0] ^ 1, *request.prompt[1:]))
 
 
 @contextmanager
@@ -273,7 +276,7 @@ def require_rule(engine: Engine, rule: str) -> None:
         raise SystemExit(f"the engine runs {found}, not {rule}")
 
 
-async def serve(engine: Engine, asks: Sequence[Ask]) -> dict[str, Answer]:
+async def serve(engine: Engine, requests: Sequence[MixedRequest]) -> dict[str, MixedResult]:
     """Send requests when they are due, each with a forecast; return the answers by name."""
     source = ExportedEngine(str(engine.state), PROFILE, DEFAULT_RESIDUAL, 60.0)
     limits = httpx.Limits(max_connections=None)
@@ -281,21 +284,21 @@ async def serve(engine: Engine, asks: Sequence[Ask]) -> dict[str, Answer]:
         async with httpx.AsyncClient(timeout=START_S, limits=limits) as client:
             start_s = time.monotonic()
 
-            async def one(ask: Ask) -> Answer:
-                await asyncio.sleep(max(0.0, start_s + ask.due_s - time.monotonic()))
-                return await send(client, engine, ask, forecast(source, ask))
+            async def one(request: MixedRequest) -> MixedResult:
+                await asyncio.sleep(max(0.0, start_s + request.due_s - time.monotonic()))
+                return await send(client, engine, request, forecast(source, request))
 
-            answers = await asyncio.gather(*map(one, asks))
+            answers = await asyncio.gather(*map(one, requests))
     finally:
         source.close()
-    return {answer.ask.name: answer for answer in answers}
+    return {answer.request.name: answer for answer in answers}
 
 
-def forecast(source: ExportedEngine, ask: Ask) -> float | None:
+def forecast(source: ExportedEngine, request: MixedRequest) -> float | None:
     """Forecast a request's end-to-end time, and reserve it."""
     facts = RequestFacts(
-        request_id=ask.name, prompt_tokens=len(ask.prompt), output_tokens=ask.max_tokens, max_tokens=ask.max_tokens,
-        slo=ask.slo, weight=WEIGHTS[ask.kind],
+        request_id=request.name, prompt_tokens=len(request.prompt), output_tokens=request.max_tokens,
+        max_tokens=request.max_tokens, slo=request.slo, weight=WEIGHTS[request.kind],
     )  # fmt: skip
     with suppress(DownError, UnreadableError):
         view = source.refresh()
@@ -305,27 +308,29 @@ def forecast(source: ExportedEngine, ask: Ask) -> float | None:
     return None
 
 
-async def send(client: httpx.AsyncClient, engine: Engine, ask: Ask, predicted_e2e_s: float | None) -> Answer:
+async def send(
+    client: httpx.AsyncClient, engine: Engine, request: MixedRequest, predicted_e2e_s: float | None
+) -> MixedResult:
     """Send one request, and read its stream."""
-    slo = ask.slo or Slo()
-    xargs = {"block_tag_tokens": ask.max_tokens, "block_weight": WEIGHTS[ask.kind]}
+    slo = request.slo or Slo()
+    xargs = {"block_tag_tokens": request.max_tokens, "block_weight": WEIGHTS[request.kind]}
     xargs |= {name: value for name, value in (("block_ttft_s", slo.ttft_s), ("block_tpot_s", slo.tpot_s)) if value}
     body = {
-        "model": MODEL, "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "ignore_eos": True, "temperature": 0,
-        "stream": True, "vllm_xargs": xargs,
+        "model": MODEL, "prompt": list(request.prompt), "max_tokens": request.max_tokens, "ignore_eos": True,
+        "temperature": 0, "stream": True, "vllm_xargs": xargs,
     }  # fmt: skip
     sent_s, first_s, text = time.monotonic(), None, []
-    headers = {"x-request-id": ask.name}
+    headers = {"x-request-id": request.name}
     async with client.stream("POST", f"{engine.url}/v1/completions", json=body, headers=headers) as stream:
         if stream.status_code != 200:
-            raise SystemExit(f"{ask.name}: {stream.status_code}: {(await stream.aread())[:200]!r}")
+            raise SystemExit(f"{request.name}: {stream.status_code}: {(await stream.aread())[:200]!r}")
         async for line in stream.aiter_lines():
             if line.startswith("data: {"):
                 first_s = first_s or time.monotonic()
                 text.append(json.loads(line[6:])["choices"][0]["text"])
     end_s = time.monotonic()
-    return Answer(
-        ask=ask, text="".join(text), ttft_s=(first_s or end_s) - sent_s, e2e_s=end_s - sent_s,
+    return MixedResult(
+        request=request, text="".join(text), ttft_s=(first_s or end_s) - sent_s, e2e_s=end_s - sent_s,
         predicted_e2e_s=predicted_e2e_s,
     )  # fmt: skip
 

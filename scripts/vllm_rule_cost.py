@@ -30,7 +30,7 @@ ENGINE = {
 WARM_UP = 30
 
 
-class Stopwatch:
+class CallTimer:
     """Adds up the time of calls."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Stopwatch:
 
 def measure(base: Any, rule: str, num_running: int, num_waiting: int, plan: dict[str, Any]) -> dict[str, Any]:
     """Run steps with this many running and waiting requests; what ends is replaced."""
-    inner = Stopwatch()
+    inner = CallTimer()
 
     timed = type("Timed", (Scheduler,), {"schedule": inner.around(Scheduler.schedule)})
     chosen = type(rule, (schedulers.RuleScheduler, timed), {"block_rule": rule})
@@ -75,8 +75,8 @@ def measure(base: Any, rule: str, num_running: int, num_waiting: int, plan: dict
             )
         )  # fmt: skip
 
-    whole = Stopwatch()
-    retired = Stopwatch()
+    whole = CallTimer()
+    retired = CallTimer()
     schedule = whole.around(scheduler.schedule)
     scheduler.block_planner.retired = retired.around(scheduler.block_planner.retired)
     costs: list[tuple[float, float]] = []

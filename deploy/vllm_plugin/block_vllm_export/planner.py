@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(slots=True, eq=False)
-class StepInFlight:
+class LaunchedStep:
     """A launched step, its start, and its uncorrected prediction."""
 
     output: Any
@@ -52,7 +52,7 @@ class StepInFlight:
     predicted_s: float
 
 
-class Planner:
+class StepPlanner:
     """Follows a scheduler's requests, and plans its steps.
 
     Requests that the rule does not know (paused streaming sessions) are left to vLLM.
@@ -81,7 +81,7 @@ class Planner:
         self._blocked: dict[Any, None] = {}  # requests that cannot be admitted yet, and have no place in the queue
         self._stale: dict[Any, None] = {}  # preempted requests with output in flight
         self._new: list[Any] = []
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._last_end_s = -math.inf
         self._serial = 0
         self._use(Engine(config, step_time, track_blocks=False).state)
@@ -119,7 +119,7 @@ class Planner:
         put_in_flight(self._state, now_s)
         step = self._steps[self._index(-1)]
         predicted_s = float(step["end_s"] - step["start_s"]) / float(self._engine["pace"][0])
-        self._in_flight.append(StepInFlight(output, float(step["start_s"]), predicted_s))
+        self._in_flight.append(LaunchedStep(output, float(step["start_s"]), predicted_s))
 
     def retired(self, output: Any) -> None:
         """Follow a step whose output vLLM has processed, and correct the step time by it."""
@@ -221,7 +221,7 @@ class Planner:
         """Return the row of the step that is planned, or of one before it."""
         return int(self._engine["oldest"][0] + self._engine["num_in_flight"][0] + ahead) % 2
 
-    def _drop_oldest(self) -> StepInFlight:
+    def _drop_oldest(self) -> LaunchedStep:
         self._engine["oldest"] = (self._engine["oldest"] + 1) % 2
         self._engine["num_in_flight"] -= 1
         return self._in_flight.popleft()

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from .planned_queue import PlannedQueue
-from .planner import Plan, Planner, wall_clock
+from .planner import Plan, StepPlanner, wall_clock
 from .rule_settings import rule_config, rule_settings, step_time_for
 
 log = logging.getLogger("vllm.block_export")
@@ -23,7 +23,7 @@ class RuleScheduler:
 
     block_rule: str
     block_clock = staticmethod(wall_clock)
-    block_planner: Planner | None = None
+    block_planner: StepPlanner | None = None
     _block_plan: Plan | None = None
 
     def __new__(cls, vllm_config: Any, *_: Any, **__: Any) -> Any:
@@ -43,7 +43,7 @@ class RuleScheduler:
             step_time = step_time_for(config, settings.profile)
         except ValueError as error:
             raise ValueError(f"block-vllm-export: {self.block_rule}: {error}") from None
-        self.block_planner = Planner(
+        self.block_planner = StepPlanner(
             self, config, step_time, corrected=settings.correction and settings.profile is not None,
             clock=self.block_clock,
         )  # fmt: skip
