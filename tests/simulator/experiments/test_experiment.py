@@ -177,3 +177,74 @@ def test_unknown_experiments_are_refused_with_a_hint() -> None:
     """The error suggests the nearest name."""
     with pytest.raises(ValueError, match="did you mean block-table2"):
         experiment_named("block-table-2")
+
+
+LOADS = """
+kind = "sweep"
+seeds = 2
+rates = [0.5, 2]
+plots = ["tdg_ratio"]
+rivals = ["fcfs", "sjf"]
+policies = [
+  { name = "fcfs", policy = "round_robin" },
+  { name = "sjf", policy = "round_robin", instances = { engine = { batcher = "sjf" } } },
+  { name = "density", policy = "round_robin", instances = { engine = { batcher = "density" } } },
+]
+
+[scenario.instances]
+profile = "llama-2-7b-a30"
+engine = { max_num_seqs = 8, max_num_batched_tokens = 256, num_gpu_blocks = 200, max_model_len = 1024, enable_prefix_caching = false }
+
+[scenario.traffic]
+prompt_tokens = "uniform:16:128"
+output_tokens = "uniform:16:64"
+num_requests = 60
+
+[[scenario.mix]]
+name = "all"
+share = 1
+ttft_slo_s = 0.3
+tpot_slo_s = 0.1
+
+[settings.small]
+saturated_rate = 4
+"""
+
+
+def test_loads_are_multiples_of_the_saturated_rate_and_rivals_are_compared(tmp_path: Path) -> None:
+    """Rates in requests/s give the same numbers; the mean difference to the best rival is that of its rows."""
+    file = tmp_path / "loads.toml"
+    file.write_text(LOADS)
+    rows = {
+        row["name"]: row["value"] for row in json.loads(run(str(file), "--out", str(tmp_path), "--json"))["results"]
+    }
+    file.write_text(LOADS.replace("rates = [0.5, 2]", "rates = [2, 8]").replace("saturated_rate = 4", ""))
+    plain = {
+        row["name"]: row["value"] for row in json.loads(run(str(file), "--out", str(tmp_path), "--json"))["results"]
+    }
+    for load, rate in (("0.5", "2"), ("2", "8")):
+        for name in ("fcfs", "sjf", "density"):
+            assert rows[f"tdg_ratio.{name}.small.{load}"] == plain[f"tdg_ratio.{name}.small.{rate}"]
+    differences = [
+        rows[f"tdg_ratio.density.small.{load}"]
+        - max(rows[f"tdg_ratio.{name}.small.{load}"] for name in ("fcfs", "sjf"))
+        for load in ("0.5", "2")
+    ]
+    assert rows["mean_gain_over_best_baseline.density"] == pytest.approx(sum(differences) / 2)
+    assert "mean_gain_over_best_baseline.sjf" not in rows
+    assert rows["tdg_ratio.fcfs.small.2"] < 1
+    assert "above the best rival" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (("saturated_rate = 4", "saturated_rate = 0"), "saturated_rate: must be above 0, not 0"),
+        (('rivals = ["fcfs", "sjf"]', 'rivals = ["edf"]'), "rivals: 'edf' is none of the variants"),
+        (('rivals = ["fcfs", "sjf"]', 'rivals = ["sjf"]\nrival_metric = "gain"'), "rival_metric: 'gain' is none of "),
+    ],
+)
+def test_wrong_loads_and_rivals_are_refused(change: tuple[str, str], error: str) -> None:
+    """One line names the key."""
+    with pytest.raises(ValueError, match=f"^small: {error}"):
+        experiment_from("small", LOADS.replace(*change))
