@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test check vllm demo docs clean
+.PHONY: setup test slow check vllm demo docs clean
 
 setup: .venv/ready
 
@@ -21,7 +21,12 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m 'not vllm and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+
+# the properties of every further local scheduler
+slow: setup
+	$(BIN)/block warm
+	$(BIN)/pytest -m 'slow and not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup tests/predictor
 
 check: setup
 	$(BIN)/ruff check .
