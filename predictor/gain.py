@@ -180,6 +180,7 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
 
     `slo_attained` is the share whose TTFT and mean TPOT are within their targets, `deadline_attained` the share of
     those with deadlines all of whose tokens came in time, and `tdg_ratio` the gained share of the possible gain.
+    Percentiles of TTFT and TPOT are those of the requests that got so far.
     """
     levels = served.levels
     has_deadline = ~np.isnan(levels.ttft_slo_s)
@@ -193,6 +194,8 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
     # an undefined mean TPOT, of a single token, is within any target
     within = served.finished & ~(served.ttft_s > levels.ttft_slo_s) & ~(served.tpot_s > levels.tpot_slo_s)
     waits = (served.ttft_s / levels.ttft_slo_s)[has_deadline & ~np.isnan(served.ttft_s)]
+    latencies = {"ttft_p50_s": (served.ttft_s, 50), "ttft_p99_s": (served.ttft_s, 99),
+                 "tpot_p50_s": (served.tpot_s, 50), "tpot_p99_s": (served.tpot_s, 99)}  # fmt: skip
     total = float(possible[has_deadline].sum())
     return {
         "num_with_targets": len(served),
@@ -200,7 +203,14 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
         "slo_attained": float(within.mean()),
         "deadline_attained": float((num_on_time == num_due)[has_deadline].mean()) if has_deadline.any() else None,
         "worst_ttft_over_target": float(waits.max()) if len(waits) else None,
+        **{name: _percentile(values, share) for name, (values, share) in latencies.items()},
     }
+
+
+def _percentile(values: npt.NDArray[np.float64], share: int) -> float | None:
+    """Return a percentile of the values that are not NaN; None without any."""
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, share)) if len(known) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import tomllib
@@ -19,8 +20,10 @@ from simulator.experiments import autoscaling_shapes
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
 
-CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID = "capacity", "sweep", "forecasts", "provisioning", "hybrid"
-KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID)
+CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY = (
+    "capacity", "sweep", "forecasts", "provisioning", "hybrid", "urgency",
+)  # fmt: skip
+KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY)
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
@@ -28,6 +31,13 @@ KEYS = (
 )  # fmt: skip
 
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
+
+
+def _of_priority(summary: dict[str, Any], priority: int, metric: str) -> float | None:
+    """Read a metric of the requests with a priority; None where no such request has a target."""
+    part: dict[str, float] = summary.get("by_priority", {}).get(str(priority), {})
+    return part.get(metric)
+
 
 # The metrics that reports and charts can show, as functions of a summary.
 METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
@@ -49,19 +59,14 @@ METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "slo_attained": lambda s: s.get("slo_attained"),
     "deadline_attained": lambda s: s.get("deadline_attained"),
     "worst_ttft_over_target": lambda s: s.get("worst_ttft_over_target"),
-    "tdg_ratio_priority_0": lambda s: _of_priority(s, 0, "tdg_ratio"),
-    "tdg_ratio_priority_1": lambda s: _of_priority(s, 1, "tdg_ratio"),
-    "slo_attained_priority_0": lambda s: _of_priority(s, 0, "slo_attained"),
-    "slo_attained_priority_1": lambda s: _of_priority(s, 1, "slo_attained"),
+    **{
+        f"{name}_priority_{priority}": functools.partial(_of_priority, priority=priority, metric=name)
+        for name in ("tdg_ratio", "slo_attained", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
+        for priority in (0, 1)
+    },
     "slo_attained_shortest_quarter": lambda s: _of_quarter(s, 0),
     "slo_attained_longest_quarter": lambda s: _of_quarter(s, -1),
 }
-
-
-def _of_priority(summary: dict[str, Any], priority: int, metric: str) -> float | None:
-    """Read a metric of the requests with a priority; None where no such request has a target."""
-    part: dict[str, float] = summary.get("by_priority", {}).get(str(priority), {})
-    return part.get(metric)
 
 
 def _of_quarter(summary: dict[str, Any], place: int) -> float | None:
@@ -83,9 +88,11 @@ HYBRID_METRICS = {
         "rt_ttft_p99_s", "rt_tpot_mean_s", "rt_throughput", "preemptions",
     )
 }  # fmt: skip
-OWN_METRICS = {FORECASTS: FORECAST_METRICS, HYBRID: HYBRID_METRICS}
+# Of one engine whose rule tells urgent requests from the others.
+URGENCY_METRICS = {name: operator.itemgetter(name) for name in ("num_urgent", "num_normal", "urgent_share")}
+OWN_METRICS = {FORECASTS: FORECAST_METRICS, HYBRID: HYBRID_METRICS, URGENCY: URGENCY_METRICS}
 HYBRID_PLOTS = ("rt_normalized_latency_s", "be_throughput", "rt_ttft_attained", "rt_tpot_attained")
-OWN_PLOTS = {FORECASTS: tuple(FORECAST_METRICS), HYBRID: HYBRID_PLOTS}
+OWN_PLOTS = {FORECASTS: tuple(FORECAST_METRICS), HYBRID: HYBRID_PLOTS, URGENCY: tuple(URGENCY_METRICS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +258,7 @@ def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
         policy=str(table.get("policy", "")),
         changes={key: value for key, value in table.items() if key not in ("name", "policy")},
     )
-    if kind != HYBRID:  # which has one instance
+    if kind not in (HYBRID, URGENCY):  # which have one instance
         policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
 

@@ -18,6 +18,7 @@ from simulator.experiments.experiment import (
     FORECASTS,
     HYBRID,
     PROVISIONING,
+    URGENCY,
     Experiment,
     ExperimentSetting,
     metrics_of,
@@ -28,8 +29,10 @@ from simulator.metrics import cdf, latencies, summary
 from simulator.parallel import Runner
 from simulator.placement_bound import sustained_rate
 from simulator.scenario import Scenario, as_table
+from simulator.urgency import count_urgent
 
 BOUND = "any placement, at most"
+URGENCY_OVER_TIME = "urgent and normal requests over time"
 
 OnProgress = Callable[[int, int], None]
 Curves = dict[str, dict[str, dict[str, list[tuple[float, float, float]]]]]
@@ -210,6 +213,12 @@ def hybrid_point(point: Point) -> dict[str, Any]:
     return serve_hybrid(point.scenario, point.rate, point.seed)
 
 
+def urgency_point(point: Point) -> dict[str, Any]:
+    """Count urgent and normal requests of one engine."""
+    assert point.rate is not None
+    return count_urgent(point.scenario, point.rate, point.seed)
+
+
 def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
     cases: list[tuple[str, str, float]] = []
     points: list[Point] = []
@@ -228,7 +237,8 @@ def _sweep(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> F
                     cases.append((setting.name, variant.name, rate))
     found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     summaries: list[dict[str, Any] | None] = [None] * len(points)
-    run = {FORECASTS: forecast_point, HYBRID: hybrid_point}.get(experiment.kind, run_point)
+    own = {FORECASTS: forecast_point, HYBRID: hybrid_point, URGENCY: urgency_point}
+    run = own.get(experiment.kind, run_point)
     for done, (index, summarised) in enumerate(runner(run, points), 1):
         summaries[index] = summarised
         on_progress(done, len(points))
@@ -256,6 +266,8 @@ def _sweep_findings(
                 x = 0.0 if math.isnan(rate) else rate
                 point = (x, row.value, row.ci95 or 0.0)
                 curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append(point)
+        if experiment.kind == URGENCY:
+            curves.setdefault(URGENCY_OVER_TIME, {})[f"{setting}, {variant}, {rate:g}"] = summaries[0]["over_time"]
 
     def values_of(metric: str) -> Read:
         number = metrics_of(experiment.kind)[metric]

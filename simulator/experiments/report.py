@@ -16,7 +16,7 @@ from simulator.experiments.autoscaling_shapes import NUMBERS, OVER_TIME
 from simulator.experiments.charts import dot_chart, line_chart
 from simulator.experiments.claims import Claim, ClaimResult
 from simulator.experiments.experiment import CAPACITY, PROVISIONING, Experiment
-from simulator.experiments.findings import BOUND, Findings, Row, slug
+from simulator.experiments.findings import BOUND, URGENCY_OVER_TIME, Findings, Row, slug
 from simulator.scenario import as_table
 
 STYLE = (
@@ -26,6 +26,7 @@ STYLE = (
     "padding:.6rem;overflow:auto}"
 )
 LOGARITHMIC = ("ttft", "e2e_p99", "preemptions", "worst_ttft")
+OVER_TIMES = (OVER_TIME, URGENCY_OVER_TIME)  # curves over seconds, too long for a table
 SHARES = (
     "tdg_ratio",
     "slo_attained",
@@ -64,6 +65,15 @@ TITLES = {
     "tdg_ratio_priority_1": "TDG ratio of priority 1",
     "slo_attained_priority_0": "SLO attainment of priority 0",
     "slo_attained_priority_1": "SLO attainment of priority 1",
+    **{
+        f"{name}_p{share}_s_priority_{priority}": f"{text} {name.upper()} of priority {priority}, s"
+        for name in ("ttft", "tpot")
+        for share, text in ((50, "median"), (99, "P99"))
+        for priority in (0, 1)
+    },
+    "num_urgent": "urgent requests, mean",
+    "num_normal": "normal requests, mean",
+    "urgent_share": "share of urgent requests, mean",
     "slo_attained_shortest_quarter": "SLO attainment of the shortest quarter of the prompts",
     "slo_attained_longest_quarter": "SLO attainment of the longest quarter of the prompts",
 }
@@ -207,7 +217,7 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
     for metric, settings in findings.curves.items():
         for setting, curves in settings.items():
             title = f"{title_of(metric)} · {setting}"
-            if metric == OVER_TIME:
+            if metric in OVER_TIMES:
                 charts.append(line_chart(title, "s", curves, marks=False))
             elif experiment.kind == CAPACITY:
                 values = {name: (curve[0][1], curve[0][2]) for name, curve in curves.items()}
@@ -286,6 +296,8 @@ def _paper_cells(experiment: Experiment, setting: str, baseline: str) -> dict[st
 def _sweep_tables(_: Experiment, findings: Findings) -> list[str]:
     tables = []
     for metric, settings in findings.curves.items():
+        if metric in OVER_TIMES:
+            continue
         for setting, curves in settings.items():
             xs = sorted({x for curve in curves.values() for x, _, _ in curve})
             columns = [f"{x:g}" if len(xs) > 1 or x else "" for x in xs]

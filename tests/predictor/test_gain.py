@@ -80,6 +80,8 @@ def test_a_case_worked_out_by_hand() -> None:
     assert report["slo_attained"] == pytest.approx(1 / 3)
     assert report["deadline_attained"] == pytest.approx(1 / 3)
     assert report["worst_ttft_over_target"] == 1.25
+    assert report["ttft_p50_s"] == 1.0
+    assert report["by_priority"]["0"]["tpot_p99_s"] == pytest.approx(0.25)
     assert report["by_priority"]["0"]["tdg_ratio"] == pytest.approx(30 / 150)
     assert report["by_priority"]["1"]["tdg_ratio"] == pytest.approx(0.5)
     assert report["by_class"]["real-time"]["num_with_targets"] == 2
