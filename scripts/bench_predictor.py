@@ -19,6 +19,9 @@ from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts, Slo
 from scripts.report import report
+from simulator.experiments.experiment import experiment_named
+from simulator.experiments.findings import slug
+from simulator.hybrid_load import serve_hybrid
 from simulator.replay import loaded_engine
 
 PROFILE = "llama-2-7b-a30"
@@ -27,6 +30,7 @@ ENGINES = 10  # random engines of each size
 BY_DEADLINE = ("slide_batching", "density", "edf")  # local schedulers measured with deadlines
 DEADLINE_CASES = ((24, 0), (48, 20))
 REPLAY_RATE = 2.9  # requests per second, a tenth more than the engine serves
+HYBRID_VARIANTS = ("vllm_v1", "bros recompute", "bros swap", "bros two-ended")
 SLOS = (Slo(ttft_s=1.0, tpot_s=0.1), Slo(ttft_s=3.0, tpot_s=0.1))
 BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
 
@@ -37,7 +41,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=200, help="forecasts per case")
     arguments = parser.parse_args()
-    results = [*measure_forecasts(arguments.rounds), *measure_replay()]
+    results = [*measure_forecasts(arguments.rounds), *measure_replay(), *measure_hybrid_steps()]
     report("predictor", results, as_json=arguments.json)
 
 
@@ -144,6 +148,27 @@ def with_deadlines(requests: list[RequestFacts]) -> list[RequestFacts]:
         replace(request, arrival_s=number / REPLAY_RATE, slo=SLOS[number % 2])
         for number, request in enumerate(requests)
     ]
+
+
+def measure_hybrid_steps() -> Iterator[dict[str, object]]:
+    """Time the steps of the BROS experiment, one of which is planned and carried out by the model.
+
+    The share is that of the engine's own step time (BROS, figure 14: 9 % on OPT-13B).
+    """
+    experiment = experiment_named("bros-fig10-13")
+    setting = experiment.settings[0]
+    rate = setting.rates[-1]
+    for variant, scenario in experiment.cases(setting):
+        if variant.name not in HYBRID_VARIANTS:
+            continue
+        serve_hybrid(scenario, rate, 0)  # compiled
+        start_s = time.process_time()
+        num_steps = serve_hybrid(scenario, rate, 1)["num_steps"]
+        seconds = (time.process_time() - start_s) / num_steps
+        name = f"hybrid_step_us.{slug(variant.name)}.{setting.name}.{rate:g}"
+        yield {"name": name, "value": 1e6 * seconds, "unit": "us", "n": int(num_steps)}
+        share = seconds / (scenario.best_effort.for_s / num_steps)
+        yield {"name": f"{name}.share_of_step", "value": share, "unit": "ratio", "n": int(num_steps)}
 
 
 if __name__ == "__main__":
