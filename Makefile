@@ -26,7 +26,7 @@ test: setup
 # the properties of every further local scheduler
 slow: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'slow and not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup tests/predictor
+	$(BIN)/pytest -m 'slow and not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .

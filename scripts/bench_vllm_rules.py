@@ -3,7 +3,7 @@
 The time is that of planning, following vLLM's requests, and putting its queues into the plan's order; vLLM's own
 scheduling of the same steps stands beside it. Requests that end are replaced, so that their numbers stay the same.
 
-- `rule_ms_per_step.{rule}.{running}.{waiting}`: the median, with `p90`;
+- `rule_ms_per_step.{rule}.{running}.{waiting}`: the median, and `rule_ms_per_step_p90`;
 - `ordering_ms_per_step.{rule}.{running}.{waiting}`: the median of a plan alone while a seat is free, so that all
   requests are ranked; with all seats taken and all decoding, as in most of the steps above, nothing is;
 - `vllm_ms_per_step.{rule}.{running}.{waiting}`: the median of vLLM's own `schedule()`.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from predictor.batching import BATCHERS
+from scripts.report import report
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.installing import PLUGIN, pip_install
 
@@ -46,18 +46,7 @@ def main() -> None:
         {"rules": arguments.rules, "sizes": SIZES, "steps": arguments.steps, "profile": arguments.profile}
     )
     results = [one for row in measured for one in results_of(row)]
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-        }
-        json.dump({"bench": "vllm_rules", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for one in results:
-        p90 = f"  (p90 {one['p90']:.3f})" if "p90" in one else ""
-        print(f"{one['name']:48} {one['value']:8.3f} {one['unit']}{p90}")
+    report("vllm_rules", results, as_json=arguments.json, load=os.getloadavg()[0])
 
 
 def measure(plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -75,9 +64,9 @@ def measure(plan: dict[str, Any]) -> list[dict[str, Any]]:
 def results_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the results of one rule and size."""
     case = f"{row['rule']}.{row['running']}.{row['waiting']}"
-    own = {"value": 1000 * row["median_s"], "p90": 1000 * row["p90_s"]}
     return [
-        {"name": f"rule_ms_per_step.{case}", **own, "unit": "ms", "n": row["n"]},
+        {"name": f"rule_ms_per_step.{case}", "value": 1000 * row["median_s"], "unit": "ms", "n": row["n"]},
+        {"name": f"rule_ms_per_step_p90.{case}", "value": 1000 * row["p90_s"], "unit": "ms", "n": row["n"]},
         {"name": f"ordering_ms_per_step.{case}", "value": 1000 * row["ordering_s"], "unit": "ms", "n": row["n"]},
         {"name": f"vllm_ms_per_step.{case}", "value": 1000 * row["vllm_s"], "unit": "ms", "n": row["n"]},
     ]

@@ -1,8 +1,8 @@
 """Two batching rules in real vLLM engines that serve the same mixed load, one after the other.
 
 Both engines are vLLM's CPU build with a small model of random weights; they differ only in `--scheduler-cls`. Short
-urgent requests come among long ones without haste, faster than the engine serves them. Targets are multiples of what an
-idle engine takes, measured first.
+urgent requests come among long ones with loose targets, faster than the engine serves them. Targets are multiples of
+what an idle engine takes, measured first.
 
 - `same_text`: of the requests, those whose text is equal with both rules; must be all. `control_same_text`: those whose
   text is equal although the first token of the prompt was changed; must be few, or equal texts would say nothing.
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -37,6 +36,7 @@ import numpy as np
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import profile_to_json
 from predictor.request import RequestFacts, Slo
+from scripts.report import report
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of
 from services.engine_state.view import UnreadableError
@@ -69,7 +69,7 @@ class MixedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class MixedResult:
-    """What came of it."""
+    """The result of a request."""
 
     request: MixedRequest
     text: str
@@ -101,17 +101,7 @@ def main() -> None:
         parser.error(f"no vLLM at {interpreter()}: make vllm, or set BLOCK_VLLM_PYTHON")
     with tempfile.TemporaryDirectory() as folder:
         results = compared(Path(folder), arguments.rule, arguments.requests, arguments.seed)
-    if arguments.json:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-        }
-        json.dump({"bench": "compare_vllm_rules", "machine": machine, "results": results}, sys.stdout)
-        print()
-        return
-    for one in results:
-        print(f"{one['name']:44} {one['value']:8.3f} {one['unit']:8} of {one['n']}")
+    report("compare_vllm_rules", results, as_json=arguments.json, load=os.getloadavg()[0])
 
 
 def compared(folder: Path, rule: str, num_requests: int, seed: int) -> list[dict[str, Any]]:

@@ -90,10 +90,10 @@ def measure(base: Any, rule: str, num_running: int, num_waiting: int, plan: dict
         whole.seconds = inner.seconds = retired.seconds = 0.0
         output = schedule()
         finish(scheduler, output, tokens)
+        if scheduler.block_planner is None:
+            raise SystemExit(f"{rule} has failed")
         if was_full:
             costs.append((whole.seconds - inner.seconds + retired.seconds, inner.seconds))
-    if scheduler.block_planner is None:
-        raise SystemExit(f"{rule} has failed")
     own = sorted(cost for cost, _ in costs[WARM_UP:])
     return {
         "rule": rule,

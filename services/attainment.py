@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from prometheus_client.core import CounterMetricFamily, Metric
+
 from predictor.gain import ResponseAttainment
 
 MAX_PRIORITIES = 16  # that have a label of their own; clients choose priorities, and labels must stay few
 OTHER_PRIORITY = "other"
+MAX_WEIGHT = 1e6  # clients choose weights, and one request must not outweigh all others for ever
 TARGETS = ("ttft", "tpot", "slo", "deadlines")
 
 
@@ -39,6 +42,7 @@ class AttainmentTally:
             label = str(priority) if len(self._priorities) < MAX_PRIORITIES else OTHER_PRIORITY
             if label != OTHER_PRIORITY:
                 self._priorities[priority] = label
+        weight = min(weight, MAX_WEIGHT)
         counts = self._groups.setdefault((request_class, label), AttainmentCounts())
         counts.tokens_due += attained.tokens_due
         counts.tokens_on_time += attained.tokens_on_time
@@ -53,3 +57,17 @@ class AttainmentTally:
     def groups(self) -> Iterator[tuple[tuple[str, str], AttainmentCounts]]:
         """Yield class and priority with their counts."""
         yield from self._groups.items()
+
+
+def filled(tally: AttainmentTally, families: tuple[CounterMetricFamily, ...]) -> tuple[Metric, ...]:
+    """Write a tally into the metrics of a server: those of tokens due and on time, of gain, and of targets."""
+    tokens_due, tokens_on_time, possible_gain, gain, targets, attained = families
+    for group, counts in tally.groups():
+        tokens_due.add_metric(group, counts.tokens_due)
+        tokens_on_time.add_metric(group, counts.tokens_on_time)
+        possible_gain.add_metric(group, counts.possible_gain)
+        gain.add_metric(group, counts.gain)
+        for target in TARGETS:
+            targets.add_metric((target, *group), counts.num_with[target])
+            attained.add_metric((target, *group), counts.num_attained[target])
+    return families

@@ -49,9 +49,13 @@ def serve_hybrid(scenario: Scenario, rate: float, seed: int) -> dict[str, Any]:
     specs = scenario.instance_specs()
     if len(specs) != 1:
         raise ValueError(f"instances.count: an experiment of kind hybrid has one instance, not {len(specs)}")
+    if scenario.mix:
+        raise ValueError("mix: an experiment of kind hybrid has its targets in slo, and no mix")
     until_s = scenario.best_effort.for_s
     engine = Engine(specs[0].config, specs[0].step_time)
     urgent = _real_time(scenario, rate, seed)
+    if not urgent:
+        raise ValueError(f"rates: no real-time request arrives within {until_s:g} s at {rate:g}/s")
     for request in urgent:
         engine.add(request)
     batches = np.random.default_rng([seed, 21])
@@ -117,7 +121,7 @@ def _batch(best_effort: BestEffort, generator: np.random.Generator, first: int, 
 def _real_time_summary(scenario: Scenario, engine: Engine, requests: list[RequestFacts]) -> dict[str, Any]:
     outcomes = [engine.outcome(request.request_id) for request in requests]
     ttft_s = np.array([one.ttft_s for one in outcomes], float)
-    tpot_s = np.array([0.0 if one.tpot_s is None else one.tpot_s for one in outcomes])
+    tpot_s = np.array([one.tpot_s for one in outcomes], float)  # NaN for a single token
     e2e_s = np.array([one.e2e_s for one in outcomes], float)
     tokens = np.array([one.output_tokens for one in outcomes])
     slo = scenario.slo
@@ -125,11 +129,10 @@ def _real_time_summary(scenario: Scenario, engine: Engine, requests: list[Reques
         "rt_normalized_latency_s": float(np.mean(e2e_s / tokens)),
         "rt_ttft_mean_s": float(np.mean(ttft_s)),
         "rt_ttft_p99_s": float(np.percentile(ttft_s, 99)),
-        "rt_tpot_mean_s": float(np.mean(tpot_s)),
+        "rt_tpot_mean_s": 0.0 if np.isnan(tpot_s).all() else float(np.nanmean(tpot_s)),
         "rt_ttft_attained": float(np.mean(ttft_s <= (slo.ttft_s or math.inf))),
-        "rt_tpot_attained": float(np.mean(tpot_s <= (slo.tpot_s or math.inf))),
+        "rt_tpot_attained": float(np.mean(~(tpot_s > (slo.tpot_s or math.inf)))),
         "rt_throughput": len(requests) / max(scenario.best_effort.for_s, engine.now_s),
-        "rt_preemptions": float(np.mean([one.num_preemptions for one in outcomes])),
     }
 
 

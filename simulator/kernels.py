@@ -195,9 +195,8 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     request.priority = facts.priority
     request.num_preemptions = request.hit_tokens = request.prefill_tokens = 0
     target = fleet.stack.facts[index, slot]
-    target.ttft_slo_s = facts.ttft_slo_s - (
-        arrives_s - facts.arrival_s
-    )  # deadlines count from the arrival at the cluster
+    # deadlines count from the arrival at the cluster
+    target.ttft_slo_s = facts.ttft_slo_s - (arrives_s - facts.arrival_s)
     target.tpot_slo_s, target.weight, target.request_class = facts.tpot_slo_s, facts.weight, facts.request_class
     request.tokens_on_time = NONE if np.isnan(facts.ttft_slo_s) else 0
     if engine.prefix_caching:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from predictor.suggestions import require_known
 from simulator.codec import read_text
 from simulator.workload import Workload
 
+MAX_NUMBER = 1e9
 STREAM = 15  # of random numbers: other draws of a run with the same seed are independent of these
 KEYS = {"class": "request_class"}  # names in a file that differ from those of `MixEntry`
 FIELDS = ("name", "share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s")
@@ -43,8 +43,8 @@ class MixEntry:
             if value is None and field != "share":
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and math.isfinite(value) and value > 0):
-                raise ValueError(f"{field}: must be a number above 0, not {value!r}")
+            if not (is_number and 0 < value <= MAX_NUMBER):
+                raise ValueError(f"{field}: must be a number above 0, at most {MAX_NUMBER:g}, not {str(value)[:20]}")
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
         if self.priority is not None and (type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY):

@@ -107,7 +107,7 @@ def _profile(name: str) -> Profile:
     """Load a shipped profile, or one from a JSON file, also of a shipped experiment."""
     if not name.endswith(".json"):
         return load_profile(name)
-    path = Path(name) if Path(name).exists() or not (EXPERIMENTS / name).is_file() else EXPERIMENTS / name
+    path = next((near for near in (Path(name), EXPERIMENTS / name) if near.is_file()), Path(name))
     try:
         return profile_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

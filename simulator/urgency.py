@@ -1,4 +1,4 @@
-"""How many requests of an engine its rule takes for urgent, over time."""
+"""How many requests of an engine its rule treats as urgent, over time."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def count_urgent(scenario: Scenario, rate: float, seed: int) -> dict[str, Any]:
     requests = requests_of(scenario.workload(rate, seed))
     engine = loaded_engine(specs[0].config, specs[0].step_time, requests)
     times_s = np.arange(LOOK_S, requests[-1].arrival_s, LOOK_S)
+    if len(times_s) == 0:
+        raise ValueError(f"traffic: all requests arrive within {LOOK_S:g} s, so that nothing can be counted")
     counts = np.zeros((len(times_s), 2))
     for place, time_s in enumerate(times_s):
         engine.advance(float(time_s))

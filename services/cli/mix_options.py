@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from predictor.gain import GainWeights, priority_weights
+from services.load.settings import FIRST_WEIGHT, MIX, PRIORITY_WEIGHT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,20 +21,20 @@ def mix_options(command: F) -> F:
         type=float,
         default=1.0,
         show_default=True,
-        help="Weight of a first token in the gain, as a multiple of a later one's.",
+        help=FIRST_WEIGHT,
     )(command)
     command = click.option(
         "--priority-weight",
         multiple=True,
         metavar="PRIORITY=WEIGHT",
-        help="Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable.",
+        help=PRIORITY_WEIGHT,
     )(command)
     return click.option(
         "--mix",
         "mix_file",
         metavar="TOML",
         default=None,
-        help="File with a mix: shares of requests with their class, priority, weight and targets.",
+        help=MIX,
     )(command)
 
 

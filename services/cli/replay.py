@@ -45,7 +45,7 @@ OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
     help="Write one JSON line per step to FILE; without FILE to standard output, in place of the table.",
 )
 @mix_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw from the mix.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw from the mix.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(
     given: SettingValues,

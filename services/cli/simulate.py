@@ -39,7 +39,9 @@ COLUMNS = (
 @scenario_options
 @click.option("--rate", type=float, default=None, help="Requests per second.  [default: as recorded in the trace]")
 @click.option("--replay", "decisions", metavar="FILE", help="Replay the requests of a scheduler's recorded decisions.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the traffic and of policies.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the traffic and of policies."
+)
 @click.option("--slo-ttft-s", type=float, default=None, help="TTFT target: report the share of requests that meet it.")
 @click.option("--slo-tpot-s", type=float, default=None, help="TPOT target.")
 @mix_options

@@ -67,7 +67,11 @@ def scenario_options(command: F) -> F:
         help="Predicted response lengths: exact, noisy:SIGMA, constant:TOKENS, typical, or fitted:FILE with errors.",
     )(command)
     command = click.option(
-        "--scenario", "-s", "scenario_file", metavar="TOML", help="File with instances, traffic, tags, conditions, slo."
+        "--scenario",
+        "-s",
+        "scenario_file",
+        metavar="TOML",
+        help="File with instances, traffic, tags, conditions, slo, mix.",
     )(command)
     command = click.option(
         "--instances",

@@ -98,7 +98,7 @@ class Driver:
         if self.failure is not None:
             raise self.failure
         if self.num_jobs >= self._max_jobs:
-            self.metrics.refused(request.priority, **self._service_facts(request.facts))
+            self.metrics.refused(request.priority, self._service_facts(request.facts))
             raise busy()
         self._serial += 1
         engine_id = f"chatcmpl-{request.request_id}" if request.kind == CHAT else f"cmpl-{request.request_id}-0"

@@ -19,7 +19,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Outcome
 from predictor.gain import missed, response_attainment
 from predictor.request import RequestFacts, Slo
-from services.attainment import TARGETS, AttainmentTally
+from services.attainment import AttainmentTally, filled
 
 # vLLM 0.32 v1/metrics/buckets.py
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -31,9 +31,9 @@ INTER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 ABORTED = "abort"
-FINISH_REASONS = ("stop", "length", ABORTED, "error", "repetition")
 GROUP = ("class", "priority")
 TARGET = ("target", "class", "priority")
+FINISH_REASONS = ("stop", "length", ABORTED, "error", "repetition")
 REFUSED_FOR_LENGTH = "max_num_queued_reqs"
 
 HISTOGRAMS = {
@@ -165,14 +165,17 @@ class EngineMetrics:
         if outcome.tpot_s is not None:
             see["request_time_per_output_token_seconds"].observe(outcome.tpot_s / self.speed)
 
-    def refused(
-        self, priority: int, *, slo: Slo | None, request_class: str, weight: float = 1.0, **others: str
-    ) -> None:
+    def refused(self, priority: int, facts: Mapping[str, Any]) -> None:
         """Count a request that the engine has no room for."""
-        del others
         self.num_refused += 1
+        slo: Slo | None = facts["slo"]
         if slo is not None:
-            self.attainment.add(missed(slo, 1), request_class=request_class, priority=priority, weight=weight)
+            self.attainment.add(
+                missed(slo, 1),
+                request_class=facts["request_class"],
+                priority=priority,
+                weight=facts.get("weight", 1.0),
+            )
 
 
 class Exposition(Collector):
@@ -264,7 +267,7 @@ class Exposition(Collector):
         return family
 
 
-def attainment_families(tally: AttainmentTally) -> list[Metric]:
+def attainment_families(tally: AttainmentTally) -> tuple[Metric, ...]:
     """Write a tally as counters."""
     tokens_due = CounterMetricFamily(
         "block_emulator_tokens_due", "Tokens with a deadline, of whole responses.", labels=GROUP
@@ -284,15 +287,7 @@ def attainment_families(tally: AttainmentTally) -> list[Metric]:
         labels=TARGET,
     )
     attained = CounterMetricFamily("block_emulator_targets_attained", "Requests that attained a target.", labels=TARGET)
-    for group, counts in tally.groups():
-        tokens_due.add_metric(group, counts.tokens_due)
-        tokens_on_time.add_metric(group, counts.tokens_on_time)
-        possible_gain.add_metric(group, counts.possible_gain)
-        gain.add_metric(group, counts.gain)
-        for target in TARGETS:
-            targets.add_metric((target, *group), counts.num_with[target])
-            attained.add_metric((target, *group), counts.num_attained[target])
-    return [tokens_due, tokens_on_time, possible_gain, gain, targets, attained]
+    return filled(tally, (tokens_due, tokens_on_time, possible_gain, gain, targets, attained))
 
 
 def one_two_five(largest: int) -> list[float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from predictor.gain import ResponseAttainment, count_on_time, missed, response_attainment
-from predictor.request import Slo
+from predictor.request import REAL_TIME, Slo
 from protos.block.v1 import common_pb2
 from services.attainment import AttainmentTally
-from services.engine_state.xargs import CLASSES
 from services.gateway.incoming import Incoming
 from services.http.sse import Ending, StreamReader
+from services.rpc.messages import CLASSES
 
 BUSY, SERVER_ERROR = 429, 500
 FAILED = common_pb2.FINISH_REASON_FAILED
@@ -26,7 +26,7 @@ class StreamAttainment:
     arrived_s: float
     _marks: list[tuple[int, float]] = field(default_factory=list)
 
-    def took(self, num_data: int, at_s: float) -> None:
+    def received(self, num_data: int, at_s: float) -> None:
         """Note when a piece of the stream came; `num_data` lines of data have come so far."""
         self._marks.append((num_data, at_s - self.arrived_s))
 
@@ -59,7 +59,7 @@ class StreamAttainment:
         request = self.request
         self.tally.add(
             attained,
-            request_class=CLASSES[request.request_class == common_pb2.REQUEST_CLASS_BEST_EFFORT],
+            request_class=CLASSES.get(request.request_class, REAL_TIME),
             priority=request.priority,
             weight=request.weight if request.HasField("weight") else 1.0,
         )

@@ -122,6 +122,8 @@ def _as_text(name: bytes, value: bytes) -> str:
 def _milliseconds(given: Mapping[bytes, bytes], names: Sequence[bytes]) -> float | None:
     name = next((name for name in names if name in given), names[0])
     number = _positive(given, name, "a number of milliseconds above 0")
+    if number is not None and number / 1000 == 0:
+        raise ValueError(f"{name.decode()}: must be a number of milliseconds above 0")
     return None if number is None else number / 1000
 
 

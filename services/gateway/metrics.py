@@ -9,13 +9,13 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.attainment import TARGETS, AttainmentTally
+from services.attainment import AttainmentTally, filled
 
+GROUP = ("class", "priority")
+TARGET = ("target", "class", "priority")
 LATENCIES_S = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
 )  # fmt: skip
-GROUP = ("class", "priority")
-TARGET = ("target", "class", "priority")
 DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -97,7 +97,7 @@ class AttainmentCollector(Collector):
         return attainment_families(self._tally)
 
 
-def attainment_families(tally: AttainmentTally) -> list[Metric]:
+def attainment_families(tally: AttainmentTally) -> tuple[Metric, ...]:
     """Write a tally as counters."""
     tokens_due = CounterMetricFamily(
         "block_gateway_tokens_due", "Tokens with a deadline, of streamed responses.", labels=GROUP
@@ -117,12 +117,4 @@ def attainment_families(tally: AttainmentTally) -> list[Metric]:
         labels=TARGET,
     )
     attained = CounterMetricFamily("block_gateway_targets_attained", "Requests that attained a target.", labels=TARGET)
-    for group, counts in tally.groups():
-        tokens_due.add_metric(group, counts.tokens_due)
-        tokens_on_time.add_metric(group, counts.tokens_on_time)
-        possible_gain.add_metric(group, counts.possible_gain)
-        gain.add_metric(group, counts.gain)
-        for target in TARGETS:
-            targets.add_metric((target, *group), counts.num_with[target])
-            attained.add_metric((target, *group), counts.num_attained[target])
-    return [tokens_due, tokens_on_time, possible_gain, gain, targets, attained]
+    return filled(tally, (tokens_due, tokens_on_time, possible_gain, gain, targets, attained))

@@ -209,7 +209,7 @@ class UpstreamAttempt:
         if self.is_stream:
             self._first_s = connection.last_byte_s
             if self.attainment is not None:
-                self.attainment.took(self._reader.num_data, connection.last_byte_s)
+                self.attainment.received(self._reader.num_data, connection.last_byte_s)
 
     async def events(self) -> bytes | None:
         """Wait for more of a stream and return whole events, possibly none; None at its end."""
@@ -219,7 +219,7 @@ class UpstreamAttempt:
             return None
         events = self._reader.feed(await connection.read(self.context.settings.idle_s))
         if self.attainment is not None:
-            self.attainment.took(self._reader.num_data, connection.last_byte_s)
+            self.attainment.received(self._reader.num_data, connection.last_byte_s)
         return events
 
     def count_attainment(self, *, broken: bool = False) -> None:

@@ -106,7 +106,8 @@ class StreamReader:
         """
         before = self._begins_with_role()
         if ending.has_count:
-            num_texts = max(1, self._num_texts(b"\n" + b"".join(self._last)[-TAIL_BYTES:]))
+            # the last event may have a reason to finish and no text
+            num_texts = max(1, min(self._num_texts(b"\n" + b"".join(self._last)[-TAIL_BYTES:]), ending.output_tokens))
             return [((so_far - before) * ending.output_tokens // num_texts, at_s) for so_far, at_s in marks]
         return [(so_far - 1, at_s) for so_far, at_s in marks] if before else marks
 

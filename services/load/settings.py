@@ -10,6 +10,12 @@ from simulator.load_plan import Timing
 
 DEFAULT_RATE = 4.0
 DEFAULT_REQUESTS = 100
+# the help of options that other commands have as well
+MIX = "File with a mix: shares of requests with their class, priority, weight and targets."
+PRIORITY_WEIGHT = (
+    "Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable."
+)
+FIRST_WEIGHT = "Weight of a first token in the gain, as a multiple of a later one's."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +59,17 @@ class BenchSettings:
     )
     mix: Annotated[
         str,
-        Option("File with a mix: shares of requests with their class, priority, weight and targets.", metavar="TOML"),
+        Option(MIX, metavar="TOML"),
     ] = ""
     priority_weight: Annotated[
         tuple[str, ...],
         Option(
-            "Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable.",
+            PRIORITY_WEIGHT,
             metavar="PRIORITY=WEIGHT",
             environment=False,
         ),
     ] = ()
-    first_token_weight: Annotated[float, "Weight of a first token in the gain, as a multiple of a later one's."] = 1.0
+    first_token_weight: Annotated[float, FIRST_WEIGHT] = 1.0
     header: Annotated[
         tuple[str, ...],
         Option(

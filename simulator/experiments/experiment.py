@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -39,6 +39,12 @@ def _of_priority(summary: dict[str, Any], priority: int, metric: str) -> float |
     return part.get(metric)
 
 
+def _of_quarter(summary: dict[str, Any], place: int) -> float | None:
+    """Read the SLO attainment of a quarter of the requests with targets, by the length of their prompts."""
+    quarters: list[dict[str, float]] = summary.get("by_prompt_quarter", [])
+    return quarters[place]["slo_attained"] if quarters else None
+
+
 # The metrics that reports and charts can show, as functions of a summary.
 METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "ttft_mean_s": lambda s: s["ttft_s"]["mean"],
@@ -67,12 +73,6 @@ METRICS: Mapping[str, Callable[[dict[str, Any]], float | None]] = {
     "slo_attained_shortest_quarter": lambda s: _of_quarter(s, 0),
     "slo_attained_longest_quarter": lambda s: _of_quarter(s, -1),
 }
-
-
-def _of_quarter(summary: dict[str, Any], place: int) -> float | None:
-    """Read the SLO attainment of a quarter of the requests with targets, by the length of their prompts."""
-    quarters: list[dict[str, float]] = summary.get("by_prompt_quarter", [])
-    return quarters[place]["slo_attained"] if quarters else None
 
 
 FORECAST_METRICS = {
@@ -205,6 +205,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     settings = tuple(
         _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
     )
+    _require_rates(kind, settings)
     require_count("seeds", table.get("seeds", 5))
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
     rules = tuple(table.get("rules", autoscaling_shapes.RULES))
@@ -246,6 +247,13 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     )
 
 
+def _require_rates(kind: str, settings: Sequence[ExperimentSetting]) -> None:
+    if kind in (HYBRID, URGENCY, FORECASTS) and not all(one.rates for one in settings):
+        raise ValueError(f"rates: an experiment of kind {kind} needs at least one for each setting")
+    if len({one.saturated_rate is None for one in settings}) > 1:
+        raise ValueError("saturated_rate: must be given for all settings, or for none")
+
+
 def metrics_of(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | None]]:
     """Return the metrics of a kind of experiment, by name, with the functions that read them from a summary."""
     return OWN_METRICS.get(kind, METRICS)
@@ -267,8 +275,8 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
     rates = changes.pop("rates", table.get("rates", []))
     first_rate = changes.pop("first_rate", table.get("first_rate", 10.0))
     saturated_rate = changes.pop("saturated_rate", table.get("saturated_rate"))
-    if saturated_rate is not None and not 0 < saturated_rate < math.inf:
-        raise ValueError(f"saturated_rate: must be above 0, not {saturated_rate}")
+    if saturated_rate is not None and not (isinstance(saturated_rate, int | float) and 0 < saturated_rate < math.inf):
+        raise ValueError(f"saturated_rate: must be a number above 0, not {saturated_rate!r}")
     variants = changes.pop("only", [])
     baseline = str(changes.pop("baseline", table.get("baseline", "")))
     return ExperimentSetting(

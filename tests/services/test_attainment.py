@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from predictor.gain import missed, response_attainment
 from predictor.request import Slo
-from services.attainment import MAX_PRIORITIES, OTHER_PRIORITY, AttainmentTally
+from services.attainment import MAX_PRIORITIES, MAX_WEIGHT, OTHER_PRIORITY, AttainmentTally
 
 
 def test_counts_by_class_and_priority() -> None:
@@ -20,6 +20,15 @@ def test_counts_by_class_and_priority() -> None:
     assert (counts.tokens_due, counts.tokens_on_time, counts.possible_gain, counts.gain) == (4, 3, 8.0, 6.0)
     assert counts.num_with == {"ttft": 1, "tpot": 2, "slo": 2, "deadlines": 1}
     assert counts.num_attained == {"ttft": 1, "tpot": 0, "slo": 0, "deadlines": 0}
+
+
+def test_one_request_does_not_outweigh_all_others() -> None:
+    """Clients choose weights; what is above the limit counts as the limit."""
+    tally = AttainmentTally()
+    for weight in (1e308, 1e308, 1.0):
+        tally.add(missed(Slo(ttft_s=1.0), 0), request_class="real-time", priority=0, weight=weight)
+    ((_, counts),) = tally.groups()
+    assert counts.possible_gain == 2 * MAX_WEIGHT + 1
 
 
 def test_labels_stay_few() -> None:

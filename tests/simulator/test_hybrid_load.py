@@ -56,6 +56,10 @@ def test_wrong_scenarios_are_refused() -> None:
     two = scenario_with(1).changed(instances={"count": 2})
     with pytest.raises(ValueError, match=r"instances.count: an experiment of kind hybrid has one instance, not 2"):
         serve_hybrid(two, 1.0, 0)
+    with pytest.raises(ValueError, match=r"^mix: an experiment of kind hybrid"):
+        serve_hybrid(scenario_with(1).changed(mix=[{"name": "a", "share": 1}]), 1.0, 0)
+    with pytest.raises(ValueError, match=r"^rates: no real-time request arrives within 20 s at 1e-06/s"):
+        serve_hybrid(scenario_with(1), 1e-6, 0)
 
 
 def test_the_papers_experiment_names_what_it_compares() -> None:

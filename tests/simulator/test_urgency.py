@@ -57,5 +57,7 @@ def test_another_rule_or_several_instances_are_refused() -> None:
     """One line names the setting."""
     with pytest.raises(ValueError, match=r"^instances.engine.batcher: .* needs slide_batching"):
         count_urgent(scenario_with(batcher="edf"), 1.0, 0)
+    with pytest.raises(ValueError, match=r"^traffic: all requests arrive within 1 s"):
+        count_urgent(scenario_with(), 1e6, 0)
     with pytest.raises(ValueError, match=r"^instances.count: "):
         count_urgent(scenario_with().changed(instances={"count": 2}), 1.0, 0)

@@ -139,6 +139,13 @@ def test_lines_without_text_are_no_tokens() -> None:
     ending = reader.ending()
     assert (ending.output_tokens, ending.has_count) == (6, True)
     assert list(reader.token_times(marks, ending))[:3] == [(0, 0.0), (2, 1.0), (6, 2.0)]
+    reader, marks = StreamReader(), []
+    stop = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}}\n\n'
+    for time_s, piece in enumerate((*map(event, "abcd"), stop, usage)):
+        reader.feed(piece)
+        marks.append((reader.num_data, float(time_s)))
+    assert [so_far for so_far, _ in reader.token_times(marks, reader.ending())][:4] == [1, 2, 3, 4]
     for first in ((), (ROLE,)):
         reader, marks = StreamReader(), []
         for time_s, piece in enumerate((*first, event("a"), event("b") + event("c", "stop"), DONE)):

@@ -85,6 +85,7 @@ def test_bad_bodies() -> None:
 BAD_HEADERS = (
     ("x-slo-ttft-ms", "soon"),
     ("x-slo-ttft-ms", "0"),
+    ("x-slo-ttft-ms", "1e-322"),  # no seconds
     ("x-slo-tpot-ms", "nan"),
     ("x-llm-d-slo-ttft-ms", "-5"),
     ("x-block-priority", "1.5"),

@@ -239,7 +239,19 @@ def test_loads_are_multiples_of_the_saturated_rate_and_rivals_are_compared(tmp_p
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (("saturated_rate = 4", "saturated_rate = 0"), "saturated_rate: must be above 0, not 0"),
+        (("saturated_rate = 4", "saturated_rate = 0"), "saturated_rate: must be a number above 0, not 0"),
+        (("saturated_rate = 4", "saturated_rate = 'x'"), "saturated_rate: must be a number above 0, not 'x'"),
+        (
+            ("saturated_rate = 4", "saturated_rate = 4\n[settings.two]"),
+            "saturated_rate: must be given for all settings",
+        ),
+        (
+            (
+                'kind = "sweep"\nseeds = 2\nrates = [0.5, 2]\nplots = ["tdg_ratio"]\nrivals = ["fcfs", "sjf"]',
+                'kind = "urgency"',
+            ),
+            "rates: an experiment of kind urgency needs",
+        ),
         (('rivals = ["fcfs", "sjf"]', 'rivals = ["edf"]'), "rivals: 'edf' is none of the variants"),
         (('rivals = ["fcfs", "sjf"]', 'rivals = ["sjf"]\nrival_metric = "gain"'), "rival_metric: 'gain' is none of "),
     ],
