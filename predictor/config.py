@@ -57,15 +57,19 @@ class EngineConfig:
         default_factory=dict, hash=False
     )
     estimator_factor: Annotated[
-        float, "Step times as a local scheduler with a time budget estimates them, over real ones."
+        float, "Step times that the local scheduler estimates, as a multiple of the real ones."
     ] = 1.0
     estimator_noise: Annotated[
-        float, "Standard deviation of the logarithm of its estimates, which differ from step to step."
+        float,
+        "Standard deviation of the logarithm of the local scheduler's estimates of step times; each step has its own "
+        "error.",
     ] = 0.0
     estimator_momentum: Annotated[
-        float, "Weight of the old factor when it corrects its estimates after each step; 0: no correction."
+        float,
+        "Weight of the old correction factor when the local scheduler corrects its estimates after each step; 0: no "
+        "correction, as it knows the engine's pace.",
     ] = 0.0
-    estimator_seed: Annotated[int, "Seed of the noise."] = 0
+    estimator_seed: Annotated[int, "Seed of the errors that estimator_noise adds."] = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no engine can run with."""

@@ -184,7 +184,8 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
     """
     levels = served.levels
     has_deadline = ~np.isnan(levels.ttft_slo_s)
-    num_due = np.where(np.isnan(levels.tpot_slo_s), 1, served.output_tokens)
+    # a response that never began may have an unknown length
+    num_due = np.where(np.isnan(levels.tpot_slo_s), 1, np.maximum(1, served.output_tokens))
     num_on_time = np.where(served.finished, np.clip(served.tokens_on_time, 0, num_due), 0)
     first_on_time = served.finished & (served.ttft_s <= levels.ttft_slo_s) & (num_on_time > 0)
     value = levels.weight * weights.of(levels.priority)

@@ -122,6 +122,20 @@ def put_left(state: State, index: int, num_tokens: int) -> int:
 
 
 @kernel
+def take_back_left(state: State, slot: int) -> None:
+    """Remove one token of a real-time request, which was placed for a step that leaves it out."""
+    size, last = state.engine[0].block_size, NONE
+    for index in range(state.engine[0].num_blocks):
+        block = state.two_ended_blocks[index]
+        if block.left == slot and (last == NONE or block.left_tokens < size):
+            last = index
+    state.two_ended_blocks[last].left_tokens -= 1
+    if state.two_ended_blocks[last].left_tokens == 0:
+        clear_left(state, last)
+        state.requests[slot].num_blocks -= 1
+
+
+@kernel
 def grow_right(state: State, slot: int, num_tokens: int) -> None:
     """Place tokens of a best-effort request, and those of its tokens that are in host memory."""
     size = state.engine[0].block_size

@@ -3,7 +3,8 @@
 A step has as many requests as the batch size allows, which doubles with every step and falls back to its base when
 real-time requests alone take too long. A heap stands for the polling of sorted queues. Where the paper is silent: a
 deadline that its request would miss even alone in a step limits no step, prompts are computed whole, and only a decode
-that stays on time without this step is replaced by best effort.
+that stays on time without this step is replaced by best effort. A request without blocks is skipped; the paper stops
+there.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ def add_best_effort(state: State, count: int, num_real_time: int, batch_size: in
         if replaced >= 0:
             num_real_time -= 1
             steps.unassign(state, replaced)
+            if engine.kv_layout == TWO_ENDED_LAYOUT:
+                two_ended_blocks.take_back_left(state, replaced)
         add(state, slot)
 
 

@@ -17,13 +17,13 @@ from predictor.state import NONE, RUNNING, State
 
 ETA, FIRST_TOKEN_WEIGHT, FROM_FIRST_TOKEN, AGE_LIMIT, AGE_SHARE = range(5)  # the options
 DECODE, ON_TIME, AHEAD, LATE = range(4)
-SPARE_PARTS = 10  # decodes can wait where more than one of so many blocks is free: they hold theirs for longer
-AHEAD_TARGETS = 3  # a decode that is due after so many TPOT targets can wait
-CONSTANT_PARTS = 5  # of a step: the constant part of its time should be no more than one of so many
+MIN_FREE_PARTS = 10  # decodes wait only while more than 1/10 of the blocks is free, since they hold theirs longer
+AHEAD_TARGETS = 3  # a decode that is due after this many TPOT targets can wait
+STEP_CONSTANTS = 5  # a step should last this many times the constant part of its time
 USUAL_SHARE = 0.75  # of the shortest TPOT target: how long steps are where their constant part is large
 LEAST_RATE = 0.05  # of prefills, in seconds of them per second
 LEAST_GAIN = 1e-3
-LONGER = 1 / 8  # a response that exceeds its prediction goes on for this part of it
+LONGER = 1 / 8  # a response longer than predicted is expected to go on for this part of the prediction
 
 
 @kernel
@@ -37,8 +37,8 @@ def schedule(state: State) -> bool:
     count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
     tpot_s, start_s = ordered.shortest_tpot_s(state, count), ordered.start_s(state)
     least_s = ordered.limit_s(state, count, engine.options[ETA])
-    long_s = max(least_s, min(tpot_s, CONSTANT_PARTS * ordered.constant_s(state)))
-    can_wait = long_s > least_s and engine.num_free_blocks * SPARE_PARTS > engine.num_blocks
+    long_s = max(least_s, min(tpot_s, STEP_CONSTANTS * ordered.constant_s(state)))
+    can_wait = long_s > least_s and engine.num_free_blocks * MIN_FREE_PARTS > engine.num_blocks
     first_s, busy_s = np.inf, ordered.constant_s(state)
     for place in range(count):
         slot = state.turns[place]

@@ -35,7 +35,7 @@ def schedule(state: State) -> bool:
             rank.group = NEARLY_DUE if slack_s < TWO_STEPS * step_s < np.inf else OTHER
             if slack_s < np.inf:
                 seconds = min(seconds, slack_s if rank.group == NEARLY_DUE else slack_s - step_s)
-    least_s = engine.options[ETA] * step_s if seconds < np.inf else np.inf
+    least_s = engine.options[ETA] * step_s if step_s < np.inf else np.inf
     seconds = max(seconds, least_s)
     steady = ordered.fill(state, count, engine.max_num_batched_tokens, seconds, seconds)
     engine.steady_limit_s = least_s  # the limit shrinks to this as deadlines come nearer

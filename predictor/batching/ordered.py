@@ -335,7 +335,7 @@ def carry_out(state: State) -> None:
             steps.assign(state, slot, num_tokens)
         else:
             state.turns[num_admitted] = slot
-            state.ranks[slot].group = num_tokens
+            state.ranks[slot].group = num_tokens  # no order is needed any more; the batch is overwritten below
             num_admitted += 1
     for place in range(num_admitted):
         slot = state.turns[place]

@@ -40,9 +40,10 @@ def schedule(state: State) -> bool:
         if rank.group == URGENT:
             rank.key = rank.cost_s / ordered.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
     num_tokens = ordered.token_limit(state, engine.options[TOKEN_BUDGET])
+    shortest_s = ordered.shortest_tpot_s(state, count)  # `fill` overwrites the list
     steady = ordered.fill(state, count, num_tokens, budget_s, budget_s)
     if budget_s < np.inf:  # it shrinks to this as deadlines come nearer
-        engine.steady_limit_s = engine.options[ETA] * ordered.shortest_tpot_s(state, count)
+        engine.steady_limit_s = engine.options[ETA] * shortest_s
     return steady
 
 

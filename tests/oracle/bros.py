@@ -94,8 +94,10 @@ class BrosStep:
                 continue
             if replaces:
                 num_real_time -= 1
-                del self.served[num_real_time]
+                replaced = self.served.pop(num_real_time).request
             self.give(request)
+            if replaces and engine.is_shared:
+                engine.cells.take_back_left(replaced.id)
 
     def can_wait(self, request: Request) -> bool:
         """Whether a real-time request decodes, and is on time in the step after this one."""

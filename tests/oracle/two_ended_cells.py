@@ -82,6 +82,15 @@ class TwoEndedCells:
             block.tokens["left"] += 1
         return copied
 
+    def take_back_left(self, name: str) -> None:
+        """Remove a token, from the block that is not full if there is one."""
+        own = self.of(name, "left")
+        block = ([one for one in own if one.tokens["left"] < self.block_size] or own[:1])[-1]
+        block.tokens["left"] -= 1
+        block.cells[block.tokens["left"]] = None
+        if block.tokens["left"] == 0:
+            del block.users["left"]
+
     def place_right(self, name: str, count: int) -> int:
         """Place new tokens, and those in host memory; return how many were copied back."""
         copied = self.checkpointed(name)

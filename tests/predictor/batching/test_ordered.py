@@ -15,8 +15,10 @@ from predictor.batching import BATCHERS, settled
 from predictor.compiled import interpreted
 from predictor.config import EngineConfig
 from predictor.correction import Correction, CorrectionRule
+from predictor.engine import Engine
 from predictor.estimator import normal
-from predictor.request import tenant_number
+from predictor.request import RequestFacts, Slo, tenant_number
+from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
 from tests.oracle import ordered_rules
 from tests.oracle.comparing import expect_oracle, our_steps, scheduled
@@ -63,6 +65,31 @@ def test_repeated_steps_end_where_the_limit_in_time_is_reached(batcher: str) -> 
     ends_s = [[engine.outcome(name).finished_s for name in "abc"] for engine in (stepped, fast)]
     assert ends_s[1] == pytest.approx(ends_s[0])
     assert fast.state.engine[0].num_steps == stepped.state.engine[0].num_steps == len(sizes)
+
+
+@pytest.mark.parametrize("second", [(0.7, 2.0, 10.0), (0.0, 4.0, 0.07)])
+@pytest.mark.parametrize("batcher", ORDERED)
+def test_repeated_steps_are_those_planned_one_by_one(batcher: str, second: tuple[float, float, float]) -> None:
+    """Two requests with different targets, of which one may be admitted in the step that is repeated."""
+    arrival_s, ttft_s, tpot_s = second
+    ends_s, num_steps = [], []
+    for at_once in (False, True):
+        config = EngineConfig(
+            batcher=batcher, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, num_gpu_blocks=64
+        )
+        engine = Engine(config, StepTime(constant_s=0.01, token_s=0.1))
+        for name, when_s, slo in (
+            ("r", 0.0, Slo(ttft_s=4.0, tpot_s=0.06)),
+            ("a", arrival_s, Slo(ttft_s=ttft_s, tpot_s=tpot_s)),
+        ):
+            engine.add(RequestFacts(request_id=name, prompt_tokens=4, output_tokens=60, arrival_s=when_s, slo=slo))
+        while not at_once and engine.next_step():
+            pass
+        engine.advance()
+        ends_s.append([engine.outcome(name).finished_s for name in "ra"])
+        num_steps.append(int(engine.state.engine[0].num_steps))
+    assert ends_s[1] == pytest.approx(ends_s[0])
+    assert num_steps[1] == num_steps[0]
 
 
 @pytest.mark.parametrize("batcher", ["edf", "sjf", "density", "deadline_forecast"])
