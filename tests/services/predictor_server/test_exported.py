@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from simulator.codec import snapshot_from
-from tests.services.engine_state.files import busy, writer_at
+from tests.services.engine_state.files import VTC, busy, counting, writer_at
 from tests.services.predictor_server.running_sidecars import (
     A30,
     NAME,
@@ -233,6 +234,45 @@ def test_an_engine_whose_step_does_not_end_is_down(tmp_path: Path) -> None:
             writer.state["num_in_flight"] = 0
             writer.state["num_scheduled"] = 0
             writer.live["in_flight_tokens"] = 0
+            writer.publish()
+            await client.until(lambda response: response.state == READY)
+
+    run(test())
+    writer.close()
+
+
+def test_forecasts_go_by_what_clients_have_been_served(tmp_path: Path) -> None:
+    """Of two clients that wait, the one that was served less goes first; an impossible counter is no state at all."""
+    writer = writer_at(tmp_path / "state", replace(VTC, max_num_seqs=1), num_blocks=0, num_clients=4)
+    writer.put_request(0, serial=1, request_id="cmpl-r0-0-00000000", arrival_s=0.0, prompt_tokens=70, max_tokens=30,
+                       client_id="alice")  # fmt: skip
+    writer.waiting[0], writer.state["num_waiting"] = 0, 1
+
+    async def ttft_s(client: SidecarClient, alice_tokens: float, bob_tokens: float) -> float:
+        counting(writer, [("alice", 1.0, alice_tokens, 1), ("bob", 1.0, bob_tokens, 1)])
+        response = await client.predict(request(client_id="bob"))
+        assert response.state == READY
+        snapshot = snapshot_from_view(Reader(str(tmp_path / "state")).read())
+        candidate = RequestFacts(
+            request_id="r", prompt_tokens=20, output_tokens=10, max_tokens=10, client_id="bob", arrival_s=snapshot.taken_s
+        )
+        (theirs,) = Forecaster(engine_from(snapshot, A30.step_time)).forecast([candidate], snapshot.taken_s)
+        ours = response.predictions[0].forecast
+        assert ours.ttft_s == pytest.approx(theirs.ttft_s, rel=1e-6)
+        return float(ours.ttft_s)
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S) as client:
+            before, after = await ttft_s(client, 5000.0, 100.0), await ttft_s(client, 100.0, 5000.0)
+            assert after > 10 * before
+            writer.clients["tokens"][1] = np.nan
+            writer.publish()
+            response = await client.until(lambda response: response.state == DOWN)
+            assert not response.predictions
+            refused = await client.reserve(request())
+            assert "memory.clients.tokens: must be at least 0" in refused.prediction.refusal.reason
+            assert "\n" not in refused.prediction.refusal.reason
+            writer.clients["tokens"][1] = 3.0
             writer.publish()
             await client.until(lambda response: response.state == READY)
 
