@@ -35,7 +35,7 @@ class View:
     `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before. `live`
     and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps` the steps in
     flight, oldest first. `clients` are those whose tokens the local scheduler counts. `now_s` is the time of reading on
-    the engine's clock, `age_s` the age of the publication on the wall clock, and `clock_rate` engine seconds per second.
+    the engine's clock, `age_s` the age of the publication on the wall clock, `clock_rate` engine seconds per second.
     """
 
     life: int

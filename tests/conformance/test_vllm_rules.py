@@ -153,7 +153,8 @@ def test_the_state_file_has_what_the_rule_remembers(installed: Path) -> None:
             ours = {"memory": head.memory.tolist(), "clients": clients, "room": room}
             assert remembered == ours, f"seed {load['seed']}, step {number}"
             most[load["rule"]] = max(most[load["rule"]], len(clients))
-    assert most == {"weighted_vtc": 3, "edf": 0}
+    assert most["weighted_vtc"] > 3
+    assert most["edf"] == 0
 
 
 def test_the_plug_in_has_a_class_for_every_rule() -> None:

@@ -106,7 +106,8 @@ def test_a_replica_goes_on_like_the_engine(tmp_path: Path, rule: str) -> None:
         engine = load.loaded(AFFINE)
         engine.advance(until_s)
         later = {request.request_id for request in snapshot_of(engine, 0.0).reserved}
-        engine = Load(engine=load.engine, requests=[one for one in load.requests if one["id"] not in later]).loaded(AFFINE)
+        load = Load(engine=load.engine, requests=[one for one in load.requests if one["id"] not in later])
+        engine = load.loaded(AFFINE)
         engine.advance(until_s)
         view = viewed(tmp_path / str(next(FILES)), engine)
         assert snapshot_from_view(view).memory == snapshot_of(engine, 0.0).memory

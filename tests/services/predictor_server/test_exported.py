@@ -254,7 +254,12 @@ def test_forecasts_go_by_what_clients_have_been_served(tmp_path: Path) -> None:
         assert response.state == READY
         snapshot = snapshot_from_view(Reader(str(tmp_path / "state")).read())
         candidate = RequestFacts(
-            request_id="r", prompt_tokens=20, output_tokens=10, max_tokens=10, client_id="bob", arrival_s=snapshot.taken_s
+            request_id="r",
+            prompt_tokens=20,
+            output_tokens=10,
+            max_tokens=10,
+            client_id="bob",
+            arrival_s=snapshot.taken_s,
         )
         (theirs,) = Forecaster(engine_from(snapshot, A30.step_time)).forecast([candidate], snapshot.taken_s)
         ours = response.predictions[0].forecast
