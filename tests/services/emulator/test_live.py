@@ -33,11 +33,11 @@ LONG = {"prompt": "tell me a long story", "max_tokens": 900, "ignore_eos": True,
 
 
 def as_an_engine_knows_it(item: LiveRequest) -> LiveRequest:
-    """The part of a request's state that an engine knows: not its answer's end, nor future tokens."""
+    """The part of a request's state that an engine knows: not its answer's end, future tokens, or attained deadlines."""
     request = item.request
     num_known = (request.prompt_tokens + item.produced_tokens) // CONFIG.block_size
     known = replace(request, output_tokens=None, prefix_hashes=request.prefix_hashes[:num_known])
-    return replace(item, request=known)
+    return replace(item, request=known, tokens_on_time=None)
 
 
 def as_a_file_tells_it(snapshot: Snapshot, taken_s: float) -> Snapshot:
