@@ -18,7 +18,6 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.request import CLASSES, MAX_PRIORITY
-from predictor.snapshot import Memory
 from predictor.state import NO_CONTENT, NONE, PENDING, RUNNING, WAITING, State
 from predictor.step_time import StepTime, step_seconds
 
@@ -70,6 +69,18 @@ class ReportedContents(NamedTuple):
     hashes: tuple[np.ndarray, ...]
 
 
+class ReportedMemory(NamedTuple):
+    """What an engine's local scheduler remembers between steps, as in `snapshot.Memory`.
+
+    `numbers` are `state.MEMORY_SIZE`, and `clients` has the first fields of `state.CLIENT`.
+    """
+
+    num_steps: int
+    correction: float
+    numbers: np.ndarray
+    clients: np.ndarray
+
+
 class ReportedState(NamedTuple):
     """An engine's state at `now_s`, in arrays by slot; all of it is checked before use.
 
@@ -91,7 +102,7 @@ class ReportedState(NamedTuple):
     tag_median: np.ndarray
     tag_spread: np.ndarray
     contents: ReportedContents | None = None
-    memory: Memory | None = None
+    memory: ReportedMemory | None = None
 
 
 class EngineReplica:
@@ -140,7 +151,7 @@ class EngineReplica:
         head.decodes_since_look = reported.decodes_since_look
         head.steady = head.stuck = head.fruitless_preemptions = 0
         if reported.memory is not None:
-            self.engine.remember(reported.memory)
+            self._remember(reported.memory)
         elif head.estimator_momentum > 0:  # the correction of its local scheduler counts as complete
             head.correction = head.pace / head.estimator_factor
         for ahead, step in enumerate(reported.steps):
@@ -205,6 +216,20 @@ class EngineReplica:
             raise ValueError(f"num_free_blocks: {reported.num_free_blocks} of {self.engine.num_blocks} cannot be free")
         if not all(math.isfinite(time_s) for time_s in (reported.now_s, *(step.start_s for step in reported.steps))):
             raise ValueError("steps: now_s and start_s must be finite")
+
+    def _remember(self, memory: ReportedMemory) -> None:
+        """Set what the local scheduler remembers."""
+        _require_memory(memory)
+        head, clients = self.engine.state.engine[0], self.engine.state.clients
+        count = len(memory.clients)
+        if count > len(clients):
+            raise ValueError(f"memory.clients: {count} are more than {self.engine.config.batcher} counts")
+        head.num_steps, head.correction, head.num_clients = memory.num_steps, memory.correction, count
+        head.memory = memory.numbers
+        if count:
+            rows = clients.view(np.ndarray)
+            for name in memory.clients.dtype.names or ():
+                rows[name][:count] = memory.clients[name]
 
     def _columns(self, reported: ReportedState, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the reported columns, and the known or predicted lengths of responses, NaN for unknown."""
@@ -451,6 +476,20 @@ def chain_free(state: State, order: np.ndarray) -> int:
 
 
 put, put_in_flight, put_contents = direct(put_requests), direct(put_step), direct(put_blocks)
+
+
+def _require_memory(memory: ReportedMemory) -> None:
+    """Refuse what no local scheduler remembers."""
+    if not (math.isfinite(memory.correction) and memory.correction > 0):
+        raise ValueError(f"memory.correction: must be above 0, not {memory.correction}")
+    if not all(map(math.isfinite, memory.numbers.tolist())):
+        raise ValueError("memory.numbers: must be finite")
+    if len(memory.clients):
+        weight, tokens = memory.clients["weight"], memory.clients["tokens"]
+        if not (np.isfinite(weight) & (weight > 0)).all():
+            raise ValueError("memory.clients.weight: must be above 0")
+        if not (np.isfinite(tokens) & (tokens >= 0)).all():
+            raise ValueError("memory.clients.tokens: must be at least 0")
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
-from predictor.state import NONE, State
+from predictor.state import MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
@@ -67,7 +67,8 @@ def forget_contents(engine: Engine) -> None:
 class Copies(NamedTuple):
     """The arrays that the state is copied to; without `blocks` contents are not exported."""
 
-    state: np.ndarray  # this and the next four are arrays of the file
+    state: np.ndarray  # this and the next five are arrays of the file
+    clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     live: np.ndarray
@@ -89,6 +90,7 @@ def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
     out.decodes_since_look = head.decodes_since_look
     out.num_planned = head.num_steps
     out.num_preemptions = head.num_preemptions
+    _copy_memory(state, into)
     for place in range(head.num_running):
         into.running[place] = state.running[place]
     for place in range(head.num_waiting):
@@ -97,6 +99,19 @@ def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
         _copy_request(state, into, slot)
     if len(into.blocks) > 0:
         _copy_blocks(state, into, hash_of)
+
+
+@kernel
+def _copy_memory(state: State, into: Copies) -> None:
+    """Copy what the local scheduler remembers."""
+    head, out = state.engine[0], into.state[0]
+    out.correction = head.correction
+    for index in range(MEMORY_SIZE):
+        out.memory[index] = head.memory[index]
+    out.num_clients = head.num_clients
+    for index in range(head.num_clients):
+        client, row = state.clients[index], into.clients[index]
+        row.tenant, row.weight, row.tokens, row.waits = client.tenant, client.weight, client.tokens, client.waits
 
 
 @kernel
@@ -172,6 +187,7 @@ class EngineStateExporter:
             num_slots=len(engine.state.requests),
             num_blocks=engine.num_blocks if contents else 0,
             blocks_per_request=-(-config.max_model_len // config.block_size) if contents else 0,
+            num_clients=len(engine.state.clients),
         )
         self._hashes: dict[int, np.ndarray] = {}
         self._prefix = [0, 0]
@@ -294,8 +310,10 @@ class EngineStateExporter:
         tables = np.full_like(self._engine.state.tables, NONE)
         num_slots = len(writer.live)
         new_hashes, new_blocks = np.full(num_slots, NONE), np.full(num_slots, NONE)
-        state, live, blocks = (array.view(np.recarray) for array in (writer.state, writer.live, writer.blocks))
-        return Copies(state, writer.running, writer.waiting, live, blocks, tables, new_hashes, new_blocks)
+        state, clients, live, blocks = (
+            array.view(np.recarray) for array in (writer.state, writer.clients, writer.live, writer.blocks)
+        )
+        return Copies(state, clients, writer.running, writer.waiting, live, blocks, tables, new_hashes, new_blocks)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

@@ -25,6 +25,7 @@ class Core(NamedTuple):
 
     data: bytes
     state: np.ndarray
+    clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     live: np.ndarray
@@ -146,12 +147,14 @@ class StateFile:
         }
         expected = layout.sections_for(
             num_slots=sections["live"].rows,
+            num_clients=sections["clients"].rows,
             num_blocks=sections["blocks"].rows,
             blocks_per_request=sections["tables"].row_size // layout.TABLE_ENTRY.itemsize,
             settings_bytes=sections["settings"].rows,
         )
         too_many = (
             sections["live"].rows > layout.MAX_SLOTS
+            or sections["clients"].rows > layout.MAX_CLIENTS
             or sections["blocks"].rows > layout.MAX_BLOCKS
             or sections["tables"].row_size > layout.MAX_TABLE_BYTES
         )
@@ -171,6 +174,7 @@ class StateFile:
         core = Core(
             data=data,
             state=state,
+            clients=self._over(data, "clients", layout.CLIENT)[: int(state["num_clients"][0])],
             running=self._over(data, "running", layout.SLOT)[: int(state["num_running"][0])],
             waiting=self._over(data, "waiting", layout.SLOT)[: int(state["num_waiting"][0])],
             live=self._over(data, "live", layout.LIVE),
@@ -225,6 +229,7 @@ class StateFile:
 
     def _view(self, core: Core, contents: Contents | None) -> View:
         head, slots, live = core.state[0], core.slots, core.live
+        self._require(len(core.clients) == head["num_clients"], "num_clients")
         self._require(len(core.running) == head["num_running"], "num_running")
         self._require(len(core.waiting) == head["num_waiting"], "num_waiting")
         self._require(len(np.unique(slots)) == len(slots), "running and waiting")
@@ -242,6 +247,7 @@ class StateFile:
             clock_rate=rate,
             settings=self._settings,
             state=head,
+            clients=core.clients,
             running=core.running,
             waiting=core.waiting,
             steps=self._steps(core.data, head, set(slots.tolist())),

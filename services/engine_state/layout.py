@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = b"BLKSTATE"
-VERSION = 2
+VERSION = 3
 
 ID_BYTES = 120
 NAME_BYTES = 64  # of a tenant or a session
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
+MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
 MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
 
@@ -43,8 +44,14 @@ STATE = np.dtype(
         ("num_preemptions", "<u8"),
         ("prefix_queries", "<u8"),
         ("prefix_hits", "<u8"),
+        ("correction", "<f8"),
+        ("memory", "<f8", (MEMORY_SIZE,)),
+        ("num_clients", "<u4"),
+        ("reserved", "<u4"),
     ]
 )
+
+CLIENT = np.dtype([("tenant", "<i8"), ("weight", "<f8"), ("tokens", "<f8"), ("waits", "<i8")])
 
 LIVE = np.dtype(
     [
@@ -133,9 +140,9 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. Every publication writes the first five, together.
+# In this order in the file and in the header's table. Every publication writes the first six, together.
 SECTIONS = (
-    "state", "running", "waiting", "batch", "live",
+    "state", "clients", "running", "waiting", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
 )  # fmt: skip
 
@@ -157,6 +164,7 @@ MAX_SETTINGS_BYTES = 1 << 20
 MAX_TABLE_BYTES = 1 << 22
 MAX_SLOTS = 1 << 20
 MAX_BLOCKS = 1 << 26
+MAX_CLIENTS = 1 << 20
 
 
 class Section(NamedTuple):
@@ -176,6 +184,7 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
     """Return the bytes per row of each section."""
     return {
         "state": STATE.itemsize,
+        "clients": CLIENT.itemsize,
         "running": SLOT.itemsize,
         "waiting": SLOT.itemsize,
         "batch": SCHEDULED.itemsize,
@@ -191,11 +200,12 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
 
 
 def sections_for(
-    *, num_slots: int, num_blocks: int, blocks_per_request: int, settings_bytes: int
+    *, num_slots: int, num_clients: int, num_blocks: int, blocks_per_request: int, settings_bytes: int
 ) -> dict[str, Section]:
     """Return the sections of a file with these sizes."""
     rows = {
         "state": 1,
+        "clients": num_clients,
         "running": num_slots,
         "waiting": num_slots,
         "batch": MAX_STEPS_IN_FLIGHT * num_slots,

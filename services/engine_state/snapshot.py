@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from predictor.batching import batcher_named
 from predictor.config import FIELD_NAMES, EngineConfig
-from predictor.engine_replica import ReportedContents, ReportedState, ReportedStep
+from predictor.engine_replica import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.lengths import Tag
 from predictor.request import CLASSES, MAX_PRIORITY, REAL_TIME, RequestFacts, Slo
-from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
+from predictor.snapshot import VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
 from predictor.suggestions import require_known
 from services.engine_state import layout
 from services.engine_state.identity import client_id
@@ -47,17 +48,34 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
         )
     ]
     num_running = len(view.running)
+    config = config_of(view)
     return Snapshot(
         version=VERSION,
         taken_s=view.now_s,
-        config=config_of(view),
+        config=config,
         num_free_blocks=int(view.state["num_free_blocks"]),
         running=tuple(items[:num_running]),
         waiting=tuple(items[num_running:]),
         steps=tuple(_step(start_s, entries, names) for start_s, entries in view.steps),
         kv_cache=_kv_cache(contents) if contents else None,
         decodes_since_look=int(view.state["decodes_since_look"]),
+        memory=_memory(view) if batcher_named(config.batcher).estimates else Memory(),
     )
+
+
+def _memory(view: View) -> Memory:
+    try:
+        return Memory(
+            num_steps=int(view.state["num_planned"]),
+            correction=float(view.state["correction"]),
+            numbers=tuple(np.trim_zeros(view.state["memory"], "b").tolist()),
+            clients=tuple(
+                ServedClient(tenant=tenant, weight=weight, tokens=tokens, waits=bool(waits))
+                for tenant, weight, tokens, waits in view.clients.tolist()
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(f"memory.{error}") from None
 
 
 def _name(view: View, slot: int) -> str:
@@ -144,9 +162,12 @@ def _kv_cache(contents: Contents) -> KvCache:
 
 
 def reported_state(
-    view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray
+    view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray, remembers: bool
 ) -> ReportedState:
-    """Convert a view for an engine replica; the lengths of responses are given by slot."""
+    """Convert a view for an engine replica; the lengths of responses are given by slot.
+
+    `remembers` says whether the engine's local scheduler remembers anything between steps.
+    """
     contents = view.contents
     return ReportedState(
         now_s=view.now_s,
@@ -171,4 +192,12 @@ def reported_state(
             tables=contents.tables,
             hashes=contents.hashes,
         ),
+        memory=ReportedMemory(
+            num_steps=int(view.state["num_planned"]),
+            correction=float(view.state["correction"]),
+            numbers=view.state["memory"],
+            clients=view.clients,
+        )
+        if remembers
+        else None,
     )

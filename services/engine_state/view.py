@@ -34,8 +34,8 @@ class View:
 
     `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before. `live`
     and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps` the steps in
-    flight, oldest first. `now_s` is the time of reading on the engine's clock, `age_s` the age of the publication on
-    the wall clock, and `clock_rate` engine seconds per second.
+    flight, oldest first. `clients` are those whose tokens the local scheduler counts. `now_s` is the time of reading on
+    the engine's clock, `age_s` the age of the publication on the wall clock, `clock_rate` engine seconds per second.
     """
 
     life: int
@@ -46,6 +46,7 @@ class View:
     clock_rate: float
     settings: dict[str, Any]
     state: np.void
+    clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     steps: tuple[tuple[float, np.ndarray], ...]

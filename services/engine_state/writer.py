@@ -30,16 +30,16 @@ MAX_SINGLE_WRITES = 16  # of changed blocks; for more, all blocks are written at
 class Writer:
     """One engine's state file: fill in the arrays, then `publish` them all at once.
 
-    The arrays (`state`, `running`, `waiting`, `batch`, `live`, `blocks`) are in this process's memory; readers see them
-    only after `publish`. `grow` replaces a file that is too small by a larger one. Failures are OSErrors; after one,
-    the file can only be closed.
+    The arrays (`state`, `clients`, `running`, `waiting`, `batch`, `live`, `blocks`) are in this process's memory;
+    readers see them only after `publish`. `grow` replaces a file that is too small by a larger one. Failures are
+    OSErrors; after one, the file can only be closed.
 
     The file is written through a mapping, and only where memory has been allocated: writing to a page without memory
     would kill the process. System calls would be simpler, but each releases the interpreter lock, and beside vLLM's
     threads it took up to a millisecond until the engine's loop had the lock again.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes of a file
         self,
         path: str,
         settings: Mapping[str, Any],
@@ -47,13 +47,18 @@ class Writer:
         num_slots: int,
         num_blocks: int = 0,
         blocks_per_request: int = 0,
+        num_clients: int = 0,
     ) -> None:
-        """Create the file of an idle engine; `num_blocks` is 0 where the contents of blocks are not exported."""
+        """Create the file of an idle engine; `num_blocks` is 0 where the contents of blocks are not exported.
+
+        `num_clients` is the highest number of clients whose tokens the engine's local scheduler counts.
+        """
         self.path = Path(path).absolute()
         self._settings = json.dumps(settings).encode()
         if len(self._settings) > layout.MAX_SETTINGS_BYTES:
             raise ValueError(f"settings: {len(self._settings)} bytes are more than {layout.MAX_SETTINGS_BYTES}")
         self._blocks_per_request = blocks_per_request
+        self._num_clients = num_clients
         self._sequence = self._generation = 0
         self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
@@ -63,7 +68,7 @@ class Writer:
         self._rows: list[tuple[str, int, bytes]] = []  # section, offset, data: for the next publication
         self.blocks = np.zeros(num_blocks, layout.BLOCK)
         self._allocate(num_slots)
-        self.state["clock_rate"] = 1.0
+        self.state["clock_rate"] = self.state["correction"] = 1.0
         _refuse_to_replace(self.path)
         self._create_file()
 
@@ -218,6 +223,7 @@ class Writer:
         """Lay out the file, and create the arrays over the sections that every publication writes."""
         self._sections = layout.sections_for(
             num_slots=num_slots,
+            num_clients=self._num_clients,
             num_blocks=len(self.blocks),
             blocks_per_request=self._blocks_per_request,
             settings_bytes=len(self._settings),
@@ -225,13 +231,14 @@ class Writer:
         live = self._sections["live"]
         self._core = bytearray(live.offset + live.size - HEADER_SIZE)
         self.state = self._over("state", layout.STATE)
+        self.clients = self._over("clients", layout.CLIENT)
         self.running = self._over("running", layout.SLOT)
         self.waiting = self._over("waiting", layout.SLOT)
         self.batch = self._over("batch", layout.SCHEDULED).reshape(layout.MAX_STEPS_IN_FLIGHT, num_slots)
         self.live = self._over("live", layout.LIVE)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.state, self.running, self.waiting, *self.batch, self.live
+        return self.state, self.clients, self.running, self.waiting, *self.batch, self.live
 
     def _over(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         section = self._sections[name]

@@ -196,6 +196,7 @@ class ExportedEngine:
                 known_tokens=followed.known_tokens,
                 tag_median=followed.tag_median,
                 tag_spread=followed.tag_spread,
+                remembers=followed.replica.engine.batcher.estimates,
             )
         )
         self._counters.update(view.state, time.monotonic())

@@ -3,7 +3,7 @@
 Runs under the interpreter that has vLLM; the first argument is the folder that the plug-in is installed in. A workload
 has `rule`, its `settings`, and in `seconds` the coefficients of its profile's step time. Of a workload that the class
 refuses, the answer is `{"refused": MESSAGE}`. With `fails_at`, the rule raises an exception in that step; with
-`state_file`, the scheduler's state is exported too.
+`state_file`, the scheduler's state is exported too, and `remembered` has what the file says of the rule's memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), sys.argv[1]]
 
+import numpy as np  # noqa: E402
 import vllm_trace  # noqa: E402
-from block_vllm_export import schedulers  # noqa: E402
+from block_vllm_export import layout, schedulers  # noqa: E402
 from block_vllm_export.settings import settings_of  # noqa: E402
 from block_vllm_export.wrapping import exporting  # noqa: E402
 from vllm_trace import SamplingParams, Scheduler, SchedulerOutput, Trace, VllmConfig  # noqa: E402
@@ -25,6 +26,10 @@ from vllm_trace import SamplingParams, Scheduler, SchedulerOutput, Trace, VllmCo
 
 class PluginTrace(Trace):
     """One engine with a rule, one workload; steps take as long as the profile says."""
+
+    def __init__(self, base: VllmConfig, workload: dict[str, Any]) -> None:
+        self.remembered: list[dict[str, Any]] = []
+        super().__init__(base, workload)
 
     def build(self, base: VllmConfig) -> Scheduler:
         """Construct the rule's class, on the clock of the trace."""
@@ -61,13 +66,28 @@ class PluginTrace(Trace):
         """Let the rule fail where the workload says so."""
         if len(self.steps) == self.workload.get("fails_at"):
             self.planner._rule = None
-        return super().schedule(start_s)
+        launched = super().schedule(start_s)
+        if "state_file" in self.workload:
+            self.remembered.append(self.exported_memory())
+        return launched
+
+    def exported_memory(self) -> dict[str, Any]:
+        """Read what the rule remembers from the state file."""
+        data = Path(self.workload["state_file"]).read_bytes()
+        table = {
+            name: layout.Section(*layout.SECTION.unpack_from(data, layout.TABLE_AT + number * layout.SECTION.size))
+            for number, name in enumerate(layout.SECTIONS)
+        }
+        state = np.frombuffer(data, layout.STATE, 1, table["state"].offset)[0]
+        clients = np.frombuffer(data, layout.CLIENT, state["num_clients"], table["clients"].offset)
+        return {"memory": state["memory"].tolist(), "clients": clients.tolist(), "room": table["clients"].rows}
 
     def run(self) -> dict[str, Any]:
         """Report also what the plug-in knows."""
         traced = super().run()
         traced["coverage"]["unplanned"] = self.scheduler.block_num_unplanned
         return traced | {
+            "remembered": self.remembered,
             "bad_facts": self.planner.num_bad_facts,
             "has_failed": self.scheduler.block_planner is None,
             "exports": hasattr(self.scheduler, "block_export") and self.scheduler.block_export.exporter is not None,

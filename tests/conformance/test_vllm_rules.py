@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from predictor.batching import settled
+from predictor.batching import BATCHERS, settled
 from predictor.config import EngineConfig
 from predictor.profile import profile_to_json
+from services.engine_state.layout import CLIENT
 from tests.conformance.compare import first_difference
-from tests.conformance.ruled_workloads import PROFILE, our_steps, ruled_workload
+from tests.conformance.ruled_workloads import PROFILE, our_engine, our_steps, ruled_workload
 from tests.conformance.vllm_side import interpreter, plugin_traces
 from tests.deploy.installing import PLUGIN, pip_install
 from tests.strategies import PLANNED
@@ -135,6 +136,25 @@ def test_the_state_is_exported_beside_a_rule(traced: Traced, installed: Path) ->
     for (_, alone), found in zip(some, answers(loads, installed), strict=True):
         assert found["exports"]
         assert found["steps"] == alone["steps"]
+
+
+def test_the_state_file_has_what_the_rule_remembers(installed: Path) -> None:
+    """After each step, clients and counters are those of the engine model; other rules have no room for clients."""
+    seeds = [seed for seed in range(6 * len(PLANNED)) if PLANNED[seed % len(PLANNED)] in ("weighted_vtc", "edf")]
+    loads = [ruled_workload(seed, str(installed / "exact.json")) for seed in seeds]
+    loads = [{**load, "state_file": str(installed / f"{load['seed']}.memory")} for load in loads]
+    most: Counter[str] = Counter()
+    for load, found in zip(loads, answers(loads, installed), strict=True):
+        engine = our_engine(load)
+        head, room = engine.state.engine[0], BATCHERS[load["rule"]].max_clients
+        for number, remembered in enumerate(found["remembered"]):
+            assert engine.next_step() is not None
+            clients = [list(one)[: len(CLIENT)] for one in engine.state.clients[: head.num_clients].tolist()]
+            ours = {"memory": head.memory.tolist(), "clients": clients, "room": room}
+            assert remembered == ours, f"seed {load['seed']}, step {number}"
+            most[load["rule"]] = max(most[load["rule"]], len(clients))
+    assert most["weighted_vtc"] > 3
+    assert most["edf"] == 0
 
 
 def test_the_plug_in_has_a_class_for_every_rule() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import predictor
@@ -22,6 +23,7 @@ from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.request import Slo
+from predictor.state import CLIENT, MEMORY_SIZE
 from services.engine_state.identity import short_hash
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
@@ -180,6 +182,19 @@ class Scheduler:
         return "down"
 
 
+class CountingScheduler(Scheduler):
+    """A scheduler with a rule that counts at most four clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_planner = SimpleNamespace(
+            config=SimpleNamespace(batcher="weighted_vtc", batcher_options={}),
+            memory=np.zeros((1, MEMORY_SIZE)),
+            clients=np.zeros(0, CLIENT),
+            max_clients=4,
+        )
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the plug-in as its README says, and return where its package is."""
@@ -306,6 +321,31 @@ def test_it_exports_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     assert (int(outcome["output_tokens"]), int(outcome["reason"])) == (1, 0)
     assert scheduler.shutdown() == "down"
     assert not path.exists()
+
+
+def test_it_exports_what_a_rule_remembers(path: Path, wrapping: ModuleType) -> None:
+    """The clients that it counts now, and its numbers, also after the file has grown."""
+    scheduler = wrapping.exporting(CountingScheduler)()
+    reader = Reader(str(path))
+    assert reader.read().clients.size == 0
+    planner = scheduler.block_planner
+    planner.memory[0, :2] = (3.0, 0.5)
+    planner.clients = np.array([(7, 1.0, 40.0, 1, 9, 9, 9.0), (8, 2.0, 2.0**40, 0, 9, 9, 9.0)], CLIENT)
+    scheduler.block_export("publish")
+    memory = snapshot_from_view(reader.read()).memory
+    assert (memory.numbers, memory.correction) == ((3.0, 0.5), 1.0)
+    assert [(one.tenant, one.weight, one.tokens, one.waits) for one in memory.clients] == [
+        (7, 1.0, 40.0, True), (8, 2.0, 2.0**40, False),
+    ]  # fmt: skip
+    planner.clients = planner.clients[1:]
+    scheduler.add("first")
+    scheduler.schedule()
+    assert [one.tenant for one in snapshot_from_view(reader.read()).memory.clients] == [8]
+    for number in range(200):  # more than there were slots
+        scheduler.add(f"more{number}")
+    scheduler.block_export("publish")
+    assert [one.tenant for one in snapshot_from_view(reader.read()).memory.clients] == [8]
+    scheduler.shutdown()
 
 
 def test_a_sidecar_reads_it(path: Path, wrapping: ModuleType) -> None:

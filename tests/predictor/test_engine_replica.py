@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.engine_replica import EngineReplica, ReportedContents, ReportedState, ReportedStep
+from predictor.engine_replica import EngineReplica, ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.request import BEST_EFFORT, CLASSES, RequestFacts, Slo, tenant_number
-from predictor.snapshot import Snapshot
+from predictor.snapshot import Memory, Snapshot
+from predictor.state import MEMORY_SIZE
 from predictor.transfer import engine_from, snapshot_of
-from services.engine_state.layout import LIVE, REQUEST
+from services.engine_state.layout import CLIENT, LIVE, REQUEST
 from tests.inspecting import free_list
 from tests.strategies import AFFINE, Load, examples, load_of, loads
 
@@ -81,8 +82,16 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         tag_median=median,
         tag_spread=spread,
         contents=contents(snapshot),
-        memory=snapshot.memory,
+        memory=reported_memory(snapshot.memory),
     )
+
+
+def reported_memory(memory: Memory) -> ReportedMemory:
+    """Convert what a local scheduler remembers."""
+    numbers = np.zeros(MEMORY_SIZE)
+    numbers[: len(memory.numbers)] = memory.numbers
+    clients = [(one.tenant, one.weight, one.tokens, one.waits) for one in memory.clients]
+    return ReportedMemory(memory.num_steps, memory.correction, numbers, np.array(clients, CLIENT))
 
 
 def contents(snapshot: Snapshot) -> ReportedContents | None:
@@ -251,6 +260,15 @@ def test_an_impossible_state_is_refused_and_leaves_an_idle_replica() -> None:
     assert wrong(facts=facts("prompt_tokens", 0)).startswith("prompt_tokens")
     assert wrong(facts=facts("prompt_tokens", 2**31 - 1)).startswith("prompt_tokens")
     assert wrong(facts=facts("max_tokens", 0)).startswith("output_tokens")
+    memory = reported_memory(Memory())
+    for correction in (0.0, np.nan, np.inf):
+        assert wrong(memory=memory._replace(correction=correction)).startswith("memory.correction")
+    assert wrong(memory=memory._replace(numbers=np.full(MEMORY_SIZE, np.nan))).startswith("memory.numbers")
+    for tokens, weight in ((np.nan, 1.0), (-1.0, 1.0), (np.inf, 1.0), (1.0, 0.0), (1.0, np.nan), (1.0, np.inf)):
+        clients = np.array([(1, weight, tokens, 0)], CLIENT)
+        assert wrong(memory=memory._replace(clients=clients)).startswith("memory.clients.")
+    clients = np.array([(1, 1.0, 1.0, 0)], CLIENT)
+    assert wrong(memory=memory._replace(clients=clients)) == "memory.clients: 1 are more than vllm_v1 counts"
     replica.update(right)
     (forecast,) = Forecaster(replica.engine).forecast(
         [RequestFacts(request_id="new", prompt_tokens=9, tag=5)], right.now_s

@@ -69,12 +69,14 @@ class Exporter:
             and scheduler.hash_block_size == self._size == managers[0].block_size
         )
         num_blocks = int(self._pool.num_gpu_blocks) - 1
+        planner = getattr(scheduler, "block_planner", None)
         self._writer = Writer(
             path,
             settings,
             num_slots=settings["engine"]["max_num_seqs"] + SPARE_SLOTS,
             num_blocks=num_blocks if has_contents else 0,
             blocks_per_request=-(-settings["engine"]["max_model_len"] // self._size) if has_contents else 0,
+            num_clients=planner.max_clients if planner else 0,
         )
         self._writer.state["num_blocks"] = num_blocks
         self._contents = BlockContents(self._pool, self._writer.blocks) if has_contents else None
@@ -224,6 +226,7 @@ class Exporter:
             [entry.request.num_preemptions for entry in exported.values()]
         )
         self._write_steps()
+        self._write_memory()
         if self._contents is None:
             writer.publish()
         else:
@@ -240,6 +243,18 @@ class Exporter:
             batch[ahead, : len(rows)] = np.frombuffer(
                 b"".join(starmap(layout.SCHEDULED_ROW.pack, rows)), layout.SCHEDULED
             )
+
+    def _write_memory(self) -> None:
+        """Write what the scheduler's batching rule remembers, where it has one."""
+        planner = getattr(self._scheduler, "block_planner", None)
+        if planner is None:
+            return
+        state, clients = self._writer.state, planner.clients
+        state["memory"] = planner.memory
+        state["num_clients"] = len(clients)
+        if len(clients):
+            for name in layout.CLIENT.names or ():
+                self._writer.clients[name][: len(clients)] = clients[name]
 
     def _is_live(self, entry: ExportedRequest) -> bool:
         return self._exported.get(entry.request.request_id) is entry

@@ -89,6 +89,23 @@ class StepPlanner:
         self._rule(self._state)  # compiled, or read from the cache, before the engine serves
         self._steps["num_scheduled"] = 0
 
+    # What the rule remembers between steps.
+
+    @property
+    def memory(self) -> np.ndarray:
+        """The rule's own numbers."""
+        return self._engine["memory"]
+
+    @property
+    def clients(self) -> np.ndarray:
+        """The clients whose tokens the rule counts."""
+        return self._clients[: int(self._engine["num_clients"][0])]
+
+    @property
+    def max_clients(self) -> int:
+        """The highest number of clients whose tokens the rule counts."""
+        return len(self._clients)
+
     # What the scheduler reports.
 
     def added(self, request: Any) -> None:

@@ -33,11 +33,11 @@ LONG = {"prompt": "tell me a long story", "max_tokens": 900, "ignore_eos": True,
 
 
 def as_an_engine_knows_it(item: LiveRequest) -> LiveRequest:
-    """The part of a request's state that an engine knows: not its answer's end, nor future tokens."""
+    """The part of a request's state that an engine knows: not its answer's end, future tokens, or attained deadlines."""
     request = item.request
     num_known = (request.prompt_tokens + item.produced_tokens) // CONFIG.block_size
     known = replace(request, output_tokens=None, prefix_hashes=request.prefix_hashes[:num_known])
-    return replace(item, request=known)
+    return replace(item, request=known, tokens_on_time=None)
 
 
 def as_a_file_tells_it(snapshot: Snapshot, taken_s: float) -> Snapshot:
@@ -65,8 +65,10 @@ def lines(client: httpx.Client, body: dict[str, Any]) -> Any:
         replace(CONFIG, enable_prefix_caching=False, max_num_seqs=4),
         EngineConfig(batcher="vllm_v0", max_num_seqs=16, num_gpu_blocks=60, max_model_len=256),
         EngineConfig(batcher="lightllm", max_num_seqs=16, num_gpu_blocks=60, max_model_len=256),
+        replace(CONFIG, batcher="weighted_vtc", num_gpu_blocks=60),
+        replace(CONFIG, batcher="fair_batching", estimator_momentum=0.9, estimator_factor=1.3, estimator_noise=0.2),
     ],
-    ids=["v1", "async, tight", "priority, tight", "no prefix cache", "v0", "lightllm"],
+    ids=["v1", "async, tight", "priority, tight", "no prefix cache", "v0", "lightllm", "clients", "correction"],
 )
 def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineConfig) -> None:
     """At any moment, preempted and cached or not, a reader sees the engine's own state."""
@@ -90,6 +92,7 @@ def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineCo
         for look in range(8):
             engine.set_faults(hang=True)  # time stands still, and with it the engine
             own = snapshot_of(engine.driver.engine, 0.0)
+            assert (config.batcher == "weighted_vtc") == bool(own.memory.clients)
             view = reader.read(contents=True)
             told = snapshot_from_view(view)
             assert told.running or look > 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from predictor.config import EngineConfig
+from predictor.request import tenant_number
 from services.engine_state.writer import Writer
 
 CONFIG = EngineConfig(max_num_seqs=8, num_gpu_blocks=33, max_model_len=256, enable_prefix_caching=True)
-SETTINGS = {"engine": asdict(CONFIG), "model": "tiny"}
+VTC = replace(CONFIG, batcher="weighted_vtc")
+CLIENTS = (("a", 1.0, 4000.0, 1), ("b", 2.0, 10.0, 0), ("", 1.0, 0.0, 0))
 
 
-def writer_at(path: object, **sizes: int) -> Writer:
+def writer_at(path: object, config: EngineConfig = CONFIG, **sizes: int) -> Writer:
     """Create an idle engine's file for eight requests, with the contents of blocks."""
     sizes = {"num_slots": 8, "num_blocks": 32, "blocks_per_request": 16, **sizes}
-    writer = Writer(str(path), SETTINGS, **sizes)
+    writer = Writer(str(path), {"engine": asdict(config), "model": "tiny"}, **sizes)
     writer.state["num_blocks"] = writer.state["num_free_blocks"] = 32
     return writer
 
@@ -52,5 +55,15 @@ def busy(writer: Writer) -> Writer:
         serial=9, request_id="chatcmpl-old-00000009", arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0,
         finished_s=None, prompt_tokens=7, output_tokens=4, hit_tokens=0, num_preemptions=0, reason="abort",
     )  # fmt: skip
+    writer.publish()
+    return writer
+
+
+def counting(writer: Writer, clients: Sequence[tuple[str, float, float, int]] = CLIENTS) -> Writer:
+    """Publish what a local scheduler remembers: the clients that it has counted, and numbers of its own."""
+    writer.clients[: len(clients)] = [(tenant_number(name), *others) for name, *others in clients]
+    state = writer.state
+    state["num_clients"], state["num_planned"], state["correction"] = len(clients), 7, 1.25
+    state["memory"][0, :2] = (10.0, 0.5)
     writer.publish()
     return writer

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from predictor.lengths import Tag
 from predictor.profile import constant_profile
 from predictor.request import CLASSES, REAL_TIME, RequestFacts, tenant_number
-from predictor.snapshot import Snapshot
+from predictor.snapshot import Memory, ServedClient, Snapshot
+from predictor.state import CLIENT, MEMORY_SIZE
 from predictor.transfer import engine_from
 from services.engine_state import layout, process, xargs
 from services.engine_state.identity import client_id, short_hash
@@ -31,7 +32,7 @@ from services.engine_state.view import BUSY, CORRUPT, ENDED, FOREIGN, MISSING, U
 from services.engine_state.writer import IS_ORDERED, Writer, short_id
 from services.engine_state.writer import tenant_number as written_tenant_number
 from tests.predictor.test_request import FACTS, KNOWN_LENGTH
-from tests.services.engine_state.files import CONFIG, busy, writer_at
+from tests.services.engine_state.files import CONFIG, VTC, busy, counting, writer_at
 from tests.services.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -128,6 +129,69 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
     assert view.requests["tenant"][3] == tenant_number(facts.client_id)
 
 
+def test_what_a_local_scheduler_remembers_is_read(path: Path) -> None:
+    """Clients in their order, numbers, correction and steps; a larger file has them too, and later ones replace them."""
+    writer = counting(writer_at(path, VTC, num_clients=4))
+    memory = Memory(
+        num_steps=7,
+        correction=1.25,
+        numbers=(10.0, 0.5),
+        clients=(
+            ServedClient(tenant=tenant_number("a"), weight=1.0, tokens=4000.0, waits=True),
+            ServedClient(tenant=tenant_number("b"), weight=2.0, tokens=10.0),
+            ServedClient(tenant=0, weight=1.0, tokens=0.0),
+        ),
+    )
+    assert snapshot(path).memory == memory
+    writer.grow(64)
+    assert snapshot(path).memory == memory
+    counting(writer, [("b", 2.0, 11.0, 0)])
+    fewer = (ServedClient(tenant=tenant_number("b"), weight=2.0, tokens=11.0),)
+    assert snapshot(path).memory == replace(memory, clients=fewer)
+    writer.close()
+
+
+def test_a_local_scheduler_that_remembers_nothing_has_no_memory(path: Path) -> None:
+    """Its file has no room for clients, and what else is in it has no effect."""
+    writer = counting(writer_at(path), ())
+    assert Reader(str(path)).read().clients.size == writer.clients.size == 0
+    assert snapshot(path).memory == Memory()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("correction", 0.0, "memory.correction: must be above 0"),
+        ("correction", np.nan, "memory.correction: must be above 0"),
+        ("memory", np.inf, "memory.numbers: must be finite"),
+        ("weight", np.nan, "memory.weight: must be above 0"),
+        ("weight", 0.0, "memory.weight: must be above 0"),
+        ("tokens", -1.0, "memory.tokens: must be at least 0"),
+        ("tokens", np.inf, "memory.tokens: must be at least 0"),
+    ],
+)
+def test_an_impossible_memory_is_refused(path: Path, name: str, value: float, message: str) -> None:
+    """The message names the value."""
+    writer = counting(writer_at(path, VTC, num_clients=4))
+    (writer.clients if name in layout.CLIENT.names else writer.state)[name][0] = value
+    writer.publish()
+    with pytest.raises(ValueError, match=message):
+        snapshot(path)
+    writer.close()
+
+
+def test_more_clients_than_the_file_has_room_for_are_refused(path: Path) -> None:
+    """The file is inconsistent."""
+    writer = counting(writer_at(path, VTC, num_clients=4))
+    writer.state["num_clients"] = 5
+    writer.publish()
+    error = refused(path)
+    assert error.reason == CORRUPT
+    assert "inconsistent in num_clients" in str(error)
+    writer.close()
+
+
 def test_facts_that_are_not_given_have_their_defaults(writer: Writer) -> None:
     """A request whose client gave nothing else has no targets, a weight of 1 and no tenant."""
     request = snapshot(writer.path).running[0].request
@@ -153,6 +217,9 @@ def test_impossible_facts_are_left_out(path: Path) -> None:
 def test_the_plug_in_and_the_engine_model_agree_on_numbers() -> None:
     """The writer's part needs only numpy, so it repeats definitions of the engine model."""
     assert xargs.CLASSES == CLASSES
+    assert layout.MEMORY_SIZE == MEMORY_SIZE
+    assert CLIENT.names is not None
+    assert layout.CLIENT.names == CLIENT.names[: len(layout.CLIENT)]
     for name in ("", "alice", "\ud800", "x" * 300):
         assert written_tenant_number(name) == tenant_number(name)
 
@@ -480,13 +547,13 @@ def test_paths_without_a_file_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "patch", "reason", "message"),
     [
-        (8, struct.pack("<I", 1), FOREIGN, "format version 1, older than the 2 read here: install"),
-        (8, struct.pack("<I", 3), FOREIGN, "format version 3, newer than the 2 read here: update"),
+        (8, struct.pack("<I", 2), FOREIGN, "format version 2, older than the 3 read here: install"),
+        (8, struct.pack("<I", 4), FOREIGN, "format version 4, newer than the 3 read here: update"),
         (56, bytes(16), ENDED, "before this machine started"),
         (80, struct.pack("<Q", 1), CORRUPT, "bytes long"),
         (88, struct.pack("<Q", 1 << 40), CORRUPT, "table"),
         (100, struct.pack("<I", 2**32 - 1), CORRUPT, "table"),
-        (280, bytes(4), CORRUPT, "header"),
+        (296, bytes(4), CORRUPT, "header"),
         (512, struct.pack("<Q", 0), BUSY, "half written"),
         (512, struct.pack("<Q", 7), BUSY, "half written"),
         (512, struct.pack("<Q", 2**62), BUSY, "half written"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,12 +14,13 @@ import pytest
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
+from predictor.snapshot import VERSION
 from predictor.transfer import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from simulator.codec import snapshot_from
-from tests.services.engine_state.files import busy, writer_at
+from tests.services.engine_state.files import VTC, busy, counting, writer_at
 from tests.services.predictor_server.running_sidecars import (
     A30,
     NAME,
@@ -240,6 +242,50 @@ def test_an_engine_whose_step_does_not_end_is_down(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_forecasts_go_by_what_clients_have_been_served(tmp_path: Path) -> None:
+    """Of two clients that wait, the one that was served less goes first; an impossible counter is no state at all."""
+    writer = writer_at(tmp_path / "state", replace(VTC, max_num_seqs=1), num_blocks=0, num_clients=4)
+    writer.put_request(0, serial=1, request_id="cmpl-r0-0-00000000", arrival_s=0.0, prompt_tokens=70, max_tokens=30,
+                       client_id="alice")  # fmt: skip
+    writer.waiting[0], writer.state["num_waiting"] = 0, 1
+
+    async def ttft_s(client: SidecarClient, alice_tokens: float, bob_tokens: float) -> float:
+        counting(writer, [("alice", 1.0, alice_tokens, 1), ("bob", 1.0, bob_tokens, 1)])
+        response = await client.predict(request(client_id="bob"))
+        assert response.state == READY
+        snapshot = snapshot_from_view(Reader(str(tmp_path / "state")).read())
+        candidate = RequestFacts(
+            request_id="r",
+            prompt_tokens=20,
+            output_tokens=10,
+            max_tokens=10,
+            client_id="bob",
+            arrival_s=snapshot.taken_s,
+        )
+        (theirs,) = Forecaster(engine_from(snapshot, A30.step_time)).forecast([candidate], snapshot.taken_s)
+        ours = response.predictions[0].forecast
+        assert ours.ttft_s == pytest.approx(theirs.ttft_s, rel=1e-6)
+        return float(ours.ttft_s)
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S) as client:
+            before, after = await ttft_s(client, 5000.0, 100.0), await ttft_s(client, 100.0, 5000.0)
+            assert after > 10 * before
+            writer.clients["tokens"][1] = np.nan
+            writer.publish()
+            response = await client.until(lambda response: response.state == DOWN)
+            assert not response.predictions
+            refused = await client.reserve(request())
+            assert "memory.clients.tokens: must be at least 0" in refused.prediction.refusal.reason
+            assert "\n" not in refused.prediction.refusal.reason
+            writer.clients["tokens"][1] = 3.0
+            writer.publish()
+            await client.until(lambda response: response.state == READY)
+
+    run(test())
+    writer.close()
+
+
 def test_an_inconsistent_state_makes_the_instance_down(tmp_path: Path) -> None:
     """It is ready again once its state is consistent."""
     writer = busy(writer_at(tmp_path / "state"))
@@ -340,7 +386,7 @@ def test_watch_returns_changes_and_that_there_are_none(tmp_path: Path) -> None:
             call = client.stub.Watch(predictor_pb2.WatchRequest(min_interval_s=0.02, with_snapshots=True))
             first = await call.read()
             assert (first.sequence, first.full, first.indicators.num_free_blocks) == (1, True, 32)
-            assert b'"version":2' in first.snapshot_json
+            assert b'"version":%d' % VERSION in first.snapshot_json
             second = await call.read()
             assert (second.sequence, second.full, second.version) == (2, False, 0)
             assert not second.indicators.HasField("num_reserved")
