@@ -91,7 +91,12 @@ class ScriptedTrace(PluginTrace):
         """Run the operations, each with its arguments."""
         for operation, *arguments in self.workload["script"]:
             getattr(self, f"do_{operation}")(*arguments)
-        return {"steps": self.steps, "leads_s": self.leads_s, "unplanned": self.scheduler.block_num_unplanned}
+        return {
+            "steps": self.steps,
+            "leads_s": self.leads_s,
+            "factor": self.planner._correction.factor,
+            "unplanned": self.scheduler.block_num_unplanned,
+        }
 
     def do_add(self, name: str, prompt_tokens: int, max_tokens: int, hashes: list[int] | None = None) -> None:
         """Add a request."""
