@@ -3,7 +3,8 @@
 Runs under the interpreter that has vLLM; the first argument is the folder that the plug-in is installed in. A workload
 has `rule`, its `settings`, and in `seconds` the coefficients of its profile's step time. Of a workload that the class
 refuses, the answer is `{"refused": MESSAGE}`. With `fails_at`, the rule raises an exception in that step; with
-`state_file`, the scheduler's state is exported too, and `remembered` has what the file says of the rule's memory.
+`state_file`, the scheduler's state is exported too, and `remembered` has what the file says of the rule's memory. With
+`script`, its operations are run instead of `requests`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import vllm_trace  # noqa: E402
 from block_vllm_export import layout, schedulers  # noqa: E402
 from block_vllm_export.settings import settings_of  # noqa: E402
 from block_vllm_export.wrapping import exporting  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_trace import SamplingParams, Scheduler, SchedulerOutput, Trace, VllmConfig  # noqa: E402
 
 
@@ -33,6 +36,7 @@ class PluginTrace(Trace):
 
     def build(self, base: VllmConfig) -> Scheduler:
         """Construct the rule's class, on the clock of the trace."""
+        self.leads_s: list[float] = []
         chosen = getattr(schedulers, self.workload["rule"])
         chosen = type(chosen.__name__, (chosen,), {"block_clock": staticmethod(lambda: self.now_s)})
         if "state_file" in self.workload:
@@ -63,10 +67,12 @@ class PluginTrace(Trace):
         return seconds
 
     def schedule(self, start_s: float) -> Any:
-        """Let the rule fail where the workload says so."""
+        """Let the rule fail where the workload says so; note how late the planner believes the step to start."""
         if len(self.steps) == self.workload.get("fails_at"):
             self.planner._rule = None
         launched = super().schedule(start_s)
+        step = self.planner._steps[self.planner._index(-1)]
+        self.leads_s.append(float(step["start_s"]) - self.now_s)
         if "state_file" in self.workload:
             self.remembered.append(self.exported_memory())
         return launched
@@ -92,13 +98,73 @@ class PluginTrace(Trace):
             "has_failed": self.scheduler.block_planner is None,
             "exports": hasattr(self.scheduler, "block_export") and self.scheduler.block_export.exporter is not None,
             "exported": settings_of(self.scheduler)["engine"],
+            "leads_s": self.leads_s,
+            "factor": self.planner._correction.factor,
+            "refused_samples": self.planner._correction.num_refused,
         }
+
+
+class ScriptedTrace(PluginTrace):
+    """One engine with a rule that a script operates, one step in flight; what it says of each step is the answer."""
+
+    def run(self) -> dict[str, Any]:
+        """Run the operations, each with its arguments."""
+        for operation, *arguments in self.workload["script"]:
+            getattr(self, f"do_{operation}")(*arguments)
+        return {
+            "steps": self.steps,
+            "leads_s": self.leads_s,
+            "factor": self.planner._correction.factor,
+            "unplanned": self.scheduler.block_num_unplanned,
+        }
+
+    def do_add(self, name: str, prompt_tokens: int, max_tokens: int, hashes: list[int] | None = None) -> None:
+        """Add a request."""
+        self.add(name, prompt_tokens, max_tokens, hashes, resumable=False)
+
+    def do_stream(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Add a streaming session, or the next part of its input."""
+        self.add(name, prompt_tokens, max_tokens, None, resumable=True)
+
+    def add(self, name: str, prompt_tokens: int, max_tokens: int, hashes: list[int] | None, *, resumable: bool) -> None:
+        """Add a request that arrives now."""
+        spec = {
+            "id": name, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "output_tokens": max_tokens,
+            "prefix_hashes": hashes, "priority": 0, "arrival_s": self.now_s, "xargs": {}, "resumable": resumable,
+        }  # fmt: skip
+        self.specs[name] = spec
+        self.scheduler.add_request(self.request_of(spec))
+
+    def do_abort(self, name: str) -> None:
+        """Abort a request."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def do_pause(self, state: str) -> None:
+        """Pause, or continue."""
+        self.scheduler.set_pause_state(PauseState[state])
+
+    def do_steps(self, count: int) -> None:
+        """Run steps, and note which requests the planner has a slot for."""
+        for _ in range(count):
+            launched = self.schedule(self.now_s)
+            self.now_s = launched.end_s
+            self.update(launched)
+            planner, rows = self.planner, self.planner._rows
+            assert self.scheduler.block_planner is planner
+            waits = [one.block_slot for one in self.scheduler.waiting if planner.knows(one)]
+            known = rows["num_hashes"][[slot for slot in waits if slot not in planner._looked_up]]
+            self.steps[-1] |= {
+                "planned": sorted(planner._slots),
+                "slots": len(planner._requests) - len(planner._free_slots),
+                "old_hits": int((known >= 0).sum()),
+                "unfinished": sorted(self.scheduler.requests),
+            }
 
 
 def answer(base: VllmConfig, workload: dict[str, Any]) -> dict[str, Any]:
     """Return the trace of a workload, or the message with which the class refuses it."""
     try:
-        trace = PluginTrace(base, workload)
+        trace = (ScriptedTrace if "script" in workload else PluginTrace)(base, workload)
     except ValueError as error:
         return {"refused": str(error)}
     return trace.run()

@@ -15,7 +15,7 @@ from predictor.config import EngineConfig
 from predictor.profile import profile_to_json
 from services.engine_state.layout import CLIENT
 from tests.conformance.compare import first_difference
-from tests.conformance.ruled_workloads import PROFILE, our_engine, our_steps, ruled_workload
+from tests.conformance.ruled_workloads import PROFILE, SECONDS, our_engine, our_steps, ruled_workload
 from tests.conformance.vllm_side import interpreter, plugin_traces
 from tests.deploy.installing import PLUGIN, pip_install
 from tests.strategies import PLANNED
@@ -28,6 +28,13 @@ EVENTS = (
     "budget_cuts", "ended_by_eos", "evictions", "preempted_with_output_in_flight", "preemptions", "prefix_hits",
     "resumed_with_hits", "running_left_out", "threshold_cuts",
 )  # fmt: skip
+
+# Settings of an engine that is operated by a script.
+ROOMY = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, "num_gpu_blocks": 65, "max_model_len": 64,
+    "scheduling_policy": "fcfs", "enable_prefix_caching": True, "async_scheduling": False, "watermark": 0.0,
+    "long_prefill_token_threshold": 0, "scheduler_reserve_full_isl": True, "batcher_options": {},
+}  # fmt: skip
 
 Traced = list[tuple[dict[str, Any], dict[str, Any]]]
 
@@ -157,7 +164,110 @@ def test_the_state_file_has_what_the_rule_remembers(installed: Path) -> None:
     assert most["edf"] == 0
 
 
-def test_the_plug_in_has_a_class_for_every_rule() -> None:
-    """Rules that plan over all requests are those that vLLM can run."""
+def take_half_the_time(load: dict[str, Any]) -> None:
+    """Let real steps take half the time that the profile predicts, which is corrected."""
+    load["settings"]["correction"] = True
+    load["seconds"] = {name: seconds / 2 for name, seconds in SECONDS.items()}
+
+
+def factor_for_half(steps: list[dict[str, Any]]) -> Any:
+    """Return the factor after these steps, each of which took half the predicted time."""
+    observed = sum(bool(step["scheduled"]) for step in steps)
+    return pytest.approx(0.5 + 0.5 * 0.9**observed)
+
+
+def test_the_correction_follows_the_real_steps(installed: Path) -> None:
+    """With async scheduling, and real steps of half the predicted time, no plan runs ahead of the clock."""
+    profile = str(installed / "exact.json")
+    loads = [ruled_workload(seed, profile) for seed in range(10 * len(PLANNED))]
+    loads = [load for load in loads if load["engine"]["async_scheduling"] and load["rule"] in {"edf", "slide_batching"}]
+    for load in loads:
+        take_half_the_time(load)
+    found = answers(loads, installed)
+    for trace in found:
+        longest_s = max(step["end_s"] - step["start_s"] for step in trace["steps"])
+        assert trace["refused_samples"] == 0
+        assert trace["factor"] == factor_for_half(trace["steps"])
+        assert max(trace["leads_s"]) <= 2 * longest_s
+
+
+def scripted(script: list[list[Any]], installed: Path, rule: str = "sarathi_fcfs", **engine: Any) -> dict[str, Any]:
+    """Return what the operations of a script make vLLM do."""
+    load = ruled_workload(0, str(installed / "exact.json"))
+    load["settings"]["options"] = {}
+    load["engine"] = {**load["engine"], **ROOMY, **engine}
+    take_half_the_time(load)
+    (found,) = answers([{**load, "rule": rule, "script": script}], installed)
+    assert "refused" not in found, found
+    return found
+
+
+def test_a_continued_session_is_not_lost(installed: Path) -> None:
+    """VLLM admits it before the plan's requests, in one step with them."""
+    script = [
+        ["stream", "s", 4, 2], ["steps", 2], ["add", "a", 4, 20], ["steps", 1],
+        ["stream", "s", 4, 6], ["add", "b", 12, 8], ["steps", 1],
+        ["add", "s", 1, 1], ["steps", 25],
+    ]  # fmt: skip
+    found = scripted(script, installed)
+    assert set(found["steps"][3]["running"]) == set(found["steps"][3]["scheduled"]) == {"a", "b", "s"}
+    assert found["steps"][-1]["unfinished"] == []
+    assert found["unplanned"] == 0
+
+
+def test_a_session_gets_what_a_plan_leaves(installed: Path) -> None:
+    """A new session is admitted beside running requests, and beside those that the plan admits, if a seat is free."""
+    script = [
+        ["add", "a", 4, 20], ["add", "b", 4, 6], ["steps", 2], ["stream", "s", 4, 20], ["steps", 1],
+        ["add", "c", 4, 20], ["stream", "t", 4, 20], ["stream", "u", 4, 20], ["steps", 6],
+    ]  # fmt: skip
+    steps = scripted(script, installed, max_num_seqs=5)["steps"]
+    assert [step["running"] for step in steps[1:4]] == [["a", "b"], ["a", "b", "s"], ["a", "b", "s", "c", "t"]]
+    assert steps[3]["scheduled"] == {"a": 1, "b": 1, "s": 1, "c": 4, "t": 4}
+    assert steps[-1]["running"] == ["a", "s", "c", "t", "u"]
+
+
+@pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
+def test_requests_that_end_in_a_pause_are_forgotten(installed: Path, state: str) -> None:
+    """Their slots are free again, also where another request has the same name; clock and correction go on."""
+    script = [
+        ["add", "a", 4, 20], ["add", "b", 4, 5], ["add", "c", 4, 20], ["steps", 2],
+        ["pause", state], ["abort", "a"], ["steps", 5], ["add", "a", 4, 20], ["add", "d", 4, 20], ["steps", 1],
+        ["abort", "c"], ["steps", 1], ["pause", "UNPAUSED"], ["steps", 2],
+    ]  # fmt: skip
+    found = scripted(script, installed)
+    last = found["steps"][-1]
+    left = ["a", "d"] if state == "PAUSED_NEW" else ["a", "b", "d"]
+    assert last["unfinished"] == last["planned"] == left
+    assert last["slots"] == len(left)
+    assert set(found["leads_s"]) == {0.0}
+    assert found["factor"] == factor_for_half(found["steps"])
+
+
+def test_a_new_request_with_the_name_of_an_ended_one_is_planned(installed: Path) -> None:
+    """Also where the step that tells of the end has no plan."""
+    script = [
+        ["stream", "s", 24, 6], ["steps", 1], ["add", "a", 20, 4], ["steps", 1], ["abort", "a"], ["add", "a", 20, 4],
+        ["steps", 1],
+    ]  # fmt: skip
+    steps = scripted(script, installed, num_gpu_blocks=10)["steps"]
+    assert [step["waiting"] for step in steps] == [[], ["a"], ["a"]]
+    assert [step["planned"] for step in steps] == [[], ["a"], ["a"]]
+
+
+def test_hits_are_looked_up_again_for_each_plan(installed: Path) -> None:
+    """Also where requests arrive for which the planner needs more slots."""
+    script: list[list[Any]] = [
+        ["add", "first", 12, 8, [1, 2]], ["steps", 2], ["add", "long", 32, 4, [1, 2]], ["steps", 2],
+        *(["add", f"r{number:03}", 4, 4] for number in range(100)), ["steps", 2],
+    ]  # fmt: skip
+    steps = scripted(script, installed, num_gpu_blocks=10, max_num_seqs=200, max_num_batched_tokens=200)["steps"]
+    assert "long" in steps[3]["waiting"]
+    assert max(step["slots"] for step in steps) > 64
+    assert {step["old_hits"] for step in steps} == {0}
+
+
+def test_the_readme_names_every_class() -> None:
+    """Every rule that vLLM can run is named."""
     names = Path(PLUGIN, "README.md").read_text(encoding="utf-8")
     assert not [rule for rule in PLANNED if f"`{rule}`" not in names]

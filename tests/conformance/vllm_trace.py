@@ -220,19 +220,22 @@ class Trace:
     def absorb(self, now_s: float) -> None:
         """Add every request that has arrived, as EngineCore does before each step."""
         while self.arrivals and self.arrivals[0]["arrival_s"] <= now_s:
-            spec = self.arrivals.popleft()
-            params = self.params_of(spec)
-            params.update_from_generation_config({}, EOS)
-            request = Request(
-                request_id=spec["id"],
-                prompt_token_ids=self.tokens.prompt(spec, self.engine["block_size"]),
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=spec["arrival_s"],
-                priority=spec["priority"],
-                block_hasher=self.hasher,
-            )
-            self.scheduler.add_request(request)
+            self.scheduler.add_request(self.request_of(self.arrivals.popleft()))
+
+    def request_of(self, spec: dict[str, Any]) -> Request:
+        """Make vLLM's request."""
+        params = self.params_of(spec)
+        params.update_from_generation_config({}, EOS)
+        return Request(
+            request_id=spec["id"],
+            prompt_token_ids=self.tokens.prompt(spec, self.engine["block_size"]),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=spec["arrival_s"],
+            priority=spec["priority"],
+            block_hasher=self.hasher,
+            resumable=spec.get("resumable", False),
+        )
 
     def schedule(self, start_s: float) -> Launched:
         """Let vLLM plan one step, and record the state after it."""

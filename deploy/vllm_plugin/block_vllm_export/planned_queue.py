@@ -1,4 +1,4 @@
-"""The waiting queue of a scheduler with a batching rule: during a planned step it shows only whom the plan admits."""
+"""The waiting queue of a scheduler with a batching rule: in a planned step it shows only whom the step may admit."""
 
 from __future__ import annotations
 

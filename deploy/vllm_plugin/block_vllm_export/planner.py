@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,27 +35,31 @@ put_in_flight = direct(steps.put_in_flight)
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One step: whom to preempt, who runs and is admitted, in order, and each one's tokens; None: a token of each."""
+    """One step: whom to preempt, who runs and is admitted, in order, and each one's tokens; None: a token of each.
+
+    `unknown` waits too, but is not planned: vLLM may admit it after those that are.
+    """
 
     victims: list[Any] = field(default_factory=list)
     running: list[Any] = field(default_factory=list)
     admitted: list[Any] = field(default_factory=list)
+    unknown: list[Any] = field(default_factory=list)
     tokens: dict[str, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A launched step, its start, and its uncorrected prediction."""
+    """A launched step, when it was launched, and its uncorrected prediction."""
 
     output: Any
-    start_s: float
+    launched_s: float
     predicted_s: float
 
 
 class StepPlanner:
     """Follows a scheduler's requests, and plans its steps.
 
-    Requests that the rule does not know (paused streaming sessions) are left to vLLM.
+    Requests that the rule does not know (streaming sessions) are left to vLLM, with what a plan leaves.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class StepPlanner:
         self._in_flight: deque[LaunchedStep] = deque()
         self._last_end_s = -math.inf
         self._serial = 0
+        self._looked_up: list[int] = []  # slots whose prefixes the last plan has looked up
         self._use(Engine(config, step_time, track_blocks=False).state)
         self._engine["plans_only"] = 1
         self._rule(self._state)  # compiled, or read from the cache, before the engine serves
@@ -116,13 +121,16 @@ class StepPlanner:
         """Return whether the rule plans a request."""
         return getattr(request, "block_slot", NONE) != NONE
 
+    def _knows_all(self) -> bool:
+        return len(self._slots) == len(self._scheduler.requests)
+
     def launched(self, output: Any, plan: Plan | None) -> None:
         """Follow a step that vLLM has scheduled."""
         scheduled = output.num_scheduled_tokens
         if plan is None or not self._is_as_planned(scheduled, plan):
             self._sum_up(scheduled)
         if plan is None:
-            self._rebuild_waiting()
+            self._follow_unplanned(output)
         else:
             for request in plan.victims:
                 self._to_front(request)
@@ -136,7 +144,7 @@ class StepPlanner:
         put_in_flight(self._state, now_s)
         step = self._steps[self._index(-1)]
         predicted_s = float(step["end_s"] - step["start_s"]) / float(self._engine["pace"][0])
-        self._in_flight.append(LaunchedStep(output, float(step["start_s"]), predicted_s))
+        self._in_flight.append(LaunchedStep(output, now_s, predicted_s))
 
     def retired(self, output: Any) -> None:
         """Follow a step whose output vLLM has processed, and correct the step time by it."""
@@ -145,10 +153,17 @@ class StepPlanner:
             step = self._drop_oldest()
             if step.output is not output:
                 continue  # its output never came
-            start_s, self._last_end_s = max(step.start_s, self._last_end_s), now_s
+            start_s, self._last_end_s = max(step.launched_s, self._last_end_s), now_s
             if self._corrected and output.num_scheduled_tokens:
                 self._correction = self._correction.observe(predicted_s=step.predicted_s, real_s=now_s - start_s)
                 self._engine["pace"] = self._correction.factor
+            if self._in_flight:
+                self._start_now(now_s)
+
+    def _start_now(self, now_s: float) -> None:
+        """Start the step in flight now, whenever the end of the one before was predicted."""
+        step = self._steps[self._index(-1)]
+        step["start_s"], step["end_s"] = now_s, now_s + step["end_s"] - step["start_s"]
 
     # The plan.
 
@@ -178,14 +193,20 @@ class StepPlanner:
         running = self._scheduler.running
         slots = entries["slot"]
         if not victims and count == len(running) and self._is_decode_of_all(entries):
-            return Plan()  # in vLLM's own order
-        plan = Plan(victims=victims, tokens={})
+            return Plan(unknown=self._unknown())  # in vLLM's own order
+        plan = Plan(victims=victims, unknown=self._unknown(), tokens={})
         runs = self._rows["status"][slots] == RUNNING
         for slot, tokens, is_running in zip(slots.tolist(), entries["tokens"].tolist(), runs.tolist(), strict=True):
             request = self._requests[slot]
             (plan.running if is_running else plan.admitted).append(request)
             plan.tokens[request.request_id] = tokens  # type: ignore[index]
         return plan
+
+    def _unknown(self) -> list[Any]:
+        """Return the waiting requests that the rule does not plan."""
+        if self._knows_all():
+            return []
+        return [one for one in self._scheduler.waiting if not self.knows(one)]
 
     def _is_decode_of_all(self, entries: np.ndarray) -> bool:
         decodes = (entries["tokens"] == 1) & (entries["sampled"] == 1)
@@ -232,7 +253,6 @@ class StepPlanner:
         self._requests += [None] * (num_new - num_old)
         self._free_slots[:0] = range(num_new - 1, num_old - 1, -1)
         self._before = np.zeros(num_new, np.int64)
-        self._looked_up: list[int] = []
 
     def _index(self, ahead: int) -> int:
         """Return the row of the step that is planned, or of one before it."""
@@ -248,9 +268,7 @@ class StepPlanner:
         scheduler, engine = self._scheduler, self._engine
         while len(self._in_flight) >= self.config.pipeline_depth:
             self._drop_oldest()  # its output never came
-        for name in scheduler.finished_req_ids:
-            if (slot := self._slots.pop(name, None)) is not None:
-                self._forget(slot)
+        self._forget_ended(scheduler.finished_req_ids)
         for request in self._new:
             if scheduler.requests.get(request.request_id) is request and not request.is_finished():
                 self._enter(request)
@@ -269,10 +287,15 @@ class StepPlanner:
         self._follow_running()
         engine["num_free_blocks"] = self._pool.get_num_free_blocks()
 
+    def _follow_unplanned(self, output: Any) -> None:
+        """Follow a step without a plan, before which `_follow` may not have run: vLLM was paused."""
+        self._engine["now_s"] = self._clock() - self._origin_s
+        self._forget_ended(output.finished_req_ids)
+        self._rebuild_waiting()
+
     def _follow_running(self) -> None:
         running = self._scheduler.running
-        all_known = len(self._slots) == len(self._scheduler.requests)
-        known = running if all_known else [one for one in running if self.knows(one)]
+        known = running if self._knows_all() else [one for one in running if self.knows(one)]
         count = len(known)
         self._engine["num_running"] = count
         if not count:
@@ -353,6 +376,13 @@ class StepPlanner:
                     request.request_id, error, self.num_bad_facts,
                 )  # fmt: skip
         return columns
+
+    def _forget_ended(self, names: Iterable[str]) -> None:
+        for name in names:
+            slot = self._slots.get(name)
+            if slot is not None and self._requests[slot].is_finished():  # and not a new request with an old name
+                del self._slots[name]
+                self._forget(slot)
 
     def _forget(self, slot: int) -> None:
         request = self._requests[slot]
@@ -436,7 +466,7 @@ class StepPlanner:
             if (slot := self._slots.get(name)) is None:
                 continue
             request = self._requests[slot]
-            self._before[slot] = request.num_computed_tokens - tokens
+            self._before[count] = request.num_computed_tokens - tokens
             self._batch[index, count] = (slot, 0 if request.is_prefill_chunk else 1, tokens)
             count += 1
         self._steps["num_scheduled"][index] = count

@@ -2,7 +2,7 @@
 
 The plan is carried out by vLLM's own loop: before it, the chosen victims are preempted and the running requests are put
 into the plan's order; in it, `_reserve_prefill_lookahead`, which vLLM asks for each request's tokens, gives the planned
-ones; the waiting queue shows only whom the plan admits.
+ones; the waiting queue shows only whom the plan admits, and then whom the rule does not plan.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RuleScheduler:
         if plan is None:
             output = super().schedule(*args, **kwargs)
         elif plan.tokens is None:
-            self.waiting.show(())
+            self.waiting.show(plan.unknown)
             try:
                 output = super().schedule(*args, **kwargs)
             finally:
@@ -89,7 +89,7 @@ class RuleScheduler:
         planned = set(plan.running)
         self.running = plan.running + [one for one in before if one not in planned]
         self._block_plan = plan
-        self.waiting.show(plan.admitted)
+        self.waiting.show([*plan.admitted, *plan.unknown])
         try:
             return super().schedule(*args, **kwargs)
         finally:
@@ -97,9 +97,9 @@ class RuleScheduler:
             self.waiting.show(None)
             admitted = self.running[len(before) :]
             if len(self.running) != len(before) + len(plan.admitted):
-                self.block_num_unplanned += 1
-                still = set(self.running)
-                admitted = [one for one in plan.admitted if one in still]
+                old, still = set(before), set(self.running)
+                admitted = [one for one in self.running if one not in old]  # vLLM has admitted streaming sessions too
+                self.block_num_unplanned += not still.issuperset((*before, *plan.admitted))
                 before = [one for one in before if one in still]
             self.running = before + admitted
 
