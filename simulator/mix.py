@@ -44,7 +44,7 @@ class MixEntry:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0 < value <= MAX_NUMBER):
-                raise ValueError(f"{field}: must be a number above 0, at most {MAX_NUMBER:g}, not {str(value)[:20]}")
+                raise ValueError(f"{field}: must be a number above 0, at most {MAX_NUMBER:g}, not {value!r:.20}")
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
         if self.priority is not None and (type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY):

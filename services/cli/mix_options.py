@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from predictor.gain import GainWeights, priority_weights
-from services.load.settings import FIRST_WEIGHT, MIX, PRIORITY_WEIGHT
+from services.load.settings import FIRST_WEIGHT, MIX, PRIORITY_WEIGHT, BenchSettings
+from services.settings import default_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,7 +20,7 @@ def mix_options(command: F) -> F:
     command = click.option(
         "--first-token-weight",
         type=float,
-        default=1.0,
+        default=default_of(BenchSettings, "first_token_weight"),
         show_default=True,
         help=FIRST_WEIGHT,
     )(command)

@@ -19,7 +19,7 @@ from tests.strategies import Load, examples, loads
 
 ROOT = Path(__file__).parents[2]
 CLOSE = 1e-9
-LOADS_EACH = 15
+LOADS_EACH = 8
 
 
 def drawn(batcher: str, count: int) -> list[Load]:

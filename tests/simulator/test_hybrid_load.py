@@ -81,7 +81,7 @@ def test_the_papers_experiment_names_what_it_compares() -> None:
 
 def test_a_variant_of_other_kinds_has_a_policy() -> None:
     """Only an experiment on one engine needs none."""
-    text = 'kind = "KIND"\nvariants = [{ name = "one" }]\n'
+    text = 'kind = "KIND"\nrates = [1]\nvariants = [{ name = "one" }]\n'
     assert experiment_from("mine", text.replace("KIND", "hybrid")).variants[0].name == "one"
     with pytest.raises(ValueError, match="mine: "):
         experiment_from("mine", text.replace("KIND", "sweep"))
