@@ -201,8 +201,8 @@ def test_preemption_is_seen(two: Fleet, name: str) -> None:
         preempted = {name: int(row["num_preemptions"]) for name, row in ended.items()}
         counted = (await two.predict(name)).indicators.num_preemptions_total - before
         assert counted == sum(preempted.values()) == engine.metric("vllm:num_preemptions_total") - theirs_before > 0
-        if name == "priority":
-            assert preempted[f"p{num - 1}"] == 0 < preempted["p0"]
+        if name == "priority":  # whoever else comes late waits, and is not preempted either
+            assert preempted[f"p{num - 1}"] == 0
         else:
             assert preempted[min(ended, key=lambda one: float(ended[one]["arrival_s"]))] == 0
 
