@@ -34,7 +34,7 @@ import httpx
 import numpy as np
 
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.profile import profile_to_json
+from predictor.profile import Profile, profile_to_json
 from predictor.request import RequestFacts, Slo
 from scripts.report import report
 from services.engine_state.reader import Reader
@@ -42,6 +42,7 @@ from services.engine_state.snapshot import config_of
 from services.engine_state.view import UnreadableError
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.exported import ExportedEngine
+from services.profiling.measure_command import MeasureOptions, measured_profile
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import MODEL, PROFILE, START_S, Engine, tiny_model
 from tests.deploy.installing import PLUGIN, pip_install
@@ -49,10 +50,11 @@ from tests.deploy.installing import PLUGIN, pip_install
 FCFS = "fcfs"
 URGENT, PATIENT = "urgent", "patient"
 KINDS = {URGENT: (24, 24), PATIENT: (480, 48)}  # tokens of prompt and response
-TTFT_TIMES, TPOT_TIMES = {URGENT: 6.0, PATIENT: 60.0}, {URGENT: 6.0, PATIENT: 20.0}  # of an idle engine's
+TTFT_TIMES = {URGENT: 4.0, PATIENT: 40.0}  # targets, as multiples of the whole response of an idle engine
+TPOT_TIMES = {URGENT: 8.0, PATIENT: 16.0}  # and of its mean time per token
 WEIGHTS = {URGENT: 2.0, PATIENT: 1.0}
-LOAD = 2.5  # requests come this much faster than one after the other would be served
-WARM_UP = 3
+LOAD = 3.0  # requests come this much faster than one after the other would be served
+WARM_UP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +98,30 @@ def main() -> None:
     parser.add_argument("--rule", default="slide_batching")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to measure a profile; 0: a guess")
     arguments = parser.parse_args()
     if not interpreter().exists():
         parser.error(f"no vLLM at {interpreter()}: make vllm, or set BLOCK_VLLM_PYTHON")
     with tempfile.TemporaryDirectory() as folder:
-        results = compared(Path(folder), arguments.rule, arguments.requests, arguments.seed)
+        results = compared(Path(folder), arguments.rule, arguments.requests, arguments.seed, arguments.budget)
     report("compare_vllm_rules", results, as_json=arguments.json, load=os.getloadavg()[0])
 
 
-def compared(folder: Path, rule: str, num_requests: int, seed: int) -> list[dict[str, Any]]:
+def compared(folder: Path, rule: str, num_requests: int, seed: int, budget_s: float) -> list[dict[str, Any]]:
     """Serve the load with both rules, and return the results."""
     model = random_weights(tiny_model(folder / "model"), seed)
     site = folder / "site-packages"
     pip_install(PLUGIN, site)
-    requests, answers, controls = draw(num_requests, seed), {}, {}
+    requests, answers, controls, profile = draw(num_requests, seed), {}, {}, PROFILE
     for name in (FCFS, rule):
-        with serving(folder, model, site, name) as engine:
+        with serving(folder, model, site, name, profile) as engine:
             if name == FCFS:
-                requests = asyncio.run(timed(engine, requests))
-            answers[name] = asyncio.run(serve(engine, requests))
-            controls[name] = asyncio.run(serve(engine, [with_other_start(request) for request in requests[:WARM_UP]]))
+                if budget_s > 0:
+                    profile = asyncio.run(measured(engine, budget_s, seed))
+                requests = asyncio.run(timed(engine, requests, profile))
+            answers[name] = asyncio.run(serve(engine, requests, profile))
+            control = [with_other_start(request) for request in requests[:WARM_UP]]
+            controls[name] = asyncio.run(serve(engine, control, profile))
     return [*texts(answers[FCFS], answers[rule], controls[rule]), *outcomes(answers)]
 
 
@@ -197,26 +203,31 @@ def draw(num_requests: int, seed: int) -> list[MixedRequest]:
     return requests
 
 
-async def timed(engine: Engine, requests: Sequence[MixedRequest]) -> list[MixedRequest]:
+async def measured(engine: Engine, budget_s: float, seed: int) -> Profile:
+    """Measure the engine's profile, as `block profile measure` does."""
+    options = MeasureOptions(
+        engine_url=engine.url, state_file=str(engine.state), budget_s=budget_s, name="measured", gpu="CPU", seed=seed
+    )
+    return (await measured_profile(options, lambda _: None))[0]
+
+
+async def timed(engine: Engine, requests: Sequence[MixedRequest], profile: Profile) -> list[MixedRequest]:
     """Set times and targets by what an idle engine takes."""
     alone: dict[str, list[MixedResult]] = {kind: [] for kind in KINDS}
     for number in range(WARM_UP):
         for kind in KINDS:
             one = next(request for request in requests if request.kind == kind)
             request = replace(with_other_start(one), name=f"alone{kind}{number}", due_s=0.0)
-            alone[kind] += (await serve(engine, [request])).values()
-    ttft_s, tpot_s, e2e_s = (
-        {kind: statistics.median(getattr(one, name) for one in ones) for kind, ones in alone.items()}
-        for name in ("ttft_s", "tpot_s", "e2e_s")
-    )
+            alone[kind] += (await serve(engine, [request], profile)).values()
+    e2e_s = {kind: statistics.median(one.e2e_s for one in ones) for kind, ones in alone.items()}
     between_s = statistics.mean(e2e_s[request.kind] for request in requests) / LOAD
     return [
         replace(
             request,
             due_s=request.due_s * between_s,
             slo=Slo(
-                ttft_s=TTFT_TIMES[request.kind] * ttft_s[request.kind],
-                tpot_s=TPOT_TIMES[request.kind] * tpot_s[request.kind],
+                ttft_s=TTFT_TIMES[request.kind] * e2e_s[request.kind],
+                tpot_s=TPOT_TIMES[request.kind] * e2e_s[request.kind] / request.max_tokens,
             ),
         )
         for request in requests
@@ -229,14 +240,14 @@ def with_other_start(request: MixedRequest) -> MixedRequest:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, site: Path, rule: str) -> Iterator[Engine]:
+def serving(folder: Path, model: Path, site: Path, rule: str, profile: Profile) -> Iterator[Engine]:
     """Run an engine with a rule."""
     options = ["--load-format", "auto"]
     if rule != FCFS:
-        profile = folder / "profile.json"
-        profile.write_text(profile_to_json(PROFILE))
+        file = folder / "profile.json"
+        file.write_text(profile_to_json(profile))
         options += ["--scheduler-cls", f"block_vllm_export.schedulers.{rule}"]
-        options += ["--additional-config", json.dumps({"block_rule": {"profile": str(profile)}})]
+        options += ["--additional-config", json.dumps({"block_rule": {"profile": str(file)}})]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(site)  # this checkout's plug-in, whichever one is installed
     try:
@@ -266,9 +277,9 @@ def require_rule(engine: Engine, rule: str) -> None:
         raise SystemExit(f"the engine runs {found}, not {rule}")
 
 
-async def serve(engine: Engine, requests: Sequence[MixedRequest]) -> dict[str, MixedResult]:
+async def serve(engine: Engine, requests: Sequence[MixedRequest], profile: Profile) -> dict[str, MixedResult]:
     """Send requests when they are due, each with a forecast; return the answers by name."""
-    source = ExportedEngine(str(engine.state), PROFILE, DEFAULT_RESIDUAL, 60.0)
+    source = ExportedEngine(str(engine.state), profile, DEFAULT_RESIDUAL, 60.0)
     limits = httpx.Limits(max_connections=None)
     try:
         async with httpx.AsyncClient(timeout=START_S, limits=limits) as client:
