@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from predictor.batching.slide_batching import URGENT
+from predictor.batching.slide_batching import URGENT, list_by_urgency
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import RUNNING, WAITING
 from simulator.replay import loaded_engine
 
 if TYPE_CHECKING:
@@ -20,9 +19,9 @@ LOOK_S = 1.0
 
 
 def count_urgent(scenario: Scenario, rate: float, seed: int) -> dict[str, Any]:
-    """Serve requests on one engine; every second until the last one arrives, count those urgent and the others.
+    """Serve requests on one engine; every second until the last one arrives, count the urgent ones and the others.
 
-    A request counts from the first step that is planned after its arrival.
+    A request counts once the step is over in which it arrived.
     """
     specs = scenario.instance_specs()
     if len(specs) != 1:
@@ -37,12 +36,9 @@ def count_urgent(scenario: Scenario, rate: float, seed: int) -> dict[str, Any]:
     counts = np.zeros((len(times_s), 2))
     for place, time_s in enumerate(times_s):
         engine.advance(float(time_s))
-        head = engine.state.engine[0]
-        planned_s = engine.state.steps[(head.oldest + max(0, head.num_in_flight - 1)) % 2].start_s
-        status = engine.state.requests["status"]
-        here = (status == RUNNING) | ((status == WAITING) & (engine.state.requests["arrival_s"] <= planned_s))
-        num_urgent = int((engine.state.ranks["group"][here] == URGENT).sum())
-        counts[place] = num_urgent, here.sum() - num_urgent
+        num_requests, _ = list_by_urgency(engine.state)
+        groups = engine.state.ranks["group"][engine.state.turns[:num_requests]]
+        counts[place] = (groups == URGENT).sum(), (groups != URGENT).sum()
     over_time = {
         name: [(float(time_s), float(count), 0.0) for time_s, count in zip(times_s, column, strict=True)]
         for name, column in zip(("urgent", "normal"), counts.T, strict=True)

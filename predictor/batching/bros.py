@@ -340,7 +340,7 @@ def make_room_to_admit(state: State, slot: int, num_tokens: int) -> bool:
 
 @kernel
 def preempt_for(state: State, slot: int) -> bool:
-    """Preempt a request that goes after a running one; return False where nobody's blocks would be of use.
+    """Preempt a request that goes after a running one; return False where no other request has blocks of use.
 
     Of two-ended blocks a real-time request needs the left, which best effort does not have.
     """

@@ -258,7 +258,7 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
 
 @kernel
 def plan(state: State, count: int, num_tokens: int, decode_limit_s: float, prefill_limit_s: float) -> None:
-    """Choose the requests of the step, their tokens, and whom to preempt; the queues and blocks stay as they are."""
+    """Choose the step's requests, their tokens, and the ones to preempt; queues and blocks stay as they are."""
     engine = state.engine[0]
     step = state.steps[steps.current(state)]
     num_running, num_free_blocks = engine.num_running, engine.num_free_blocks

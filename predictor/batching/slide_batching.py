@@ -26,13 +26,7 @@ UP_TO_EACH, ONE_BY_ONE = 1, 2  # values of PHI; 0: the whole queue
 def schedule(state: State) -> bool:
     """Fill the step (lines 13 to 19)."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
-    if engine.options[ESTIMATOR] > 0:
-        budget_s = time_budget_s(state, count)
-    else:
-        budget_s = np.inf
-        count_tokens(state, count)
-    partition(state, count, budget_s)
+    count, budget_s = list_by_urgency(state)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
@@ -45,6 +39,19 @@ def schedule(state: State) -> bool:
     if budget_s < np.inf:  # it shrinks to this as deadlines come nearer
         engine.steady_limit_s = engine.options[ETA] * shortest_s
     return steady
+
+
+@kernel
+def list_by_urgency(state: State) -> tuple[int, float]:
+    """List all requests, urgent or normal; return their number, and the time budget of a step."""
+    engine = state.engine[0]
+    count, budget_s = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0), np.inf
+    if engine.options[ESTIMATOR] > 0:
+        budget_s = time_budget_s(state, count)
+    else:
+        count_tokens(state, count)
+    partition(state, count, budget_s)
+    return count, budget_s
 
 
 @kernel

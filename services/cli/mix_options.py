@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from predictor.gain import GainWeights, priority_weights
-from services.load.settings import FIRST_WEIGHT, MIX, PRIORITY_WEIGHT, BenchSettings
+from services.load.settings import FIRST_WEIGHT_HELP, MIX_HELP, PRIORITY_WEIGHT_HELP, BenchSettings
 from services.settings import default_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,20 +22,20 @@ def mix_options(command: F) -> F:
         type=float,
         default=default_of(BenchSettings, "first_token_weight"),
         show_default=True,
-        help=FIRST_WEIGHT,
+        help=FIRST_WEIGHT_HELP,
     )(command)
     command = click.option(
         "--priority-weight",
         multiple=True,
         metavar="PRIORITY=WEIGHT",
-        help=PRIORITY_WEIGHT,
+        help=PRIORITY_WEIGHT_HELP,
     )(command)
     return click.option(
         "--mix",
         "mix_file",
         metavar="TOML",
         default=None,
-        help=MIX,
+        help=MIX_HELP,
     )(command)
 
 

@@ -11,11 +11,11 @@ from simulator.load_plan import Timing
 DEFAULT_RATE = 4.0
 DEFAULT_REQUESTS = 100
 # the help of options that other commands have as well
-MIX = "File with a mix: shares of requests with their class, priority, weight and targets."
-PRIORITY_WEIGHT = (
+MIX_HELP = "File with a mix: shares of requests with their class, priority, weight and targets."
+PRIORITY_WEIGHT_HELP = (
     "Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable."
 )
-FIRST_WEIGHT = "Weight of a first token in the gain, as a multiple of a later one's."
+FIRST_WEIGHT_HELP = "Weight of a first token in the gain, as a multiple of a later one's."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,17 @@ class BenchSettings:
     )
     mix: Annotated[
         str,
-        Option(MIX, metavar="TOML"),
+        Option(MIX_HELP, metavar="TOML"),
     ] = ""
     priority_weight: Annotated[
         tuple[str, ...],
         Option(
-            PRIORITY_WEIGHT,
+            PRIORITY_WEIGHT_HELP,
             metavar="PRIORITY=WEIGHT",
             environment=False,
         ),
     ] = ()
-    first_token_weight: Annotated[float, FIRST_WEIGHT] = 1.0
+    first_token_weight: Annotated[float, FIRST_WEIGHT_HELP] = 1.0
     header: Annotated[
         tuple[str, ...],
         Option(

@@ -30,7 +30,7 @@ def scenario_with(**engine: Any) -> Scenario:
 
 
 def test_all_requests_are_counted() -> None:
-    """Who has arrived and not ended is urgent or normal; who came after the last planned step is not counted yet."""
+    """Who has arrived and not ended is urgent or normal; who came during the step in flight is not counted yet."""
     scenario = scenario_with()
     found = count_urgent(scenario, 24.0, 0)
     spec = scenario.instance_specs()[0]

@@ -1,4 +1,4 @@
-"""The waiting queue of a scheduler with a batching rule: in a planned step it shows only whom the step may admit."""
+"""The waiting queue of a scheduler with a batching rule: a planned step sees only the requests that it may admit."""
 
 from __future__ import annotations
 

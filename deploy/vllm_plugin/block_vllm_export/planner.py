@@ -35,7 +35,7 @@ put_in_flight = direct(steps.put_in_flight)
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One step: whom to preempt, who runs and is admitted, in order, and each one's tokens; None: a token of each.
+    """One step: the requests to preempt, to run and to admit, in order, and the tokens of each; None: one token each.
 
     `unknown` waits too, but is not planned: vLLM may admit it after those that are.
     """

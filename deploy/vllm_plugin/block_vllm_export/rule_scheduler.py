@@ -2,7 +2,7 @@
 
 The plan is carried out by vLLM's own loop: before it, the chosen victims are preempted and the running requests are put
 into the plan's order; in it, `_reserve_prefill_lookahead`, which vLLM asks for each request's tokens, gives the planned
-ones; the waiting queue shows only whom the plan admits, and then whom the rule does not plan.
+ones; the waiting queue shows only the requests that the plan admits, then those that the rule does not plan.
 """
 
 from __future__ import annotations
