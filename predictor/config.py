@@ -11,6 +11,10 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NOISE = 10  # of the logarithm of an estimate
 PLAIN, SWAP, BIDIRECTIONAL = "plain", "swap", "bidirectional"
 KV_LAYOUTS = (PLAIN, SWAP, BIDIRECTIONAL)  # a layout's number in the engine model is its index here
+PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER = "kv_producer", "kv_consumer", "kv_both"
+KV_ROLES = ("", PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER)
+FAIL, RECOMPUTE = "fail", "recompute"
+KV_LOAD_FAILURE_POLICIES = (FAIL, RECOMPUTE)
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 
@@ -51,8 +55,27 @@ class EngineConfig:
         float, "Bandwidth between the GPU and host memory, for kv_layout swap and bidirectional."
     ] = 25e9
     kv_bytes_per_token: Annotated[
-        int, "Bytes of KV cache per token that one such link copies; 0: unknown, which only kv_layout plain allows."
+        int,
+        "Bytes of KV cache per token that one link copies, to host memory or to another engine; 0: unknown, which only "
+        "kv_layout plain allows.",
     ] = 0
+    kv_role: Annotated[
+        str,
+        "Part of the engine's KV connector in disaggregated prefill and decode, as in vLLM: kv_producer, kv_consumer "
+        "or kv_both; empty: no connector.",
+    ] = ""
+    kv_load_failure_policy: Annotated[
+        str, "What happens to a request whose KV blocks cannot be fetched, as in vLLM: fail or recompute."
+    ] = FAIL
+    kv_lease_s: Annotated[
+        float, "Time for which the KV blocks of a finished prefill are held unless they are fetched, in seconds."
+    ] = 30.0
+    kv_transfer_base_s: Annotated[float, "Time that every transfer of KV blocks takes, in seconds."] = 0.0005
+    kv_transfer_bytes_per_s: Annotated[float, "Bandwidth of transfers of KV blocks between engines."] = 25e9
+    kv_transfer_block_s: Annotated[
+        float, "Additional time per KV block that is transferred, for its descriptors, in seconds."
+    ] = 0.0
+    kv_transfer_shared: Annotated[bool, "Transfers to an engine that overlap share its bandwidth."] = True
     batcher_options: Annotated[dict[str, float], "Options of the local scheduler, by name."] = field(
         default_factory=dict, hash=False
     )
@@ -94,11 +117,28 @@ class EngineConfig:
         require_count("kv_bytes_per_token", self.kv_bytes_per_token, at_least=0)
         if self.kv_layout != PLAIN and self.kv_bytes_per_token == 0:
             raise ValueError(f"kv_bytes_per_token: must be above 0 with kv_layout {self.kv_layout}")
+        self._check_transfers()
         if not isinstance(self.batcher_options, Mapping):
             raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
         for name, value in self.batcher_options.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"batcher_options.{name}: must be a number, not {value!r}")
+
+    def _check_transfers(self) -> None:
+        if self.kv_role not in KV_ROLES:
+            raise ValueError(f"kv_role: {self.kv_role!r} is none of {', '.join(KV_ROLES[1:])}, nor empty")
+        if self.kv_role and self.kv_layout != PLAIN:
+            raise ValueError(f"kv_role: {self.kv_role} needs kv_layout plain, not {self.kv_layout}")
+        if self.kv_load_failure_policy not in KV_LOAD_FAILURE_POLICIES:
+            raise ValueError(f"kv_load_failure_policy: {self.kv_load_failure_policy!r} is neither fail nor recompute")
+        for name in ("kv_lease_s", "kv_transfer_bytes_per_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}: must be above 0, not {getattr(self, name)}")
+        for name in ("kv_transfer_base_s", "kv_transfer_block_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
+        if self.kv_transfer_shared not in (True, False):
+            raise ValueError(f"kv_transfer_shared: must be true or false, not {self.kv_transfer_shared!r}")
 
     def _check_estimator(self) -> None:
         for name in ("estimator_factor", "estimator_noise", "estimator_momentum"):
@@ -122,6 +162,11 @@ class EngineConfig:
     def swap_token_s(self) -> float:
         """Seconds that a token's KV takes between the GPU and host memory."""
         return self.kv_bytes_per_token / self.host_link_bytes_per_s
+
+    def transfer_s(self, num_tokens: int, num_blocks: int) -> float:
+        """Return the seconds in which KV blocks are fetched from another engine, if no transfer shares the link."""
+        seconds = self.kv_transfer_base_s + num_blocks * self.kv_transfer_block_s
+        return seconds + num_tokens * self.kv_bytes_per_token / self.kv_transfer_bytes_per_s
 
     @property
     def watermark_blocks(self) -> int:

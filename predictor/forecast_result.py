@@ -10,7 +10,8 @@ class Forecast:
     """The predicted latencies of a request; times count from now and are infinite where the engine never gets there.
 
     The delays are what the request adds to the end of the other requests, in sum and for the one that is delayed most,
-    and `others_preempted` the preemptions that it causes among them; None if they were not forecast.
+    and `others_preempted` the preemptions that it causes among them; None if they were not forecast. `fetched_s` is
+    when the KV blocks of a decode leg have been fetched; None for other requests.
     """
 
     request_id: str
@@ -24,3 +25,4 @@ class Forecast:
     others_preempted: int | None = None
     delay_sum_s: float | None = None
     delay_worst_s: float | None = None
+    fetched_s: float | None = None

@@ -13,6 +13,10 @@ from predictor.lengths import DEFAULT_RESIDUAL, Tag, expected_tokens
 
 REAL_TIME, BEST_EFFORT = "real-time", "best-effort"
 CLASSES = (REAL_TIME, BEST_EFFORT)  # a class's number in the engine model and in state files is its index here
+# The part of a request that one engine serves: all of it; its prompt and one token, whose KV blocks are then held until
+# another engine has fetched them; or its response, from KV blocks that are fetched. A leg's number is its index here.
+SERVE, PREFILL, DECODE = "serve", "prefill", "decode"
+LEGS = (SERVE, PREFILL, DECODE)
 MAX_PRIORITY = 2**31
 NO_TENANT = 0  # the tenant number of a request without a client id
 
@@ -44,6 +48,10 @@ class RequestFacts:
     the end of its block. `client_id` is the tenant, `session_id` is shared by the requests of one conversation, and
     `weight` is the value of each token that is delivered by its deadline. `arrival_s` is on an engine's clock; `in_s`
     is above 0 for a request that will arrive at the engine this long after it is forecast, or reserved.
+
+    `leg` is the part that this engine serves. The blocks of a prefill leg are held for `held_s` after its end, None
+    for as long as the engine's lease. The KV blocks of a decode leg are fetched within `transfer_s`, None as the
+    engine's configuration says.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -64,6 +72,9 @@ class RequestFacts:
     model: str = ""
     min_tokens: int | None = None
     in_s: float = 0.0
+    leg: str = SERVE
+    held_s: float | None = None
+    transfer_s: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could serve."""
@@ -88,6 +99,15 @@ class RequestFacts:
             raise ValueError(f"in_s: must be a time from 0 on, not {self.in_s}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight: must be above 0, not {self.weight}")
+        self._check_leg()
+
+    def _check_leg(self) -> None:
+        if self.leg not in LEGS:
+            raise ValueError(f"leg: {self.leg!r} is none of {', '.join(LEGS)}")
+        for name in ("held_s", "transfer_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: must be a time from 0 on, not {value}")
 
     def length(self, tokens_so_far: int = 0, residual: str = DEFAULT_RESIDUAL) -> int | None:
         """Return the known or predicted length of the response after `tokens_so_far` tokens; None without either."""

@@ -85,6 +85,8 @@ REPORTED = (
     _reported("drained_s", "s", "predicted until all requests there have ended"),
     _reported("num_preemptions_total", "requests", "preempted since the engine started"),
     _reported("num_finished_total", "requests", "finished since the engine started"),
+    _reported("num_fetching", "requests", "waiting while their KV blocks are fetched from another engine", 0.0),
+    _reported("num_held_blocks", "blocks", "of finished prefill legs, held until they are fetched", 0.0),
 )
 
 OTHERS = (

@@ -263,15 +263,12 @@ class InstanceHandle:
 def instance_message(instance: Instance) -> common_pb2.Instance:
     """Convert an instance to its wire form."""
     draining = instance.state == "draining"
-    message = common_pb2.Instance(
+    return common_pb2.Instance(
         instance_id=instance.instance_id,
         engine_url=instance.engine_url,
         sidecar_address=instance.sidecar_address,
         models=instance.models,
         state=common_pb2.INSTANCE_STATE_DRAINING if draining else common_pb2.INSTANCE_STATE_READY,
+        role=instance.role,
+        tier=instance.tier,
     )
-    if instance.role != "both":
-        message.labels["role"] = instance.role
-    if instance.tier:
-        message.labels["tier"] = instance.tier
-    return message

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
-from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
+from predictor.request import BEST_EFFORT, DECODE, PREFILL, REAL_TIME, SERVE, RequestFacts, Slo
 from protos.block.v1 import common_pb2
 
 LONGEST_NAME = 256  # characters of ids and names
@@ -24,6 +24,17 @@ CLASSES = {
 CLASS_VALUES = {
     REAL_TIME: common_pb2.REQUEST_CLASS_REAL_TIME,
     BEST_EFFORT: common_pb2.REQUEST_CLASS_BEST_EFFORT,
+}
+LEG_NAMES = {
+    common_pb2.LEG_UNSPECIFIED: SERVE,
+    common_pb2.LEG_SERVE: SERVE,
+    common_pb2.LEG_PREFILL: PREFILL,
+    common_pb2.LEG_DECODE: DECODE,
+}
+LEG_VALUES = {
+    SERVE: common_pb2.LEG_UNSPECIFIED,  # so that the message stays small
+    PREFILL: common_pb2.LEG_PREFILL,
+    DECODE: common_pb2.LEG_DECODE,
 }
 
 # The fields of Indicators that are no indicators, and the indicators with bounds of their own.
@@ -78,6 +89,8 @@ def request_from(
         client_id=message.client_id,
         session_id=message.session_id,
         in_s=message.in_s * clock_rate,
+        leg=LEG_NAMES.get(message.leg, SERVE),
+        held_s=message.held_s * clock_rate if message.HasField("held_s") else None,
     )
 
 
@@ -104,6 +117,8 @@ def request_message(request: RequestFacts, *, now_s: float | None = None, block_
         client_id=request.client_id,
         session_id=request.session_id,
         in_s=request.in_s,
+        leg=LEG_VALUES[request.leg],
+        held_s=request.held_s,
     )
 
 
@@ -192,6 +207,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         others_preempted=others_preempted,
         delay_sum_s=_delay(message, "delay_sum_s"),
         delay_worst_s=_delay(message, "delay_worst_s"),
+        fetched_s=_delay(message, "fetched_s"),
     )
 
 
@@ -232,6 +248,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         others_preempted=forecast.others_preempted,
         delay_sum_s=forecast.delay_sum_s,
         delay_worst_s=forecast.delay_worst_s,
+        fetched_s=forecast.fetched_s,
     )
 
 

@@ -48,6 +48,36 @@ REQUEST_CLASS_REAL_TIME: RequestClass.ValueType  # 1
 REQUEST_CLASS_BEST_EFFORT: RequestClass.ValueType  # 2
 Global___RequestClass: _TypeAlias = RequestClass  # noqa: Y015
 
+class _Leg:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LegEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Leg.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEG_UNSPECIFIED: _Leg.ValueType  # 0
+    """as SERVE"""
+    LEG_SERVE: _Leg.ValueType  # 1
+    """the whole request"""
+    LEG_PREFILL: _Leg.ValueType  # 2
+    """the prompt and one token; its KV blocks are held until they are fetched"""
+    LEG_DECODE: _Leg.ValueType  # 3
+    """the response, from KV blocks that are fetched from the engine of the prefill leg"""
+
+class Leg(_Leg, metaclass=_LegEnumTypeWrapper):
+    """The part of a request that one engine serves. Where prefill and decode are disaggregated, a request has two legs: one
+    engine computes its prompt, another one fetches the KV blocks and generates the response.
+    """
+
+LEG_UNSPECIFIED: Leg.ValueType  # 0
+"""as SERVE"""
+LEG_SERVE: Leg.ValueType  # 1
+"""the whole request"""
+LEG_PREFILL: Leg.ValueType  # 2
+"""the prompt and one token; its KV blocks are held until they are fetched"""
+LEG_DECODE: Leg.ValueType  # 3
+"""the response, from KV blocks that are fetched from the engine of the prefill leg"""
+Global___Leg: _TypeAlias = Leg  # noqa: Y015
+
 class _StateSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -310,6 +340,8 @@ class Request(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     IN_S_FIELD_NUMBER: _builtins.int
+    LEG_FIELD_NUMBER: _builtins.int
+    HELD_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine names it; an adapter has its own name"""
@@ -345,6 +377,10 @@ class Request(_message.Message):
     """How long after this message is received the request will arrive at the engine; 0: now. Forecasts still count their
     times from now, and a reservation counts from then on.
     """
+    leg: Global___Leg.ValueType
+    """that is forecast or reserved"""
+    held_s: _builtins.float
+    """Of a prefill leg: how long its KV blocks are predicted to be held after its end; absent: unknown."""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -380,13 +416,17 @@ class Request(_message.Message):
         client_id: _builtins.str = ...,
         weight: _builtins.float | None = ...,
         in_s: _builtins.float = ...,
+        leg: Global___Leg.ValueType = ...,
+        held_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__held_s: _TypeAlias = _typing.Literal["held_s"]  # noqa: Y015
+    _WhichOneofArgType__held_s: _TypeAlias = _typing.Literal["_held_s", b"_held_s"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
@@ -397,6 +437,8 @@ class Request(_message.Message):
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_s) -> _WhichOneofReturnType__held_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
@@ -427,6 +469,7 @@ class Forecast(_message.Message):
     OTHERS_PREEMPTED_FIELD_NUMBER: _builtins.int
     DELAY_SUM_S_FIELD_NUMBER: _builtins.int
     DELAY_WORST_S_FIELD_NUMBER: _builtins.int
+    FETCHED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -447,6 +490,8 @@ class Forecast(_message.Message):
     """by which their ends are postponed, in sum"""
     delay_worst_s: _builtins.float
     """and the largest delay"""
+    fetched_s: _builtins.float
+    """Of a decode leg: until all its KV blocks have been fetched."""
     def __init__(
         self,
         *,
@@ -461,21 +506,26 @@ class Forecast(_message.Message):
         others_preempted: _builtins.int | None = ...,
         delay_sum_s: _builtins.float | None = ...,
         delay_worst_s: _builtins.float | None = ...,
+        fetched_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "others_preempted", b"others_preempted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "num_preemptions", b"num_preemptions", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "num_preemptions", b"num_preemptions", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delay_sum_s: _TypeAlias = _typing.Literal["delay_sum_s"]  # noqa: Y015
     _WhichOneofArgType__delay_sum_s: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s"]  # noqa: Y015
     _WhichOneofReturnType__delay_worst_s: _TypeAlias = _typing.Literal["delay_worst_s"]  # noqa: Y015
     _WhichOneofArgType__delay_worst_s: _TypeAlias = _typing.Literal["_delay_worst_s", b"_delay_worst_s"]  # noqa: Y015
+    _WhichOneofReturnType__fetched_s: _TypeAlias = _typing.Literal["fetched_s"]  # noqa: Y015
+    _WhichOneofArgType__fetched_s: _TypeAlias = _typing.Literal["_fetched_s", b"_fetched_s"]  # noqa: Y015
     _WhichOneofReturnType__others_preempted: _TypeAlias = _typing.Literal["others_preempted"]  # noqa: Y015
     _WhichOneofArgType__others_preempted: _TypeAlias = _typing.Literal["_others_preempted", b"_others_preempted"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_sum_s) -> _WhichOneofReturnType__delay_sum_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_worst_s) -> _WhichOneofReturnType__delay_worst_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fetched_s) -> _WhichOneofReturnType__fetched_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__others_preempted) -> _WhichOneofReturnType__others_preempted | None: ...
 
@@ -528,6 +578,8 @@ class Indicators(_message.Message):
     DRAINED_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_FINISHED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_FETCHING_FIELD_NUMBER: _builtins.int
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
     """how old the state was when this message was sent; a receiver adds the time since"""
@@ -568,6 +620,12 @@ class Indicators(_message.Message):
     num_preemptions_total: _builtins.int
     """since the engine started"""
     num_finished_total: _builtins.int
+    num_fetching: _builtins.int
+    """Disaggregated prefill and decode.
+    waiting requests whose KV blocks are being fetched; also in num_waiting
+    """
+    num_held_blocks: _builtins.int
+    """of finished prefill legs, until they are fetched"""
     @_builtins.property
     def more(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for experiments; established ones become fields above"""
@@ -594,11 +652,13 @@ class Indicators(_message.Message):
         drained_s: _builtins.float | None = ...,
         num_preemptions_total: _builtins.int | None = ...,
         num_finished_total: _builtins.int | None = ...,
+        num_fetching: _builtins.int | None = ...,
+        num_held_blocks: _builtins.int | None = ...,
         more: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "more", b"more", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "more", b"more", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
@@ -606,10 +666,14 @@ class Indicators(_message.Message):
     _WhichOneofArgType__drained_s: _TypeAlias = _typing.Literal["_drained_s", b"_drained_s"]  # noqa: Y015
     _WhichOneofReturnType__kv_hit_ratio: _TypeAlias = _typing.Literal["kv_hit_ratio"]  # noqa: Y015
     _WhichOneofArgType__kv_hit_ratio: _TypeAlias = _typing.Literal["_kv_hit_ratio", b"_kv_hit_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__num_fetching: _TypeAlias = _typing.Literal["num_fetching"]  # noqa: Y015
+    _WhichOneofArgType__num_fetching: _TypeAlias = _typing.Literal["_num_fetching", b"_num_fetching"]  # noqa: Y015
     _WhichOneofReturnType__num_finished_total: _TypeAlias = _typing.Literal["num_finished_total"]  # noqa: Y015
     _WhichOneofArgType__num_finished_total: _TypeAlias = _typing.Literal["_num_finished_total", b"_num_finished_total"]  # noqa: Y015
     _WhichOneofReturnType__num_free_blocks: _TypeAlias = _typing.Literal["num_free_blocks"]  # noqa: Y015
     _WhichOneofArgType__num_free_blocks: _TypeAlias = _typing.Literal["_num_free_blocks", b"_num_free_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__num_held_blocks: _TypeAlias = _typing.Literal["num_held_blocks"]  # noqa: Y015
+    _WhichOneofArgType__num_held_blocks: _TypeAlias = _typing.Literal["_num_held_blocks", b"_num_held_blocks"]  # noqa: Y015
     _WhichOneofReturnType__num_preemptions_total: _TypeAlias = _typing.Literal["num_preemptions_total"]  # noqa: Y015
     _WhichOneofArgType__num_preemptions_total: _TypeAlias = _typing.Literal["_num_preemptions_total", b"_num_preemptions_total"]  # noqa: Y015
     _WhichOneofReturnType__num_reserved: _TypeAlias = _typing.Literal["num_reserved"]  # noqa: Y015
@@ -641,9 +705,13 @@ class Indicators(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_hit_ratio) -> _WhichOneofReturnType__kv_hit_ratio | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetching) -> _WhichOneofReturnType__num_fetching | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_finished_total) -> _WhichOneofReturnType__num_finished_total | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_blocks) -> _WhichOneofReturnType__num_free_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_held_blocks) -> _WhichOneofReturnType__num_held_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_preemptions_total) -> _WhichOneofReturnType__num_preemptions_total | None: ...
     @_typing.overload
@@ -767,6 +835,8 @@ class Instance(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
     """of its OpenAI endpoints, without /v1: http://10.0.0.7:8000"""
@@ -776,6 +846,9 @@ class Instance(_message.Message):
     profile: _builtins.str
     """the latency profile that its sidecar forecasts with"""
     engine_version: _builtins.str
+    role: _builtins.str
+    """both, prefill or decode; empty: both"""
+    tier: _builtins.str
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -794,14 +867,53 @@ class Instance(_message.Message):
         settings: Global___EngineSettings | None = ...,
         engine_version: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        role: _builtins.str = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class PlacedLeg(_message.Message):
+    """One leg of a request, and the instance that serves it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEG_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    FORECAST_FIELD_NUMBER: _builtins.int
+    RESERVED_FOR_S_FIELD_NUMBER: _builtins.int
+    leg: Global___Leg.ValueType
+    reserved_for_s: _builtins.float
+    """until the reservation expires; absent where none was made"""
+    @_builtins.property
+    def instance(self) -> Global___Instance: ...
+    @_builtins.property
+    def forecast(self) -> Global___Forecast:
+        """absent where none was made"""
+
+    def __init__(
+        self,
+        *,
+        leg: Global___Leg.ValueType = ...,
+        instance: Global___Instance | None = ...,
+        forecast: Global___Forecast | None = ...,
+        reserved_for_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "reserved_for_s", b"reserved_for_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "leg", b"leg", "reserved_for_s", b"reserved_for_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
+    _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reserved_for_s) -> _WhichOneofReturnType__reserved_for_s | None: ...
+
+Global___PlacedLeg: _TypeAlias = PlacedLeg  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
@@ -824,6 +936,8 @@ class Decision(_message.Message):
     NUM_SKIPPED_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NEXT_BEST_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     policy: _builtins.str
     basis: Global___DecisionBasis.ValueType
@@ -840,6 +954,8 @@ class Decision(_message.Message):
     """instances that can serve it"""
     num_skipped: _builtins.int
     """of them, those that were late, down or refusing"""
+    disaggregation: _builtins.str
+    """Why the request is disaggregated, or not: one of a few fixed words, empty where no instance has a role."""
     @_builtins.property
     def instance(self) -> Global___Instance: ...
     @_builtins.property
@@ -857,6 +973,12 @@ class Decision(_message.Message):
     @_builtins.property
     def next_best(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
         """alternatives if the chosen one fails, best first; not reserved"""
+
+    @_builtins.property
+    def prefill(self) -> Global___PlacedLeg:
+        """The prefill leg, where the request is disaggregated; `instance` and `forecast` are then those of the decode leg,
+        whose times include the prefill leg and the transfer.
+        """
 
     def __init__(
         self,
@@ -876,10 +998,12 @@ class Decision(_message.Message):
         num_skipped: _builtins.int = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
         next_best: _abc.Iterable[Global___Instance] | None = ...,
+        prefill: Global___PlacedLeg | None = ...,
+        disaggregation: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "prefill", b"prefill", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "policy", b"policy", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "disaggregation", b"disaggregation", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "policy", b"policy", "prefill", b"prefill", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
     _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015
@@ -957,6 +1081,9 @@ class Outcome(_message.Message):
     FORECAST_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    HAND_OVER_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     instance_id: _builtins.str
     model: _builtins.str
@@ -973,6 +1100,12 @@ class Outcome(_message.Message):
     prefix_hit_tokens: _builtins.int
     policy: _builtins.str
     finished_unix_s: _builtins.float
+    prefill_instance_id: _builtins.str
+    """of a request that was disaggregated"""
+    prefill_s: _builtins.float
+    """until the prefill leg's reply"""
+    hand_over_s: _builtins.float
+    """from that reply to the request to the decode instance"""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length, as the tagger returned it"""
@@ -1002,13 +1135,20 @@ class Outcome(_message.Message):
         forecast: Global___Forecast | None = ...,
         policy: _builtins.str = ...,
         finished_unix_s: _builtins.float = ...,
+        prefill_instance_id: _builtins.str = ...,
+        prefill_s: _builtins.float | None = ...,
+        hand_over_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "e2e_s", b"e2e_s", "forecast", b"forecast", "queue_s", b"queue_s", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "e2e_s", b"e2e_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "instance_id", b"instance_id", "model", b"model", "num_preemptions", b"num_preemptions", "output_tokens", b"output_tokens", "policy", b"policy", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "instance_id", b"instance_id", "model", b"model", "num_preemptions", b"num_preemptions", "output_tokens", b"output_tokens", "policy", b"policy", "prefill_instance_id", b"prefill_instance_id", "prefill_s", b"prefill_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__e2e_s: _TypeAlias = _typing.Literal["e2e_s"]  # noqa: Y015
     _WhichOneofArgType__e2e_s: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s"]  # noqa: Y015
+    _WhichOneofReturnType__hand_over_s: _TypeAlias = _typing.Literal["hand_over_s"]  # noqa: Y015
+    _WhichOneofArgType__hand_over_s: _TypeAlias = _typing.Literal["_hand_over_s", b"_hand_over_s"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_s: _TypeAlias = _typing.Literal["prefill_s"]  # noqa: Y015
+    _WhichOneofArgType__prefill_s: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s"]  # noqa: Y015
     _WhichOneofReturnType__queue_s: _TypeAlias = _typing.Literal["queue_s"]  # noqa: Y015
     _WhichOneofArgType__queue_s: _TypeAlias = _typing.Literal["_queue_s", b"_queue_s"]  # noqa: Y015
     _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
@@ -1017,6 +1157,10 @@ class Outcome(_message.Message):
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__e2e_s) -> _WhichOneofReturnType__e2e_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hand_over_s) -> _WhichOneofReturnType__hand_over_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_s) -> _WhichOneofReturnType__prefill_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_s) -> _WhichOneofReturnType__queue_s | None: ...
     @_typing.overload
