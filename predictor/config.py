@@ -13,6 +13,7 @@ PLAIN, SWAP, BIDIRECTIONAL = "plain", "swap", "bidirectional"
 KV_LAYOUTS = (PLAIN, SWAP, BIDIRECTIONAL)  # a layout's number in the engine model is its index here
 PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER = "kv_producer", "kv_consumer", "kv_both"
 KV_ROLES = ("", PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER)
+HOLDING_ROLES, FETCHING_ROLES = (PRODUCER, PRODUCER_AND_CONSUMER), (CONSUMER, PRODUCER_AND_CONSUMER)
 FAIL, RECOMPUTE = "fail", "recompute"
 KV_LOAD_FAILURE_POLICIES = (FAIL, RECOMPUTE)
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables

@@ -8,14 +8,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from predictor import blocks, loop, queues, steps
+from predictor import blocks, loop, queues, remote_kv, steps
 from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.compiled import direct
-from predictor.config import EngineConfig
+from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.request import NO_TENANT, REAL_TIME, RequestFacts, tenant_number
+from predictor.request import DECODE, LEGS, NO_TENANT, PREFILL, REAL_TIME, RequestFacts, tenant_number
 from predictor.snapshot import Memory
-from predictor.state import FINISHED, NONE, State, allocate, new_request, widen
+from predictor.state import (
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    NO_TRANSFER,
+    NONE,
+    TO_FETCH,
+    State,
+    allocate,
+    new_request,
+    widen,
+)
 from predictor.step_time import StepTime, tabulate
 
 FOREVER = math.inf
@@ -23,6 +35,9 @@ ANY_NUMBER = 1 << 62
 
 drive = direct(loop.drive)
 announce = direct(queues.announce)
+end_transfer = direct(remote_kv.end_transfer)
+fail_fetch = direct(remote_kv.fail_fetch)
+hold_until = direct(remote_kv.hold_until)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +164,8 @@ class Engine:
             num_hashes = len(hashes)
             self.state.hashes[slot, :num_hashes] = [self.contents[value] for value in hashes]
         facts = _facts_row(request)
+        if request.leg == DECODE:
+            progress.setdefault("stage", TO_FETCH)
         self.state.requests[slot] = new_request(
             prompt_tokens=request.prompt_tokens,
             final_tokens=final_tokens,
@@ -159,6 +176,8 @@ class Engine:
             num_hashes=num_hashes,
             serial=self._num_added,
             tokens_on_time=NONE if math.isnan(facts[0]) else tokens_on_time,
+            leg=LEGS.index(request.leg),
+            transfer_s=self._transfer_s(request),
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
         self.state.facts[slot] = facts
@@ -181,14 +200,79 @@ class Engine:
 
     def lengths(self, request: RequestFacts, produced_tokens: int = 0) -> tuple[int, int]:
         """Return the response's known or predicted length, and the length at which the engine cuts it."""
+        if request.leg == PREFILL:
+            return 1, 1
         room = self.config.max_model_len - request.prompt_tokens
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         length = request.length(produced_tokens, self.residual)
         return (max_tokens if length is None else min(length, max_tokens)), max_tokens
 
-    def abort(self, request_id: str) -> None:
-        """Abort a request whose client has disconnected."""
+    def abort(self, request_id: str, *, at_s: float | None = None) -> None:
+        """Abort a request whose client has disconnected, now or at a later time."""
+        self._wait_until(at_s)
         steps.abort(self.state, self.slots[request_id])
+
+    # Transfers of KV blocks.
+
+    def is_held(self, request_id: str) -> bool:
+        """Return whether the blocks of a finished prefill are held."""
+        return bool(self.state.requests[self.slots[request_id]].stage == HELD)
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Return whether blocks of a request are being fetched."""
+        return bool(self.state.requests[self.slots[request_id]].stage == FETCHING)
+
+    def hold_until(self, request_id: str, until_s: float) -> None:
+        """Change the time until which the blocks of a finished prefill are held; no effect where they are not."""
+        if self.is_held(request_id):
+            hold_until(self.state, self.slots[request_id], float(until_s))
+
+    def release_held(self, request_id: str, *, at_s: float | None = None) -> None:
+        """Free the blocks of a finished prefill, now or at a later time; no effect where they are not held."""
+        if self.is_held(request_id):
+            self._wait_until(at_s)
+            end_transfer(self.state, self.slots[request_id], self.now_s)
+
+    def fetch_end_s(self, request_id: str) -> float | None:
+        """Return when the blocks of a request have been fetched, as far as is known now; None where none are."""
+        row = self.state.requests[self.slots[request_id]]
+        if row.stage == FETCHING:
+            return float(remote_kv.end_s(self.state, self.slots[request_id]))
+        return float(row.transfer_s) if row.leg == LEGS.index(DECODE) and row.stage == FETCHED else None
+
+    def end_fetch(
+        self, request_id: str, *, ok: bool = True, valid_tokens: int = 0, at_s: float | None = None
+    ) -> None:
+        """End the fetch of a request's blocks, now or at a later time; no effect where it has ended.
+
+        After a failure `valid_tokens` of the request, in whole blocks, are there. It computes the others, or is
+        aborted, as `kv_load_failure_policy` says.
+        """
+        slot = self.slots[request_id]
+        if not self.is_fetching(request_id):
+            return
+        self._wait_until(at_s)
+        if ok:
+            end_transfer(self.state, slot, self.now_s)
+            return
+        size = self.config.block_size
+        if not 0 <= valid_tokens <= self.request_in(slot).prompt_tokens or valid_tokens % size:
+            raise ValueError(f"valid_tokens: must be whole blocks of {size} tokens of the prompt, not {valid_tokens}")
+        fail_fetch(self.state, slot, valid_tokens)
+        if not self.state.engine[0].recomputes:
+            self.abort(request_id)
+
+    def _wait_until(self, at_s: float | None) -> None:
+        """Advance the clock of an engine without a step in flight, to a time at which something happens."""
+        engine = self.state.engine[0]
+        if at_s is not None and engine.num_in_flight == 0:
+            engine.now_s = max(engine.now_s, at_s)
+
+    def _transfer_s(self, request: RequestFacts) -> float:
+        """Return the seconds of a request's transfer, as its row has them before it begins."""
+        if request.leg == PREFILL:
+            return self.config.kv_lease_s if request.held_s is None else request.held_s
+        return math.nan if request.transfer_s is None else request.transfer_s
 
     def set_pace(self, pace: float) -> None:
         """Multiply the step times of the profile: by noise, for a slow engine, or by an online correction."""
@@ -215,12 +299,12 @@ class Engine:
         """Run the engine until no event is left before `until_s`."""
         self.drive(self.state, float(until_s), ANY_NUMBER, NONE)
 
-    def next_step(self) -> StepRecord | None:
-        """Run the engine until it has planned one more step; None where it has none left."""
+    def next_step(self, until_s: float = FOREVER) -> StepRecord | None:
+        """Run the engine until it has planned one more step; None where it plans none before `until_s`."""
         self.state.engine[0].steady = 0  # repeated steps have no records
         engine = self.state.engine[0]
         num_steps = int(engine.num_steps)
-        self.drive(self.state, FOREVER, num_steps + 1, NONE)
+        self.drive(self.state, float(until_s), num_steps + 1, NONE)
         if engine.num_steps == num_steps:
             return None
         index = (engine.oldest + engine.num_in_flight - 1) % 2
@@ -278,7 +362,7 @@ class Engine:
         ended = [
             name
             for name, slot in self.slots.items()
-            if rows[slot].status == FINISHED and rows[slot].in_flight_tokens == 0
+            if rows[slot].status == FINISHED and rows[slot].in_flight_tokens == 0 and rows[slot].stage == NO_TRANSFER
         ]
         outcomes = [self.outcome(name) for name in ended]
         for name in ended:
@@ -303,6 +387,9 @@ class Engine:
 
     def _require_possible(self, request: RequestFacts, final_tokens: int) -> None:
         """Refuse a request that this engine can never finish."""
+        for leg, roles in ((PREFILL, HOLDING_ROLES), (DECODE, FETCHING_ROLES)):
+            if request.leg == leg and self.config.kv_role not in roles:
+                raise ValueError(f"leg: {leg} needs an engine with kv_role {' or '.join(roles)}")
         if request.prompt_tokens >= self.config.max_model_len:
             raise ValueError(
                 f"prompt_tokens: {request.prompt_tokens} leave no room for a response within max_model_len "

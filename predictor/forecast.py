@@ -13,7 +13,7 @@ from predictor.compiled import direct, inner_kernel, interpreted, kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
-from predictor.state import FINISHED, NONE, State, copy_into, layer, stack_like
+from predictor.state import DECODE_LEG, FINISHED, NO_TRANSFER, NONE, State, copy_into, layer, stack_like
 
 RESULT = np.dtype(
     [
@@ -22,6 +22,7 @@ RESULT = np.dtype(
         ("finished_s", "f8"),
         ("delay_sum_s", "f8"),
         ("delay_worst_s", "f8"),
+        ("fetched_s", "f8"),  # NaN where nothing is fetched
         ("output_tokens", "i8"),
         ("num_preemptions", "i8"),
         ("others_preempted", "i8"),
@@ -106,9 +107,10 @@ class Forecaster:
                 others_preempted=others_preempted if delays else None,
                 delay_sum_s=delay_sum_s if delays else None,
                 delay_worst_s=delay_worst_s if delays else None,
+                fetched_s=fetched_s if fetched_s == fetched_s else None,  # noqa: PLR0124 - not NaN
             )
             for slot, (
-                scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s,
+                scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s, fetched_s,
                 output_tokens, num_preemptions, others_preempted, hit_tokens,
             ) in zip(slots, results.tolist(), strict=True)
         ]  # fmt: skip
@@ -179,6 +181,9 @@ def read_result(after: State, slot: int, now_s: float, result: np.record) -> Non
     result.scheduled_s = request.scheduled_s - now_s if request.scheduled_s >= 0 else np.inf
     result.first_token_s = request.first_token_s - now_s if request.first_token_s >= 0 else np.inf
     result.finished_s = request.finished_s - now_s if request.status == FINISHED else np.inf
+    result.fetched_s = np.nan
+    if request.leg == DECODE_LEG:
+        result.fetched_s = request.transfer_s - now_s if request.stage == NO_TRANSFER else np.inf
     result.output_tokens = request.final_tokens
     result.num_preemptions = request.num_preemptions
     result.hit_tokens = request.hit_tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from predictor import blocks, estimator, queues, steps
+from predictor import blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
@@ -49,6 +49,7 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
     """
     engine = state.engine[0]
     while engine.num_steps < last_step:
+        remote_kv.absorb_transfers(state)
         queues.absorb_arrivals(state)
         if watched >= 0 and state.requests[watched].status == FINISHED:
             return False
@@ -71,9 +72,12 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
                 return False
             steps.retire(state)
         else:
-            if engine.num_pending == 0 or queues.next_arrival_s(state) > until_s:
+            next_s = queues.next_event_s(state)
+            if next_s == np.inf or next_s > until_s:
                 return False
-            engine.now_s = queues.next_arrival_s(state)
+            if until_s == np.inf and engine.num_waiting + engine.num_pending == 0:
+                return False  # blocks of finished prefills are held, which concerns no request
+            engine.now_s = max(engine.now_s, next_s)
     return False
 
 
@@ -84,7 +88,19 @@ def has_tail_ahead(state: State) -> bool:
     A local scheduler that orders the queue can admit from its tail, and plans by all that wait.
     """
     engine = state.engine[0]
-    return bool(not engine.orders_queue and engine.num_waiting > engine.max_num_seqs - engine.num_running)
+    num_seats = engine.max_num_seqs - engine.num_running
+    if engine.orders_queue or engine.num_waiting <= num_seats:
+        return False
+    return not engine.fetches or num_waiting_for_seats(state) > num_seats
+
+
+@kernel
+def num_waiting_for_seats(state: State) -> int:
+    """Return how many waiting requests run once they are admitted; the others fetch their KV blocks first."""
+    count = 0
+    for position in range(state.engine[0].num_waiting):
+        count += remote_kv.takes_seat(state, queues.waiting_at(state, position))
+    return count
 
 
 @kernel
@@ -123,13 +139,13 @@ def count_repeats(state: State, until_s: float) -> int:
     if max_repeats <= 0:
         return 0
     max_repeats = _within_blocks(state, max_repeats)
-    arrival_s = queues.next_arrival_s(state)
-    if max_repeats <= 0 or _fits_in_time(state, max_repeats, until_s, arrival_s):
+    event_s = queues.next_event_s(state)
+    if max_repeats <= 0 or _fits_in_time(state, max_repeats, until_s, event_s):
         return max_repeats
     fits, too_many = 0, max_repeats
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if _fits_in_time(state, middle, until_s, arrival_s):
+        if _fits_in_time(state, middle, until_s, event_s):
             fits = middle
         else:
             too_many = middle
@@ -216,10 +232,10 @@ def _series_s(first_s: float, growth_s: float, num_steps: int) -> float:
 
 
 @kernel
-def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: float) -> bool:
-    """Return whether the last repetition is planned before the next arrival and retired by `until_s`."""
+def _fits_in_time(state: State, num_repeats: int, until_s: float, event_s: float) -> bool:
+    """Return whether the last repetition is planned before the next event and retired by `until_s`."""
     engine = state.engine[0]
-    if until_s == float("inf") and arrival_s == float("inf"):
+    if until_s == float("inf") and event_s == float("inf"):
         return True
     context, longest = _contexts(state)
     first_s, growth_s = _decode_s(state, context, longest)
@@ -232,7 +248,7 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, arrival_s: flo
         if num_repeats > 1:
             planned_s = in_flight_ends_s + _series_s(first_s, growth_s, num_repeats - 2)
         retired_s = in_flight_ends_s + _series_s(first_s, growth_s, num_repeats - 1)
-    return planned_s < arrival_s and retired_s <= until_s
+    return planned_s < event_s and retired_s <= until_s
 
 
 @kernel
@@ -329,7 +345,7 @@ def _finish_repeated(state: State) -> None:
     for position in range(state.engine[0].num_running):
         slot = state.running[position]
         if state.requests[slot].output_tokens >= state.requests[slot].final_tokens:
-            queues.finish(state, slot)
+            queues.complete(state, slot)
     queues.drop_finished(state, False)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks
+from predictor import blocks, remote_kv
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, PLAIN_LAYOUT, RUNNING, WAITING, State
+from predictor.state import DECODE_LEG, FETCHING, FINISHED, PLAIN_LAYOUT, PREFILL_LEG, RUNNING, WAITING, State
 
 # vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
 # one and preemption the other. An engine model stops after this many preemptions without a token.
@@ -46,7 +46,7 @@ def enqueue(state: State, slot: int) -> None:
     position = engine.num_waiting
     engine.num_waiting += 1
     if engine.queue_by_priority:
-        while position > 0 and goes_before(state, slot, waiting_at(state, position - 1)):
+        while position > engine.num_holding and goes_before(state, slot, waiting_at(state, position - 1)):
             state.waiting[at(engine.waiting_head, position, size)] = waiting_at(state, position - 1)
             position -= 1
     state.waiting[at(engine.waiting_head, position, size)] = slot
@@ -62,7 +62,26 @@ def take_waiting(state: State, position: int) -> int:
         state.waiting[at(engine.waiting_head, moved, size)] = waiting_at(state, moved - 1)
     engine.waiting_head = at(engine.waiting_head, 1, size)
     engine.num_waiting -= 1
+    if position < engine.num_holding:
+        engine.num_holding -= 1
     return slot
+
+
+@kernel
+def keep_waiting_with_blocks(state: State, position: int) -> None:
+    """Move a waiting request that has got blocks behind the others that have some, or in their order of priorities."""
+    engine = state.engine[0]
+    size = len(state.waiting)
+    slot = waiting_at(state, position)
+    for moved in range(position, engine.num_holding, -1):
+        state.waiting[at(engine.waiting_head, moved, size)] = waiting_at(state, moved - 1)
+    place = engine.num_holding
+    engine.num_holding += 1
+    if engine.queue_by_priority:
+        while place > 0 and goes_before(state, slot, waiting_at(state, place - 1)):
+            state.waiting[at(engine.waiting_head, place, size)] = waiting_at(state, place - 1)
+            place -= 1
+    state.waiting[at(engine.waiting_head, place, size)] = slot
 
 
 @kernel
@@ -81,7 +100,7 @@ def admit(state: State, position: int, computed_tokens: int) -> int:
     request.status = RUNNING
     request.computed_tokens = computed_tokens
     request.prefill_tokens = request.prompt_tokens + request.output_tokens
-    if request.num_preemptions == 0:
+    if request.num_preemptions == 0 and request.leg != DECODE_LEG:
         request.hit_tokens = computed_tokens
     return slot
 
@@ -122,9 +141,12 @@ def preempt(state: State, position: int) -> int:
     if engine.queue_by_priority:
         enqueue(state, slot)
     else:
-        engine.waiting_head = at(engine.waiting_head, len(state.waiting) - 1, len(state.waiting))
+        size = len(state.waiting)
+        engine.waiting_head = at(engine.waiting_head, size - 1, size)
         engine.num_waiting += 1
-        state.waiting[engine.waiting_head] = slot
+        for place in range(engine.num_holding):
+            state.waiting[at(engine.waiting_head, place, size)] = waiting_at(state, place + 1)
+        state.waiting[at(engine.waiting_head, engine.num_holding, size)] = slot
         request.status = WAITING
     state.preempted[step.num_preempted] = slot
     step.num_preempted += 1
@@ -136,14 +158,30 @@ def finish(state: State, slot: int) -> None:
     """End a request and free its blocks; the caller removes it from its queue.
 
     A steady engine stays steady where no request waits for the freed blocks, unless the request ended unpredictably:
-    then it is still part of a step in flight.
+    then it is still part of a step in flight, whose end may free its blocks.
     """
     engine, request = state.engine[0], state.requests[slot]
     if engine.num_waiting > 0 or request.in_flight_tokens > 0:
         engine.steady = 0
-    blocks.release(state, slot)
     request.status = FINISHED
     request.finished_s = engine.now_s
+    if request.stage == FETCHING:  # blocks are written to until its transfer ends
+        return
+    if not engine.defers_frees or request.in_flight_tokens == 0:
+        blocks.release(state, slot)
+
+
+@kernel
+def complete(state: State, slot: int) -> None:
+    """End a request that has its last token; the blocks of a prefill leg are held for the decode leg."""
+    request = state.requests[slot]
+    if request.leg != PREFILL_LEG or request.num_blocks == 0:  # without blocks if it was preempted meanwhile
+        finish(state, slot)
+        return
+    state.engine[0].steady = 0
+    request.status = FINISHED
+    request.finished_s = state.engine[0].now_s
+    remote_kv.hold(state, slot)
 
 
 @kernel
@@ -219,6 +257,12 @@ def join(state: State, slot: int) -> None:
     """Add a request to the waiting queue; the engine then has to plan its next step."""
     state.engine[0].steady = state.engine[0].stuck = 0
     enqueue(state, slot)
+
+
+@small_kernel
+def next_event_s(state: State) -> float:
+    """Return when something happens that no step causes: an arrival, or the end of a transfer."""
+    return min(next_arrival_s(state), state.engine[0].next_transfer_s)
 
 
 @small_kernel

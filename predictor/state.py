@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from predictor.compiled import kernel, small_kernel
-from predictor.config import BIDIRECTIONAL, KV_LAYOUTS, EngineConfig
+from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LAYOUTS, RECOMPUTE, EngineConfig
+from predictor.request import LEGS
 from predictor.step_time import Costs
 
 NONE = -1  # no request, no block, no time
@@ -21,6 +22,13 @@ PLAIN_LAYOUT, SWAP_LAYOUT, TWO_ENDED_LAYOUT = range(len(KV_LAYOUTS))
 
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
+
+SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
+
+# Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: its blocks are not allocated yet.
+# FETCHED, FETCH_FAILED: it still has to be scheduled. HELD: its prefill has ended, and its blocks wait to be fetched.
+NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD = range(6)
+STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")  # their names
 
 # What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
 # down. A block that is not full has no content, because no request can hit it.
@@ -46,6 +54,14 @@ ENGINE = np.dtype(
         ("reserve_full_isl", "i8"),
         ("kv_layout", "i8"),
         ("swap_token_s", "f8"),  # seconds that a token's KV takes between the GPU and host memory
+        ("fetches", "i8"),  # it serves decode legs
+        ("drops_stale", "i8"),  # it hands over KV blocks, so output from before a preemption is dropped
+        ("defers_frees", "i8"),  # a block is not free before the step ends that may write it
+        ("recomputes", "i8"),  # a request whose KV blocks cannot be fetched computes them; otherwise it fails
+        ("transfer_base_s", "f8"),
+        ("transfer_token_s", "f8"),
+        ("transfer_block_s", "f8"),
+        ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
         ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
         ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
@@ -67,6 +83,13 @@ ENGINE = np.dtype(
         ("waiting_head", "i8"),
         ("num_pending", "i8"),
         ("pending_head", "i8"),
+        ("num_holding", "i8"),  # of the waiting requests, the first ones, which hold blocks
+        # transfers of KV blocks
+        ("num_transfers", "i8"),
+        ("num_fetching", "i8"),
+        ("next_transfer_s", "f8"),  # when the first of them ends; infinite without one
+        ("link_s", "f8"),  # seconds of work that each transfer has got since the link exists, as of `link_at_s`
+        ("link_at_s", "f8"),
         # steps in flight, oldest first
         ("num_in_flight", "i8"),
         ("oldest", "i8"),
@@ -113,6 +136,11 @@ REQUEST = np.dtype(
         ("priority", "i8"),
         ("expected_tokens", "i4"),  # the predicted length, which a local scheduler may use
         ("num_preemptions", "i4"),
+        ("leg", "i4"),  # index in `request.LEGS`
+        ("stage", "i4"),  # of its transfer
+        # Seconds that its transfer takes (NaN: as configured), or for which its blocks are held after the prefill; once
+        # it has begun, when it ends: by the clock, or by the link's work.
+        ("transfer_s", "f8"),
         ("hit_tokens", "i8"),  # 8 bytes, so that the record has no padding, whose content would be arbitrary
     ],
     align=True,
@@ -142,12 +170,16 @@ def new_request(
     tokens_on_time: int = NONE,
     scheduled_s: float = NONE,
     first_token_s: float = NONE,
+    leg: int = 0,
+    stage: int = NO_TRANSFER,
+    transfer_s: float = 0.0,
 ) -> tuple[float, ...]:
     """Make a row of `requests` as a tuple: assigning it at once is much faster than assigning each field."""
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
         final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, prefill_tokens, tokens_on_time, scheduled_s,
-        first_token_s, NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, 0,
+        first_token_s, NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, leg, stage,
+        transfer_s, 0,
     )  # fmt: skip
 
 
@@ -240,6 +272,7 @@ class State(NamedTuple):
     running: np.ndarray  # slots, in vLLM's order
     waiting: np.ndarray  # ring of slots
     pending: np.ndarray  # ring of slots of requests that have not arrived, by arrival
+    transfers: np.ndarray  # slots of requests whose KV blocks are being fetched, or are held until they are
     preempted: np.ndarray  # slots preempted by the step that is being planned
     steps: np.recarray[Any, Any]  # STEP per step in flight
     batch: np.recarray[Any, Any]  # SCHEDULED per step in flight and position
@@ -278,6 +311,7 @@ def allocate(
         running=np.zeros(num_slots, np.int32),
         waiting=np.zeros(num_slots, np.int32),
         pending=np.zeros(num_slots, np.int32),
+        transfers=np.zeros(num_slots, np.int32),
         preempted=np.zeros(num_slots, np.int32),
         steps=np.zeros(2, STEP).view(np.recarray),
         batch=np.zeros((2, num_slots), SCHEDULED).view(np.recarray),
@@ -313,6 +347,15 @@ def allocate(
     engine.estimator_momentum = config.estimator_momentum
     engine.estimator_seed = config.estimator_seed
     engine.pace = engine.correction = 1.0
+    engine.fetches = config.kv_role in FETCHING_ROLES
+    engine.drops_stale = config.kv_role in HOLDING_ROLES
+    engine.defers_frees = engine.fetches and config.pipeline_depth > 1
+    engine.recomputes = config.kv_load_failure_policy == RECOMPUTE
+    engine.transfer_base_s = config.kv_transfer_base_s
+    engine.transfer_token_s = config.kv_bytes_per_token / config.kv_transfer_bytes_per_s
+    engine.transfer_block_s = config.kv_transfer_block_s
+    engine.transfer_shared = config.kv_transfer_shared
+    engine.next_transfer_s = math.inf
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
@@ -339,6 +382,7 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
     wide = state._replace(
         requests=_padded(state.requests, (slots,)).view(np.recarray),
         running=_padded(state.running, (slots,)),
+        transfers=_padded(state.transfers, (slots,)),
         preempted=_padded(state.preempted, (slots,)),
         turns=_padded(state.turns, (slots,)),
         ranks=_padded(state.ranks, (slots,)).view(np.recarray),
@@ -368,9 +412,10 @@ def layer(stack: State, source: State, index: int) -> State:
     """Return one copy of a stack; it shares with the source the arrays that the loop only reads."""
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
-        stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.ranks[index], stack.clients[index], stack.two_ended_blocks[index], stack.blocks[index],
-        stack.tables[index], stack.cached[index], source.facts, source.hashes, source.costs,
+        stack.transfers[index], stack.preempted[index], stack.steps[index], stack.batch[index],
+        stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
+        stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
+        source.facts, source.hashes, source.costs,
     )  # fmt: skip
 
 
@@ -384,6 +429,9 @@ def copy_into(target: State, source: State) -> None:
         _copy_request(target, source, source.running[position])
     _copy_ring(target, source, target.waiting, source.waiting, engine.waiting_head, engine.num_waiting)
     _copy_ring(target, source, target.pending, source.pending, engine.pending_head, engine.num_pending)
+    for position in range(engine.num_transfers):
+        target.transfers[position] = source.transfers[position]
+        _copy_request(target, source, source.transfers[position])
     for ahead in range(engine.num_in_flight):
         index = (engine.oldest + ahead) % 2
         target.steps[index] = source.steps[index]

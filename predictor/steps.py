@@ -143,6 +143,8 @@ def retire(state: State) -> None:
     if engine.estimator_momentum > 0:
         estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
+    if engine.defers_frees:
+        free_deferred(state, index)
     num_finished = 0
     from_waiting = False
     for position in range(step.num_scheduled):
@@ -152,7 +154,7 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or not entry.sampled:
+        if request.status == FINISHED or not entry.sampled or (stale and engine.drops_stale):
             continue
         engine.fruitless_preemptions = 0
         request.output_tokens += 1
@@ -166,10 +168,20 @@ def retire(state: State) -> None:
                 blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
-            queues.finish(state, entry.slot)
+            queues.complete(state, entry.slot)
             num_finished += 1
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+
+
+@kernel
+def free_deferred(state: State, index: int) -> None:
+    """Free the blocks of requests that ended while the step that ends now could still write them."""
+    for position in range(state.steps[index].num_scheduled):
+        entry = state.batch[index, position]
+        request = state.requests[entry.slot]
+        if request.status == FINISHED and request.num_blocks > 0 and request.in_flight_tokens == entry.tokens:
+            blocks.release(state, entry.slot)
 
 
 @small_kernel

@@ -126,9 +126,10 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
     """Give one engine of the stack, with its real or its predicted step times."""
     return State(
         stack.engine[index], stack.requests[index], stack.running[index], stack.waiting[index], stack.pending[index],
-        stack.preempted[index], stack.steps[index], stack.batch[index], stack.turn_starts[index], stack.turns[index],
-        stack.ranks[index], stack.clients[index], stack.two_ended_blocks[index], stack.blocks[index],
-        stack.tables[index], stack.cached[index], stack.facts[index], stack.hashes[index],
+        stack.transfers[index], stack.preempted[index], stack.steps[index], stack.batch[index],
+        stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
+        stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
+        stack.facts[index], stack.hashes[index],
         Costs(costs.coefficients[index], costs.by_tokens[index], costs.by_count[index]),
     )  # fmt: skip
 
@@ -194,6 +195,8 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     request.serial = request.tie_break = number
     request.priority = facts.priority
     request.num_preemptions = request.hit_tokens = request.prefill_tokens = 0
+    request.leg = request.stage = 0
+    request.transfer_s = 0.0
     target = fleet.stack.facts[index, slot]
     # deadlines count from the arrival at the cluster
     target.ttft_slo_s = facts.ttft_slo_s - (arrives_s - facts.arrival_s)

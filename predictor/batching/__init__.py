@@ -31,7 +31,7 @@ from predictor.batching import (
     weighted_vtc,
 )
 from predictor.compiled import inner_kernel
-from predictor.config import BIDIRECTIONAL, PLAIN, SWAP, EngineConfig
+from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, PLAIN, SWAP, EngineConfig
 from predictor.state import State
 from predictor.suggestions import did_you_mean, require_known
 
@@ -62,6 +62,7 @@ class Batcher:
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    fetches: bool = False  # it serves decode legs, whose KV blocks are fetched
     plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
     max_clients: int = 0  # whose tokens it counts
@@ -137,6 +138,7 @@ VLLM_V0 = Batcher(
 BATCHERS = {
     "vllm_v1": Batcher(
         schedule=vllm_v1.schedule,
+        fetches=True,
         null_blocks=1,
         defaults={
             "enable_prefix_caching": True,
@@ -233,6 +235,8 @@ def settled(config: EngineConfig) -> EngineConfig:
     if config.kv_layout not in batcher.kv_layouts:
         supported = ", ".join(batcher.kv_layouts)
         raise ValueError(f"kv_layout: {config.batcher} supports only {supported}, not {config.kv_layout}")
+    if config.kv_role in FETCHING_ROLES and not batcher.fetches:
+        raise ValueError(f"kv_role: {config.batcher} serves no decode legs, so it must be empty or kv_producer")
     fixed_by_layout = LAYOUT_RULES[config.kv_layout]
     for name, value in fixed_by_layout.items():
         if getattr(config, name) not in (None, value):

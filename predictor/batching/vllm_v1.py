@@ -5,9 +5,11 @@ Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text reques
 
 from __future__ import annotations
 
-from predictor import blocks, queues, steps
+from predictor import blocks, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
-from predictor.state import State
+from predictor.state import FETCH_FAILED, FETCHED, FETCHING, TO_FETCH, State
+
+PREEMPTED_ITSELF, NO_VICTIM = -1, -2  # returned in place of a position in the running list
 
 
 @kernel
@@ -88,8 +90,8 @@ def uncomputed_tokens(state: State, slot: int, threshold: int, budget: int) -> i
 def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
     """Preempt requests until there are blocks for `num_tokens` tokens of this one.
 
-    Returns its position, or -1 where it was preempted itself, and the budget of preempted requests that were already
-    in this step (with priorities only).
+    Returns its position, or PREEMPTED_ITSELF, or NO_VICTIM where the blocks of the next victim cannot be freed yet; and
+    the budget of preempted requests that were already in this step (with priorities only).
     """
     if blocks.has_room(state, slot, num_tokens):
         return position, 0
@@ -103,9 +105,11 @@ def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tupl
     freed = 0
     while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:
         chosen = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
+        if engine.defers_frees and state.requests[state.running[chosen]].in_flight_tokens > 0:
+            return NO_VICTIM, freed
         victim = queues.preempt(state, chosen)
         if victim == slot:
-            return -1, freed
+            return PREEMPTED_ITSELF, freed
         freed += steps.unassign(state, victim)
         if chosen < position:
             position -= 1
@@ -128,15 +132,32 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
     """
     engine = state.engine[0]
     steady = True
-    position = 0  # requests with stale output in flight are skipped
+    position = 0  # requests are skipped that fetch their blocks, or have stale output in flight
     while budget > 0 and position < engine.num_waiting and engine.num_running < engine.max_num_seqs:
         slot = queues.waiting_at(state, position)
         request = state.requests[slot]
-        if request.stale_tokens > 0:
+        if request.stage == FETCHING:
+            position += 1
+            continue
+        if request.stage == FETCHED or request.stage == FETCH_FAILED:
+            remote_kv.promote(state, slot)
+        if request.stale_tokens > 0 and not engine.drops_stale:
             steady = False
             position += 1
             continue
+        if engine.fetches and request.num_blocks > 0:
+            num_tokens = continue_fetched(state, position, slot, threshold, budget)
+            if num_tokens == 0:
+                return steady and engine.chunked_prefill
+            steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
+            budget -= num_tokens
+            continue
         num_hits = blocks.find_hits(state, slot)
+        if request.stage == TO_FETCH:
+            if not give_blocks_to_fetch(state, position, slot, num_hits):
+                return steady and num_hits == 0
+            position += 1
+            continue
         computed = queues.computed_before(state, slot, num_hits * engine.block_size)
         remaining = request.prompt_tokens + request.output_tokens - computed
         if 0 < threshold < remaining:
@@ -156,6 +177,50 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
     # the budget was used up by prompts, so the next step may have some for the queue
     used_up = budget == 0 and engine.num_running < engine.max_num_batched_tokens
     return steady and not (used_up and engine.num_waiting > 0 and engine.num_running < engine.max_num_seqs)
+
+
+@kernel
+def continue_fetched(state: State, position: int, slot: int, threshold: int, budget: int) -> int:
+    """Schedule a waiting request that holds blocks, as its KV was fetched; return its tokens, 0 if it does not fit."""
+    engine, request = state.engine[0], state.requests[slot]
+    before = request.computed_tokens
+    remaining = request.prompt_tokens + request.output_tokens - before
+    if 0 < threshold < remaining:
+        remaining = threshold
+    if not engine.chunked_prefill and remaining > budget:
+        return 0
+    num_tokens = min(remaining, budget)
+    needed = before + num_tokens
+    if engine.reserve_full_isl:
+        needed = max(needed, request.prompt_tokens + request.output_tokens)
+    missing = max(0, blocks.blocks_for(needed, engine.block_size) - request.num_blocks)
+    if missing + (engine.watermark_blocks if engine.num_running > 0 else 0) > engine.num_free_blocks:
+        return 0
+    queues.admit(state, position, before)
+    give_blocks(state, slot, before + num_tokens)
+    steps.assign(state, slot, num_tokens)
+    return num_tokens
+
+
+@kernel
+def give_blocks_to_fetch(state: State, position: int, slot: int, num_hits: int) -> bool:
+    """Allocate blocks for a request's whole prompt, and start to fetch what is not cached; False if it does not fit."""
+    engine, request = state.engine[0], state.requests[slot]
+    size = engine.block_size
+    num_tokens, num_blocks = request.prompt_tokens, blocks.blocks_for(request.prompt_tokens, size)
+    spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
+    if engine.num_running > 0:
+        spare -= engine.watermark_blocks
+    if num_blocks > spare - remote_kv.reserved_blocks(state):
+        return False
+    request.computed_tokens = num_tokens
+    request.hit_tokens = num_hits * size
+    request.prefill_tokens = num_tokens
+    blocks.adopt_hits(state, slot, num_hits)
+    blocks.allocate(state, slot, num_tokens)
+    queues.keep_waiting_with_blocks(state, position)
+    remote_kv.start_fetch(state, slot, num_tokens - num_hits * size, num_blocks - num_hits)
+    return True
 
 
 @kernel

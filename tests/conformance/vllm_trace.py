@@ -20,7 +20,7 @@ from typing import Any
 # vLLM reads its environment when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 EOS = 0
+STAND_IN = "StandIn"  # a KV connector that `legs_trace.py` registers
 LONGEST_MODEL = 1 << 20
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -72,6 +73,12 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: t
         block_size=engine["block_size"], enable_prefix_caching=engine["enable_prefix_caching"]
     )
     config.cache_config.num_gpu_blocks = engine["num_gpu_blocks"]
+    if engine.get("kv_role"):
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=STAND_IN,
+            kv_role=engine["kv_role"],
+            kv_load_failure_policy=engine["kv_load_failure_policy"],
+        )
     spec = FullAttentionSpec(
         block_size=engine["block_size"], num_kv_heads=1, head_size=1, dtype=config.model_config.dtype
     )
@@ -246,7 +253,8 @@ class Trace:
         held_before = list(scheduler.running)
         output = scheduler.schedule()
         end_s = start_s + self.seconds_of(output)
-        waiting = list(scheduler.waiting)  # a priority queue iterates in the order in which it is popped
+        # a priority queue iterates in the order in which it is popped
+        waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
         self.steps.append(
             {
                 "step": len(self.steps),
@@ -306,7 +314,10 @@ class Trace:
         scheduler.update_from_output(
             launched.output,
             ModelRunnerOutput(
-                req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}, sampled_token_ids=sampled
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=self.transfers_ended(),
             ),
         )
         for name, request in before.items():
@@ -317,6 +328,10 @@ class Trace:
                 self.coverage["ended_by_model_len"] += request.num_output_tokens < request.max_tokens and (
                     request.num_tokens >= self.engine["max_model_len"]
                 )
+
+    def transfers_ended(self) -> Any:
+        """Return what a KV connector reports; there is none."""
+        return None
 
     def ends_here(self, request: Request) -> bool:
         """Whether the next token of this request is its last, before max_tokens would end it."""
