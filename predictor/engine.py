@@ -16,7 +16,6 @@ from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import DECODE, LEGS, NO_TENANT, PREFILL, REAL_TIME, RequestFacts, tenant_number
 from predictor.snapshot import Memory
 from predictor.state import (
-    FETCHED,
     FETCHING,
     FINISHED,
     HELD,
@@ -35,9 +34,8 @@ ANY_NUMBER = 1 << 62
 
 drive = direct(loop.drive)
 announce = direct(queues.announce)
-end_transfer = direct(remote_kv.end_transfer)
-fail_fetch = direct(remote_kv.fail_fetch)
-hold_until = direct(remote_kv.hold_until)
+end_fetch = direct(remote_kv.end_fetch)
+set_end = direct(remote_kv.set_end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +210,7 @@ class Engine:
         self._wait_until(at_s)
         steps.abort(self.state, self.slots[request_id])
 
-    # Transfers of KV blocks.
+    # Transfers of KV blocks. What happens to one at `at_s` (now by default), the engine knows before its next step.
 
     def is_held(self, request_id: str) -> bool:
         """Return whether the blocks of a finished prefill are held."""
@@ -225,42 +223,47 @@ class Engine:
     def hold_until(self, request_id: str, until_s: float) -> None:
         """Change the time until which the blocks of a finished prefill are held; no effect where they are not."""
         if self.is_held(request_id):
-            hold_until(self.state, self.slots[request_id], float(until_s))
+            set_end(self.state, self.slots[request_id], float(until_s))
 
     def release_held(self, request_id: str, *, at_s: float | None = None) -> None:
-        """Free the blocks of a finished prefill, now or at a later time; no effect where they are not held."""
-        if self.is_held(request_id):
-            self._wait_until(at_s)
-            end_transfer(self.state, self.slots[request_id], self.now_s)
+        """Free the blocks of a finished prefill; no effect where they are not held."""
+        self.hold_until(request_id, self._happens_s(at_s))
 
     def fetch_end_s(self, request_id: str) -> float | None:
-        """Return when the blocks of a request have been fetched, as far as is known now; None where none are."""
-        row = self.state.requests[self.slots[request_id]]
-        if row.stage == FETCHING:
-            return float(remote_kv.end_s(self.state, self.slots[request_id]))
-        return float(row.transfer_s) if row.leg == LEGS.index(DECODE) and row.stage == FETCHED else None
+        """Return when the blocks of a request are fetched, as far as is known; None before the fetch and after it."""
+        slot = self.slots[request_id]
+        under_way = remote_kv.is_under_way(self.state.requests[slot].stage)
+        return float(remote_kv.end_s(self.state, slot)) if under_way else None
 
-    def end_fetch(
-        self, request_id: str, *, ok: bool = True, valid_tokens: int = 0, at_s: float | None = None
-    ) -> None:
-        """End the fetch of a request's blocks, now or at a later time; no effect where it has ended.
+    def delay_fetch(self, request_id: str, until_s: float) -> None:
+        """Have the fetch of a request's blocks end no earlier than at a time; no effect where it has ended."""
+        if self.is_fetching(request_id) and remote_kv.end_s(self.state, self.slots[request_id]) < until_s:
+            set_end(self.state, self.slots[request_id], float(until_s))
+
+    def end_fetch(self, request_id: str, *, ok: bool = True, valid_tokens: int = 0, at_s: float | None = None) -> None:
+        """End the fetch of a request's blocks; no effect where it has ended.
 
         After a failure `valid_tokens` of the request, in whole blocks, are there. It computes the others, or is
         aborted, as `kv_load_failure_policy` says.
         """
-        slot = self.slots[request_id]
+        slot, size = self.slots[request_id], self.config.block_size
         if not self.is_fetching(request_id):
             return
-        self._wait_until(at_s)
-        if ok:
-            end_transfer(self.state, slot, self.now_s)
-            return
-        size = self.config.block_size
         if not 0 <= valid_tokens <= self.request_in(slot).prompt_tokens or valid_tokens % size:
             raise ValueError(f"valid_tokens: must be whole blocks of {size} tokens of the prompt, not {valid_tokens}")
-        fail_fetch(self.state, slot, valid_tokens)
-        if not self.state.engine[0].recomputes:
+        end_fetch(self.state, slot, self._happens_s(at_s), bool(ok), int(valid_tokens))
+        if not ok and not self.state.engine[0].recomputes:
             self.abort(request_id)
+
+    def set_transfer_pace(self, pace: float) -> None:
+        """Multiply the durations of transfers that the configuration predicts, from the next one on."""
+        if not (math.isfinite(pace) and pace > 0):
+            raise ValueError(f"transfer pace: must be above 0, not {pace}")
+        self.state.engine[0].transfer_pace = pace
+
+    def _happens_s(self, at_s: float | None) -> float:
+        self._wait_until(at_s)
+        return max(self.now_s, 0.0 if at_s is None else at_s)
 
     def _wait_until(self, at_s: float | None) -> None:
         """Advance the clock of an engine without a step in flight, to a time at which something happens."""

@@ -13,7 +13,8 @@ from predictor.engine import Engine
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
 from predictor.profile import constant_profile
-from predictor.state import State
+from predictor.remote_kv import is_under_way
+from predictor.state import HELD, NO_TRANSFER, State
 
 MINUTE_S = 60.0
 MAX_ARRIVALS, MAX_LOOKUPS = 1 << 16, 1 << 12  # that are kept of the last minute
@@ -24,6 +25,8 @@ SUMS = (
     "queued_prefill_tokens",
     "context_tokens",
     "remaining_tokens",
+    "num_fetching",
+    "num_held_blocks",
 )
 
 
@@ -68,14 +71,21 @@ def sum_up(state: State, sums: np.ndarray) -> None:
     for position in range(head.num_waiting):
         request = requests[waiting[(head.waiting_head + position) % len(waiting)]]
         tokens = request.prompt_tokens + request.output_tokens
-        sums[1] += -(-tokens // block_size)
-        sums[2] += tokens
+        sums[1] += -(-tokens // block_size) - request.num_blocks
+        if request.stage == NO_TRANSFER:
+            sums[2] += tokens - request.computed_tokens
         sums[4] += request.final_tokens - request.output_tokens
+        sums[5] += is_under_way(request.stage)
     for position in range(head.num_pending):
         request = requests[pending[(head.pending_head + position) % len(pending)]]
         sums[0] += -(-request.prompt_tokens // block_size)
-        sums[2] += request.prompt_tokens
+        if request.stage == NO_TRANSFER:
+            sums[2] += request.prompt_tokens
         sums[4] += request.final_tokens - request.output_tokens
+    for position in range(head.num_transfers):
+        request = requests[state.transfers[position]]
+        if request.stage == HELD:
+            sums[6] += request.num_blocks
 
 
 class EngineCounters:

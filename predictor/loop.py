@@ -72,13 +72,20 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
                 return False
             steps.retire(state)
         else:
-            next_s = queues.next_event_s(state)
+            next_s = next_event_s(state, until_s)
             if next_s == np.inf or next_s > until_s:
                 return False
-            if until_s == np.inf and engine.num_waiting + engine.num_pending == 0:
-                return False  # blocks of finished prefills are held, which concerns no request
             engine.now_s = max(engine.now_s, next_s)
     return False
+
+
+@small_kernel
+def next_event_s(state: State, until_s: float) -> float:
+    """Return when an idle engine has something to do; infinity where that concerns no request, and no time is asked."""
+    engine = state.engine[0]
+    if until_s == np.inf and engine.num_waiting + engine.num_pending == 0:
+        return np.inf  # at most, blocks of finished prefills are held
+    return queues.next_event_s(state)
 
 
 @small_kernel

@@ -6,7 +6,7 @@ import numpy as np
 
 from predictor import blocks, remote_kv
 from predictor.compiled import kernel, small_kernel
-from predictor.state import DECODE_LEG, FETCHING, FINISHED, PLAIN_LAYOUT, PREFILL_LEG, RUNNING, WAITING, State
+from predictor.state import DECODE_LEG, FINISHED, PLAIN_LAYOUT, PREFILL_LEG, RUNNING, WAITING, State
 
 # vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
 # one and preemption the other. An engine model stops after this many preemptions without a token.
@@ -165,7 +165,7 @@ def finish(state: State, slot: int) -> None:
         engine.steady = 0
     request.status = FINISHED
     request.finished_s = engine.now_s
-    if request.stage == FETCHING:  # blocks are written to until its transfer ends
+    if remote_kv.is_under_way(request.stage):  # blocks are written to until its transfer ends
         return
     if not engine.defers_frees or request.in_flight_tokens == 0:
         blocks.release(state, slot)

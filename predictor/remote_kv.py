@@ -11,7 +11,17 @@ import numpy as np
 
 from predictor import blocks
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FETCH_FAILED, FETCHED, FETCHING, FINISHED, HELD, NO_TRANSFER, State
+from predictor.state import (
+    ARRIVED,
+    FETCH_FAILED,
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    LOST,
+    NO_TRANSFER,
+    State,
+)
 
 
 @kernel
@@ -24,6 +34,7 @@ def start_fetch(state: State, slot: int, num_tokens: int, num_blocks: int) -> No
     seconds = request.transfer_s
     if np.isnan(seconds):
         seconds = engine.transfer_base_s + num_tokens * engine.transfer_token_s + num_blocks * engine.transfer_block_s
+        seconds *= engine.transfer_pace
     request.stage = FETCHING
     if engine.transfer_shared:
         advance_link(engine, engine.now_s)
@@ -102,15 +113,37 @@ def end_transfer(state: State, slot: int, at_s: float) -> None:
     engine, request = state.engine[0], state.requests[slot]
     _remove(state, slot)
     if request.stage == FETCHING:
-        advance_link(engine, at_s)
-        engine.num_fetching -= 1
-        request.stage = FETCHED
+        leave_link(engine, at_s)
+    request.stage = FETCH_FAILED if request.stage == LOST else FETCHED
     request.transfer_s = at_s
     if request.status == FINISHED:  # its prefill, or it was aborted meanwhile
         request.stage = NO_TRANSFER
         blocks.release(state, slot)
     find_next(state)
     engine.steady = engine.stuck = 0
+
+
+@small_kernel
+def leave_link(engine: np.record, at_s: float) -> None:
+    """End the use of the link by one transfer."""
+    advance_link(engine, at_s)
+    engine.num_fetching -= 1
+
+
+@small_kernel
+def is_under_way(stage: int) -> bool:
+    """Return whether, as far as the engine knows, blocks are being fetched."""
+    return stage in (FETCHING, ARRIVED, LOST)
+
+
+@kernel
+def set_end(state: State, slot: int, at_s: float) -> None:
+    """Change when a transfer ends; a fetch gets as much work from its link as it needs until then."""
+    engine, request = state.engine[0], state.requests[slot]
+    request.transfer_s = at_s
+    if request.stage == FETCHING and engine.transfer_shared:
+        request.transfer_s = engine.link_s + max(0.0, at_s - engine.link_at_s) / engine.num_fetching
+    find_next(state)
 
 
 @kernel
@@ -125,19 +158,14 @@ def _remove(state: State, slot: int) -> None:
 
 
 @kernel
-def fail_fetch(state: State, slot: int, valid_tokens: int) -> None:
-    """End a fetch that failed now; `valid_tokens` of the request, in whole blocks, have arrived."""
-    end_transfer(state, slot, state.engine[0].now_s)
+def end_fetch(state: State, slot: int, at_s: float, arrived: bool, valid_tokens: int) -> None:
+    """End a fetch at a time, at which the engine has to know; of one that failed, `valid_tokens` have arrived."""
+    leave_link(state.engine[0], at_s)
     request = state.requests[slot]
-    if request.stage == FETCHED:
-        request.stage = FETCH_FAILED
+    request.stage = ARRIVED if arrived else LOST
+    request.transfer_s = at_s
+    if not arrived:
         request.computed_tokens = valid_tokens
-
-
-@kernel
-def hold_until(state: State, slot: int, until_s: float) -> None:
-    """Change the time until which the blocks of a finished prefill are held."""
-    state.requests[slot].transfer_s = until_s
     find_next(state)
 
 

@@ -25,10 +25,10 @@ PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
 SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 
-# Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: its blocks are not allocated yet.
-# FETCHED, FETCH_FAILED: it still has to be scheduled. HELD: its prefill has ended, and its blocks wait to be fetched.
-NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD = range(6)
-STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")  # their names
+# Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: it has no blocks yet. ARRIVED,
+# LOST: the transfer has ended, or failed, which the engine knows at `transfer_s`. FETCHED, FETCH_FAILED: it knows, and
+# has not scheduled the request. HELD: the prefill has ended, and its blocks wait to be fetched.
+NO_TRANSFER, TO_FETCH, FETCHING, ARRIVED, LOST, FETCHED, FETCH_FAILED, HELD = range(8)
 
 # What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
 # down. A block that is not full has no content, because no request can hit it.
@@ -61,6 +61,7 @@ ENGINE = np.dtype(
         ("transfer_base_s", "f8"),
         ("transfer_token_s", "f8"),
         ("transfer_block_s", "f8"),
+        ("transfer_pace", "f8"),  # real over predicted duration of transfers
         ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
         ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
@@ -346,7 +347,7 @@ def allocate(
     engine.estimator_noise = config.estimator_noise
     engine.estimator_momentum = config.estimator_momentum
     engine.estimator_seed = config.estimator_seed
-    engine.pace = engine.correction = 1.0
+    engine.pace = engine.correction = engine.transfer_pace = 1.0
     engine.fetches = config.kv_role in FETCHING_ROLES
     engine.drops_stale = config.kv_role in HOLDING_ROLES
     engine.defers_frees = engine.fetches and config.pipeline_depth > 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from predictor import blocks, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FETCH_FAILED, FETCHED, FETCHING, TO_FETCH, State
+from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, State
 
 PREEMPTED_ITSELF, NO_VICTIM = -1, -2  # returned in place of a position in the running list
 
@@ -136,10 +136,10 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
     while budget > 0 and position < engine.num_waiting and engine.num_running < engine.max_num_seqs:
         slot = queues.waiting_at(state, position)
         request = state.requests[slot]
-        if request.stage == FETCHING:
+        if remote_kv.is_under_way(request.stage):
             position += 1
             continue
-        if request.stage == FETCHED or request.stage == FETCH_FAILED:
+        if request.stage in (FETCHED, FETCH_FAILED):
             remote_kv.promote(state, slot)
         if request.stale_tokens > 0 and not engine.drops_stale:
             steady = False

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, KV_LOAD_FAILURE_POLICIES, EngineConfig
-from predictor.engine import Engine, StepRecord
+from predictor.engine import Engine
 from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
 from predictor.state import RUNNING
 from tests.conformance.ours import ONE_SECOND
@@ -77,18 +77,14 @@ class LegReplay:
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Yield every step."""
-        engine, now_s, num_steps = self.engine, 0.0, 0
+        now_s, num_steps = 0.0, 0
         while num_steps < self.max_steps and not self.is_idle():
             self.fail(now_s)
             self.leave(now_s)
-            while num_steps < self.max_steps and (step := self.next_step(now_s)) is not None:
+            while num_steps < self.max_steps and (step := self.engine.next_step(now_s)) is not None:
                 yield asdict(step)
                 num_steps += 1
             now_s += TICK_S
-
-    def next_step(self, now_s: float) -> StepRecord | None:
-        """Return the next step that is planned by now."""
-        return self.engine.next_step(now_s)
 
     def is_idle(self) -> bool:
         """Return whether no request is left."""

@@ -53,12 +53,19 @@ class StandIn(KVConnectorBase_V1, SupportsHMA):
             num_cached = (request.num_prompt_tokens - num_external_tokens) // size
             self.started.append((request, blocks.get_block_ids()[0], num_cached))
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a prefill that has ended by itself."""
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not any(block_ids) or request.status not in (
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_STOPPED,
+        if (
+            not params.get("do_remote_decode")
+            or not any(block_ids)
+            or request.status
+            not in (
+                RequestStatus.FINISHED_LENGTH_CAPPED,
+                RequestStatus.FINISHED_STOPPED,
+            )
         ):
             return False, None
         self.held.append(request)
