@@ -209,7 +209,9 @@ class Driver:
             self._wake_up = loop.create_future()
             self._update()
             timer = None
-            due_s = self._end_of_oldest_s() if self._head["num_in_flight"][0] else float(self._head["next_transfer_s"][0])
+            due_s = (
+                self._end_of_oldest_s() if self._head["num_in_flight"][0] else float(self._head["next_transfer_s"][0])
+            )
             if due_s < math.inf and not self.clock.is_held:
                 delay_s = self.clock.wall_s(due_s) - time.monotonic()
                 # timers count whole milliseconds; one that fires too early would have to be set again

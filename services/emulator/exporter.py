@@ -353,7 +353,9 @@ class EngineStateExporter:
         state, clients, live, blocks = (
             array.view(np.recarray) for array in (writer.state, writer.clients, writer.live, writer.blocks)
         )
-        return Copies(state, clients, writer.running, writer.waiting, writer.held, live, blocks, tables, new_hashes, new_blocks)
+        return Copies(
+            state, clients, writer.running, writer.waiting, writer.held, live, blocks, tables, new_hashes, new_blocks
+        )
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

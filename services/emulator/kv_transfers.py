@@ -206,7 +206,9 @@ class Fetches:
         except TransferError as error:
             self._counts.num_failed_notifications += 1
             self._counts.num_failed_transfers += 1  # of all kinds
-            log_event(log, logging.WARNING, "KV blocks cannot be freed", request_id=remote.request_id, reason=str(error))
+            log_event(
+                log, logging.WARNING, "KV blocks cannot be freed", request_id=remote.request_id, reason=str(error)
+            )
 
     async def _beat(self) -> None:
         """Extend the leases of all blocks, at once and then at every interval, while there are any."""
@@ -232,15 +234,15 @@ class Fetches:
 class KvConnector:
     """An engine's part in disaggregated prefill and decode: what it holds, what it fetches, and its side channel."""
 
-    def __init__(self, config: EngineConfig, model: str, version: str, *, lease_s: float, host: str, port: int) -> None:
-        """Serve at an address; `lease_s` is on the wall clock."""
+    def __init__(self, config: EngineConfig, model: str, version: str, *, host: str, port: int) -> None:
+        """Serve at an address; the lease of the configuration is on the wall clock."""
         self.host, self.port = host, port
-        self.extension_s = lease_s * EXTENSION
+        self.extension_s = config.kv_lease_s * EXTENSION
         self.recomputes = config.kv_load_failure_policy == RECOMPUTE
         self.counts = TransferCounts()
         compatibility = compatibility_hash(model, version, config)
         self.leases = Leases(self.counts)
-        self.fetches = Fetches(self.counts, SideChannelClient(compatibility), lease_s=lease_s)
+        self.fetches = Fetches(self.counts, SideChannelClient(compatibility), lease_s=config.kv_lease_s)
         self.side_channel = SideChannel(self.leases.side(compatibility))
 
     def reply_params(

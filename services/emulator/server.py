@@ -74,7 +74,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = KvConnector(config, settings.model, VERSION, lease_s=config.kv_lease_s, **address)
+            connector = KvConnector(config, settings.model, VERSION, **address)
         app = application(settings, config, profile, connector)
         driving = asyncio.create_task(app.driver.run())
         try:
@@ -100,7 +100,9 @@ def application(
     engine = Engine(replace(config, kv_lease_s=config.kv_lease_s * settings.speed), profile.step_time)
     clock = EngineClock(settings.speed)
     lengths = AnswerLengths(median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.seed)
-    served = Served(model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None)
+    served = Served(
+        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+    )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
 

@@ -87,8 +87,7 @@ class SideChannel(Application):
         with self.admitted():
             await call.start(200, [])
             await call.write(HELD)
-            await while_client_stays(ending.wait(), call.receive)
-            await call.end()
+            await while_client_stays(_end_after(ending, call), call.receive)
 
     async def _heartbeat(self, call: Call) -> None:
         for request_id in self._ids(await self._json(call)):
@@ -117,6 +116,11 @@ class SideChannel(Application):
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids) or len(ids) > (most or len(ids)):
             raise ApiError(400, f"request_ids: must be {'one id' if most == 1 else 'ids'} in a list, not {ids!r}")
         return ids
+
+
+async def _end_after(ending: asyncio.Event, call: Call) -> None:
+    await ending.wait()
+    await call.end()
 
 
 class Watch:
@@ -193,9 +197,7 @@ class SideChannelClient:
         if connection.status != 200:
             raise TransferError(reply.decode(errors="replace"))
 
-    async def _send(
-        self, path: bytes, remote: RemoteBlocks, request_ids: Sequence[str], **fields: str
-    ) -> Connection:
+    async def _send(self, path: bytes, remote: RemoteBlocks, request_ids: Sequence[str], **fields: str) -> Connection:
         body = json.dumps({"engine_id": remote.engine_id, "request_ids": request_ids, **fields}).encode()
         origin = Origin(scheme="http", host=remote.host, port=remote.port)
         return await self._client.send(origin, request_head(b"POST", origin, path, JSON, len(body)), body, REPLY_S)

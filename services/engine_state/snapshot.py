@@ -11,7 +11,7 @@ from predictor.batching import batcher_named
 from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.engine_replica import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.lengths import Tag
-from predictor.request import CLASSES, MAX_PRIORITY, REAL_TIME, RequestFacts, Slo
+from predictor.request import CLASSES, LEGS, MAX_PRIORITY, REAL_TIME, SERVE, RequestFacts, Slo
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
 from predictor.suggestions import require_known
 from services.engine_state import layout
@@ -47,7 +47,7 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
             strict=True,
         )
     ]
-    num_running = len(view.running)
+    num_running, num_waiting = len(view.running), len(view.waiting)
     config = config_of(view)
     return Snapshot(
         version=VERSION,
@@ -55,7 +55,7 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
         config=config,
         num_free_blocks=int(view.state["num_free_blocks"]),
         running=tuple(items[:num_running]),
-        waiting=tuple(items[num_running:]),
+        waiting=tuple(items[num_running : num_running + num_waiting]),
         steps=tuple(_step(start_s, entries, names) for start_s, entries in view.steps),
         kv_cache=_kv_cache(contents) if contents else None,
         decodes_since_look=int(view.state["decodes_since_look"]),
@@ -86,11 +86,11 @@ def _name(view: View, slot: int) -> str:
 def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
-        prefill_tokens, *_, first_token_s,
+        prefill_tokens, _, _, first_token_s, *_,
     ) = view.live[slot].item()  # fmt: skip
     (
         _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
-        request_class, ttft_s, tpot_s, weight, _, client, session,
+        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session,
     ) = view.requests[slot].item()  # fmt: skip
     name = name_bytes.decode(errors="replace")
     tag = tags.get(client_id(name))
@@ -112,6 +112,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
             weight=weight if math.isfinite(weight) and weight > 0 else 1.0,
             client_id=client.decode(errors="replace"),
             session_id=session.decode(errors="replace"),
+            leg=LEGS[leg] if 0 <= leg < len(LEGS) else SERVE,
         ),
         produced_tokens=produced,
         computed_tokens=computed,

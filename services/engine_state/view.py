@@ -32,10 +32,11 @@ class Contents:
 class View:
     """An engine's state in one publication, in read-only arrays.
 
-    `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before. `live`
-    and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `held` those of requests
-    that have ended while their blocks are held for another engine. `steps` are the steps in flight, oldest first. `clients` are those whose tokens the local scheduler counts. `now_s` is the time of reading on
-    the engine's clock, `age_s` the age of the publication on the wall clock, `clock_rate` engine seconds per second.
+    `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before.
+    `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `held` those of
+    requests that have ended while their blocks are held. `steps` are the steps in flight, oldest first. `clients` are
+    those whose tokens the local scheduler counts. `now_s` is the time of reading on the engine's clock, `age_s` the age
+    of the publication on the wall clock, `clock_rate` engine seconds per second.
     """
 
     life: int

@@ -30,9 +30,9 @@ MAX_SINGLE_WRITES = 16  # of changed blocks; for more, all blocks are written at
 class Writer:
     """One engine's state file: fill in the arrays, then `publish` them all at once.
 
-    The arrays (`state`, `clients`, `running`, `waiting`, `held`, `batch`, `live`, `blocks`) are in this process's memory;
-    readers see them only after `publish`. `grow` replaces a file that is too small by a larger one. Failures are
-    OSErrors; after one, the file can only be closed.
+    The arrays (`state`, `clients`, `running`, `waiting`, `held`, `batch`, `live`, `blocks`) are in this process's
+    memory; readers see them only after `publish`. `grow` replaces a file that is too small by a larger one. Failures
+    are OSErrors; after one, the file can only be closed.
 
     The file is written through a mapping, and only where memory has been allocated: writing to a page without memory
     would kill the process. System calls would be simpler, but each releases the interpreter lock, and beside vLLM's
