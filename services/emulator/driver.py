@@ -371,6 +371,8 @@ class Driver:
                         num_tokens * config.kv_bytes_per_token,
                         -(-num_tokens // config.block_size),
                     )
+                    if self._exporter is not None:
+                        self._exporter.fetched()
                 fetches.end(request_id)
         for job in [one for one in self._held if not self.engine.is_held(one.engine_id)]:
             self._held.remove(job)

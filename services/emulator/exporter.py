@@ -145,7 +145,6 @@ def _copy_transfer(state: State, into: Copies, slot: int) -> None:
             live.held_until_s = remote_kv.end_s(state, slot)
     elif has_begun and live.fetch_ended_s < 0:
         live.fetch_ended_s = row.transfer_s
-        into.state[0].num_fetched += 1
 
 
 @kernel
@@ -263,6 +262,11 @@ class EngineStateExporter:
         """Count requests that got their first token, for the hit rate of the prefix cache."""
         self._prefix[0] += num_prompt_tokens
         self._prefix[1] += num_hit_tokens
+
+    def fetched(self) -> None:
+        """Count a fetch that has ended."""
+        if self._writer is not None:
+            self._writer.state["num_fetched"] += 1
 
     def stepped(self, row: tuple[float, ...]) -> None:
         """Add a completed step."""
