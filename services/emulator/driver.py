@@ -381,6 +381,7 @@ class Driver:
     def _fail_fetch(self, job: Job) -> None:
         """End the fetch of a request whose blocks are lost: it fails, or computes its prompt here."""
         self.engine.end_fetch(job.engine_id, ok=False)
+        self._wake()  # it may be scheduled now, or others in its place
         assert self.connector is not None
         if self.connector.recomputes or job.is_over:
             return
