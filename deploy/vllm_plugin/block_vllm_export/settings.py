@@ -71,9 +71,9 @@ def engine_settings(scheduler: Any) -> dict[str, Any]:
 
 def transfer_settings(scheduler: Any) -> dict[str, Any]:
     """Return what a scheduler with a KV connector says about transfers of KV blocks; nothing without one."""
-    transfers = scheduler.vllm_config.kv_transfer_config
-    if transfers is None or getattr(scheduler, "connector", None) is None:
+    if getattr(scheduler, "connector", None) is None:
         return {}
+    transfers = scheduler.vllm_config.kv_transfer_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     block_bytes = sum(len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes) for group in groups)
     return {
