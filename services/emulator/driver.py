@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from predictor.engine import Engine
+from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
 from predictor.state import FETCHING, FINISHED, HELD, NONE, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
@@ -328,7 +329,7 @@ class Driver:
             return
         still = []
         for job, reason in self._ending:
-            if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.is_fetching(job.engine_id):
+            if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.fetch_end_s(job.engine_id) is not None:
                 still.append((job, reason))
                 continue
             facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
@@ -363,7 +364,7 @@ class Driver:
             if fetch.is_lost and (stage == FETCHING or (stage == TO_FETCH and not connector.recomputes)):
                 self._fail_fetch(self._jobs[slot])
                 fetches.fail(request_id)
-            elif stage != FETCHING and (stage != TO_FETCH or has_ended):
+            elif not is_under_way(stage) and (stage != TO_FETCH or has_ended):
                 if fetch.started_s is not None:
                     config, num_tokens = self.engine.config, int(rows["prompt_tokens"][slot] - rows["hit_tokens"][slot])
                     self.metrics.fetched(
@@ -380,7 +381,7 @@ class Driver:
 
     def _fail_fetch(self, job: Job) -> None:
         """End the fetch of a request whose blocks are lost: it fails, or computes its prompt here."""
-        self.engine.end_fetch(job.engine_id, ok=False)
+        self.engine.end_fetch(job.engine_id, ok=False, at_s=self.clock.now_s())
         self._wake()  # it may be scheduled now, or others in its place
         assert self.connector is not None
         if self.connector.recomputes or job.is_over:
@@ -398,7 +399,7 @@ class Driver:
 
     def _release_held(self, request_id: str) -> None:
         """Free blocks that the other engine has fetched."""
-        self.engine.release_held(request_id)
+        self.engine.release_held(request_id, at_s=self.clock.now_s())
         self._wake()
 
     def _block_ids(self, slot: int) -> list[int]:

@@ -15,7 +15,7 @@ from predictor import remote_kv
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
 from predictor.request import LEGS
-from predictor.state import FETCHING, FINISHED, HELD, MEMORY_SIZE, NONE, State
+from predictor.state import FINISHED, HELD, MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
@@ -134,11 +134,11 @@ def _copy_held(state: State, into: Copies) -> None:
 def _copy_transfer(state: State, into: Copies, slot: int) -> None:
     """Copy where the transfer of a request's blocks stands, and note when its fetch began and ended."""
     row, live = state.requests[slot], into.live[slot]
-    has_begun = live.stage == FETCHING
+    has_begun = remote_kv.is_under_way(live.stage)
     live.stage = row.stage
     if row.stage == HELD:
         live.held_until_s = row.transfer_s
-    elif row.stage == FETCHING:
+    elif remote_kv.is_under_way(row.stage):
         if not has_begun:
             live.fetch_started_s = state.engine[0].now_s
         if row.status == FINISHED:

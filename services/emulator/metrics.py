@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.engine import Outcome
 from predictor.gain import missed, response_attainment
 from predictor.request import RequestFacts, Slo
-from predictor.state import FETCHED, FETCHING, TO_FETCH
+from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_FETCH
 from services.attainment import AttainmentTally, filled
 from services.emulator.kv_transfers import TransferCounts
 
@@ -70,7 +70,10 @@ NIXL_HISTOGRAMS = {
     "nixl_bytes_transferred": ("Histogram of bytes transferred per NIXL KV Cache transfers.", NIXL_BYTES),
     "nixl_num_descriptors": ("Histogram of number of descriptors per NIXL KV Cache transfers.", NIXL_DESCRIPTORS),
 }
-FETCH_STAGES = {TO_FETCH: "waiting_to_start", FETCHING: "in_progress", FETCHED: "completed_waiting"}
+UNDER_WAY = (FETCHING, ARRIVED, LOST)
+FETCH_STAGES = {
+    "waiting_to_start": (TO_FETCH,), "in_progress": UNDER_WAY, "completed_waiting": (FETCHED, FETCH_FAILED),
+}  # fmt: skip
 
 
 class Histogram:
@@ -116,6 +119,10 @@ class Gauges:
     lag_s: float
     num_by_stage: Sequence[int]  # waiting requests by the stage of their transfer, as `predictor.state` numbers them
     num_held: int  # finished prefills whose KV blocks are held
+
+    def num_at(self, stages: Iterable[int]) -> int:
+        """Return how many waiting requests are at one of these stages."""
+        return int(sum(self.num_by_stage[stage] for stage in stages))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,7 +270,7 @@ class Exposition(Collector):
     def _by_reason(self, gauges: Gauges) -> Metric:
         labels = (*self._labels, "reason")
         family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=labels)
-        num_deferred = gauges.num_by_stage[FETCHING]
+        num_deferred = gauges.num_at(UNDER_WAY)
         family.add_metric((*self._labels.values(), "capacity"), gauges.num_waiting - num_deferred)
         family.add_metric((*self._labels.values(), "deferred"), num_deferred)
         return family
@@ -283,8 +290,8 @@ class Exposition(Collector):
             labels = (*self._labels, "stage")
             help_text = "Number of waiting requests by async KV load stage."
             family = GaugeMetricFamily("vllm:num_requests_kv_fetch_by_stage", help_text, labels=labels)
-            for stage, name in FETCH_STAGES.items():
-                family.add_metric((*self._labels.values(), name), gauges.num_by_stage[stage])
+            for name, stages in FETCH_STAGES.items():
+                family.add_metric((*self._labels.values(), name), gauges.num_at(stages))
             yield family
         held = "Finished prefills whose KV blocks are held for another engine."
         yield GaugeMetricFamily("block_emulator_held_prefills", held, value=gauges.num_held)

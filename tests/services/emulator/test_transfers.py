@@ -136,7 +136,8 @@ def test_the_times_are_those_of_the_engine_model(tmp_path: Path) -> None:
     """A decode leg waits for its transfer, and for one step; what it transferred is counted."""
     slow = replace(CONSUMER, kv_transfer_base_s=0.5)
     with pair(tmp_path, decodes=slow) as (p, d):
-        assert text_of(decoded(d, params := prefilled(p)))
+        params = prefilled(p)
+        assert text_of(decoded(d, params))
         num_tokens = params["remote_num_tokens"]
         reader = Reader(str(d.state_file), patience_s=PATIENCE_S)
         (outcome,) = reader.new_outcomes()
