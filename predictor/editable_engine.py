@@ -19,7 +19,8 @@ from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
-UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; not read where blocks are not tracked
+# of the `live` records; not read where blocks are not tracked, or nothing is held
+UNUSED_COUNTS = ("serial", "num_hashes", "fetch_started_s", "fetch_ended_s", "held_until_s")
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
 NO_LENGTH: Length = (0, None)
 

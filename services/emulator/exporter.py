@@ -141,6 +141,8 @@ def _copy_transfer(state: State, into: Copies, slot: int) -> None:
     elif remote_kv.is_under_way(row.stage):
         if not has_begun:
             live.fetch_started_s = state.engine[0].now_s
+            if state.engine[0].num_in_flight > 1:  # it begins with the younger step
+                live.fetch_started_s = max(live.fetch_started_s, state.steps[state.engine[0].oldest].end_s)
         if row.status == FINISHED:
             live.held_until_s = remote_kv.end_s(state, slot)
     elif has_begun and live.fetch_ended_s < 0:
