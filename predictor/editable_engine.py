@@ -8,21 +8,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from predictor import remote_kv
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import ReportedState, ReportedStep
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
-from predictor.state import FINISHED, NONE, PENDING, RUNNING, WAITING
+from predictor.state import (
+    FETCH_FAILED,
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    NO_TRANSFER,
+    NONE,
+    PENDING,
+    RUNNING,
+    TO_FETCH,
+    WAITING,
+)
 from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
-# of the `live` records; not read where blocks are not tracked, or nothing is held
-UNUSED_COUNTS = ("serial", "num_hashes", "fetch_started_s", "fetch_ended_s", "held_until_s")
-FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
+# Of the `live` records: not read where blocks are not tracked, or set from transfers.
+OTHER_COLUMNS = ("serial", "num_hashes", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
+FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens", "leg")
 NO_LENGTH: Length = (0, None)
+
+REPORTED_STAGES = np.array([NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING])
 
 
 class PlannedStep(NamedTuple):
@@ -309,12 +324,18 @@ class EditableEngine(Engine):
         running = state.running[: head.num_running]
         waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
         pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
-        slots = np.concatenate((running, waiting, pending))[:max_requests].astype(np.int64)
+        transfers = state.transfers[: head.num_transfers]
+        held = transfers[rows["status"][transfers] == FINISHED]
+        slots = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
+        num = len(slots)
+        slots = np.concatenate((slots, held))[:max_requests]
+        num_held = len(slots) - num
         num = len(slots)
         live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
         for name in records.live.names or ():
-            if name not in UNUSED_COUNTS:
+            if name not in OTHER_COLUMNS:
                 live[name] = rows[name][slots]
+        self._show_transfers(live, slots, now_s)
         for name in FACTS:
             facts[name] = rows[name][slots]
         for name in self.state.facts.dtype.names or ():
@@ -331,7 +352,8 @@ class EditableEngine(Engine):
             num_free_blocks=int(head.num_free_blocks),
             decodes_since_look=int(head.decodes_since_look),
             running=np.arange(len(running)),
-            waiting=np.arange(len(running), num),
+            waiting=np.arange(len(running), num - num_held),
+            held=np.arange(num - num_held, num),
             steps=tuple(self._shown_step(ahead, indices) for ahead in range(int(head.num_in_flight))),
             live=live,
             facts=facts,
@@ -339,6 +361,24 @@ class EditableEngine(Engine):
             tag_median=median,
             tag_spread=spread,
         )
+
+    def _show_transfers(self, live: np.ndarray, slots: np.ndarray, now_s: float) -> None:
+        """Write the stages of transfers, and their times so that they end as in the model."""
+        rows = self.state.requests
+        live["stage"] = REPORTED_STAGES[rows["stage"][slots]]
+        for name in ("fetch_started_s", "fetch_ended_s", "held_until_s"):
+            live[name] = NONE
+        num_fetching = max(1, int(self.state.engine[0].num_fetching))
+        for index in np.flatnonzero(live["stage"] > TO_FETCH).tolist():
+            slot = int(slots[index])
+            end_s = float(remote_kv.end_s(self.state, slot))
+            if live["stage"][index] == FETCHING:
+                got_s = remote_kv.missing_seconds(self.state, slot) - max(0.0, end_s - now_s) / num_fetching
+                live["fetch_started_s"][index] = max(0.0, now_s - got_s * num_fetching)
+            elif live["stage"][index] == HELD:
+                live["held_until_s"][index] = end_s
+            else:
+                live["fetch_ended_s"][index] = end_s
 
     def _shown_step(self, ahead: int, indices: np.ndarray) -> ReportedStep:
         entries = self._entries(ahead)

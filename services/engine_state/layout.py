@@ -20,7 +20,7 @@ MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
 MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
 # Where the transfer of a request's KV blocks stands.
-NO_TRANSFER, TO_FETCH, FETCHING, ARRIVED, LOST, FETCHED, FETCH_FAILED, BLOCKS_HELD = range(8)
+NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, BLOCKS_HELD, ARRIVED, LOST = range(8)
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
 REASONS = ("stop", "length", "abort", "error")
