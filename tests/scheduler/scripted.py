@@ -421,7 +421,7 @@ class ReferenceDriver:
             if reply.status is CandidateStatus.STOPPED:
                 self.core.instances.engine_failed(name, self.now_s)
         if result == "reserved":
-            return decision.reserved(10.0)
+            return decision.reserved(10.0, self.now_s)
         if result == "conflict":
             return decision.conflict(
                 Answer(CandidateStatus.FORECAST, sidecar.forecast(), sidecar.version, EPOCH), self.now_s
