@@ -10,7 +10,7 @@ from itertools import count
 from predictor.request import SERVE
 from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
 from scheduler.decision import Decision
-from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision
+from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL, DisaggregatedDecision
 from scheduler.instances import InstanceDirectory
 from scheduler.placement import PlacementRequest
 from scheduler.policy import Policy, policy_from
@@ -32,6 +32,11 @@ class DecisionRules:
     without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
     hand_over_s: float = 0.003  # from the end of a prefill leg to the arrival of the decode leg, until it is measured
     explains: bool = True  # keep what an explanation needs
+
+    def __post_init__(self) -> None:
+        """Refuse words that mean nothing, naming the field."""
+        if self.without_pool not in WITHOUT_POOL:
+            raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
 
 
 class SchedulerCore:

@@ -9,7 +9,7 @@ from typing import Annotated
 from length_tagger.settings import TaggerSettings
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules
-from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
+from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
@@ -20,6 +20,17 @@ from services.settings import Nested, Option
 MAX_RESERVATION_S = 600.0
 MAX_RECORD_MIB = 2.0**20
 MINIMA = {"max_conflicts": 0, "max_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
+TIMES = (
+    "sidecar_deadline_s",
+    "watch_s",
+    "reservation_s",
+    "first_pause_s",
+    "longest_pause_s",
+    "tagger_deadline_s",
+    "hand_over_s",
+    "first_token_s",
+    "idle_s",
+)
 POLICY_HELP = (
     "Policy that ranks instances, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', or a formula: "
     f"'expr: p_tokens * batch_size'. Known policies: {', '.join(POLICIES)}; `block policies` describes them."
@@ -114,24 +125,13 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         """Refuse settings that no scheduler can have."""
         policy_from(self.policy)
-        for name in (
-            "sidecar_deadline_s",
-            "watch_s",
-            "reservation_s",
-            "first_pause_s",
-            "longest_pause_s",
-            "tagger_deadline_s",
-            "hand_over_s",
-            "first_token_s",
-            "idle_s",
-        ):
+        for name in TIMES:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
-        if self.without_pool not in WITHOUT_POOL:
-            raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
+        self.rules()
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")
