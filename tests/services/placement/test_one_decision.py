@@ -19,6 +19,7 @@ from prometheus_client import Counter
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import Candidates
+from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
 from scheduler.policies import POLICIES
@@ -34,6 +35,7 @@ from simulator.conditions import Conditions, Outage
 from simulator.run import CALL, FORECAST_FIELDS, Simulation
 from simulator.workload import RequestLengths, workload
 from tests.scheduler.scenarios import (
+    BY_LEGS,
     CALLS,
     CASES,
     DOWN,
@@ -42,9 +44,11 @@ from tests.scheduler.scenarios import (
     INVALID,
     LATE,
     REFUSED,
+    ROLE_CASES,
     SHORTLISTED,
     STOPPED,
     scenarios,
+    scenarios_with_roles,
 )
 from tests.scheduler.scripted import (
     FIRST_S,
@@ -119,8 +123,8 @@ ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule, "gatewa
 
 
 @st.composite
-def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Script:
-    """A few requests that meet a few instances; no two things happen at the same time.
+def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES, *, roles: bool = False) -> Script:
+    """A few requests that meet a few instances, which may have roles; no two things happen at the same time.
 
     Times of events are sums of drawn durations: random fractions keep two different sums from being equal.
     """
@@ -149,6 +153,9 @@ def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Scri
             draining=draw(st.integers(0, 9)) == 0,
             engine_failed=draw(st.integers(0, 9)) == 0,
             finishes_s=[after_s(400) for _ in range(draw(st.integers(0, 3)))],
+            role=draw(st.sampled_from(("both", "decode", "prefill", "prefill"))) if roles else "both",
+            prefill_s=draw(st.sampled_from((0.05, 0.5, float("inf")))),
+            keeps_released=roles and draw(st.integers(0, 9)) == 0,
         )
 
     def arrival() -> Arrival:
@@ -164,12 +171,13 @@ def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Scri
         return {name: given.get(name) or [Reply(after_s=after_s(30))] for name in names}
 
     return Script(
-        policy=draw(st.sampled_from((*POLICIES, *VARIANTS))),
+        policy=draw(st.sampled_from((*POLICIES, *VARIANTS, *(BY_LEGS if roles else ())))),
         instances=[instance(name) for name in names],
         arrivals=[arrival() for _ in range(draw(st.integers(1, 6)))],
         max_conflicts=draw(st.sampled_from((0, 1, 10))),
         max_held=draw(st.sampled_from((1, 2, 1000))),
         forecast_always=draw(st.booleans()),
+        without_pool=draw(st.sampled_from(WITHOUT_POOL)) if roles else SERVE_WHOLE,
         seed=draw(st.integers(0, 3)),
     )
 
@@ -233,6 +241,29 @@ def test_the_asyncio_driver_decides_as_the_reference_does_by_every_policy(policy
         with recording(record):
             drive(script, entry)
         assert_same(record, expected)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@examples(300)
+@given(script=scripts(roles=True))
+def test_the_asyncio_driver_decides_as_the_reference_does_among_instances_with_roles(
+    entry: str, script: Script
+) -> None:
+    """Fan-outs over two legs, both reservations and what is given back are the same."""
+    record = Record()
+    with recording(record):
+        drive(script, ENTRIES[entry])
+    assert_same(record, reference(script))
+
+
+@pytest.mark.parametrize(("policy", "name"), ROLE_CASES)
+def test_the_asyncio_driver_decides_as_the_reference_does_in_every_scenario_with_roles(policy: str, name: str) -> None:
+    """By every policy, and by every option for legs."""
+    script = scenarios_with_roles(policy)[name]
+    record = Record()
+    with recording(record):
+        drive(script, by_place)
+    assert_same(record, reference(script))
 
 
 def test_events_less_than_a_nanosecond_apart_keep_their_order() -> None:
