@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 HEAD_OF, VERSION_OF = attrgetter("head"), itemgetter(2)
 NO_VERSIONS = ReservationVersions()  # of an instance that is gone; never written to
 MAX_MODELS = 1024  # whose rows are remembered
+NO_ROLES: Mapping[str, str] = MappingProxyType({})
 NO_ROWS = np.zeros(0, np.intp)
 BOTH, PREFILL_ROLE, DECODE_ROLE = ROLES = ("both", "prefill", "decode")
 OTHER_ROLE_WORDS = {"prefill-decode": BOTH}  # llm-d's label has this one
@@ -139,32 +141,32 @@ class InstanceDirectory:
     `suspects` names all instances that may be unhealthy; an instance that is not among them is healthy.
     """
 
-    def __init__(self, table: InstanceTable | None = None) -> None:
-        """Start without an instance, or with those of a table, all of them healthy."""
+    def __init__(self, table: InstanceTable | None = None, roles: Mapping[str, str] = NO_ROLES) -> None:
+        """Start without an instance, or with those of a table, all of them healthy; each does both unless said."""
         self.table = InstanceTable() if table is None else table
         self.by_id: dict[str, InstanceStatus] = {
-            name: InstanceStatus(instance_id=name) for name in self.table.known.instance_ids
+            name: InstanceStatus(instance_id=name, role=roles.get(name, BOTH)) for name in self.table.known.instance_ids
         }
         self.suspects: set[str] = set()
         self._rows_of_model: dict[str, Rows | None] = {}
         self._is_prefill: npt.NDArray[np.bool_] | None = None  # by row; None where no instance has a role
         self._rows_in_pool: dict[tuple[int, Pool], tuple[Rows | None, Rows]] = {}
         self._versions = [one.versions for one in self.by_id.values()]  # by row
+        self._take_roles()
 
     def update(self, statuses: Iterable[InstanceStatus]) -> None:
         """Take a new list of instances; one whose status is another object than before is unknown again."""
         before = self.by_id
         self.by_id = {one.instance_id: one for one in sorted(statuses, key=lambda one: one.instance_id)}
         self._rows_of_model.clear()
-        self.roles_changed()
+        self._take_roles()
         self._versions = [one.versions for one in self.by_id.values()]
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
         self.table.follow(self.by_id)
         self.suspects.intersection_update(self.by_id)
         self.suspects.update(name for name, one in self.by_id.items() if not one.is_healthy)
 
-    def roles_changed(self) -> None:
-        """Take the roles of all instances as their statuses have them now."""
+    def _take_roles(self) -> None:
         roles = [one.role for one in self.by_id.values()]
         is_prefill = np.array([role == PREFILL_ROLE for role in roles], np.bool_)
         self._is_prefill = None if all(role == BOTH for role in roles) else is_prefill

@@ -184,7 +184,7 @@ ROLE_POLICIES = [
     "lmetric",
     "round_robin",
     "pd_least",
-    "pd_threshold",
+    "pd_threshold: non_cached_tokens = 5",  # prompts have ten
     "pd_dynamo",
     *BY_LEGS,
 ]

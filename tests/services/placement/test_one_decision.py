@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
+from predictor.request import PREFILL
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import Candidates
@@ -29,7 +30,7 @@ from services.http.errors import ApiError
 from services.instances import Listed
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
-from services.rpc.messages import forecast_message
+from services.rpc.messages import LEG_NAMES, forecast_message
 from simulator.assembly import simulation
 from simulator.conditions import Conditions, Outage
 from simulator.run import CALL, FORECAST_FIELDS, Simulation
@@ -61,7 +62,6 @@ from tests.scheduler.scripted import (
     Script,
     ScriptedInstance,
     Sidecar,
-    forecast_of,
     recording,
     reference,
 )
@@ -380,12 +380,12 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
     for name, kind, *all_details in record.steps:
         details = all_details
         if kind == "Reserve":
-            details = all_details[:1]
+            details = all_details[:2]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
             others = [name for name in decision.placement.next_best if name in scores]
-            details = [details[0], details[1], others, scores]
+            details = [details[0], details[1], details[5], others, scores]
         steps.append((name, kind, *details))
     return steps
 
@@ -446,14 +446,26 @@ class ScriptedStub(StubSidecar):
         self.e2e_s, self.ttft_s, self.per_reservation_s = self.scripted.instance.e2e_s, TTFT_S, script.per_reservation_s
         self.load = self.scripted.indicators()
 
+    def prediction(self, request: common_pb2.Request) -> predictor_pb2.Prediction:
+        """Return a forecast of the leg that is asked about."""
+        prediction = StubSidecar.prediction(self, request)
+        if request.leg:
+            self.scripted.num_held = len(self.held)
+            forecast = self.scripted.forecast(leg=LEG_NAMES[request.leg], in_s=request.in_s)
+            prediction.forecast.CopyFrom(forecast_message(forecast))
+        return prediction
+
     async def predict(self, raw: bytes, context: Any) -> bytes:
         """Reply with a forecast, or fail."""
         await fail(self.forecast.status, context)
         response = predictor_pb2.PredictResponse.FromString(await StubSidecar.predict(self, raw, context))
-        if predictor_pb2.PredictRequest.FromString(raw).with_delays:
-            delays = forecast_of(self.e2e_s, queue_s=self.per_reservation_s * len(self.held), delays=True)
-            for prediction in response.predictions:
-                prediction.forecast.CopyFrom(forecast_message(delays))
+        asked = predictor_pb2.PredictRequest.FromString(raw)
+        if asked.with_delays:
+            self.scripted.num_held = len(self.held)
+            for request, prediction in zip(asked.requests, response.predictions, strict=True):
+                leg = LEG_NAMES[request.leg]
+                forecast = self.scripted.forecast(leg=leg, in_s=request.in_s, delays=True)
+                prediction.forecast.CopyFrom(forecast_message(forecast))
         return as_scripted(response, self.forecast.status)
 
     async def reserve(self, raw: bytes, context: Any) -> bytes:
@@ -467,9 +479,11 @@ class ScriptedStub(StubSidecar):
         return as_scripted(response, self.reservation.status)
 
     async def release(self, raw: bytes, context: Any) -> bytes:
-        """Release a reservation, and report nothing."""
-        await StubSidecar.release(self, raw, context)
-        return common_pb2.ReleaseResponse().SerializeToString()
+        """Release a reservation, and report nothing else."""
+        if self.scripted.instance.keeps_released:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "by the test")
+        response = common_pb2.ReleaseResponse.FromString(await StubSidecar.release(self, raw, context))
+        return common_pb2.ReleaseResponse(released=response.released).SerializeToString()
 
 
 async def fail(status: CandidateStatus, context: Any) -> None:
@@ -512,7 +526,39 @@ def on_the_wall_clock(policy: str, name: str) -> bool:
 )
 def test_the_grpc_service_decides_as_the_reference_does_by_every_policy(policy: str, name: str) -> None:
     """Placements, bases, runners-up, candidates and reasons are the same; notes of failures are gRPC's own."""
-    script = scenarios(policy)[name]
+    assert_served_alike(scenarios(policy)[name], waits="late" in name)
+
+
+SERVED_WITH_ROLES = (
+    "all reply",
+    "p down",
+    "pq down",
+    "pq down when reserving",
+    "ab stopped",
+    "ab down when reserving",
+    "abpq refused",
+    "others reserve first at abpq",
+    "a pool is excluded",
+    "a dry run",
+    "all prefill instances drain",
+    "all decode instances drain",
+    "no prefill instance",
+    "no decode instance",
+    "releases fail",
+    "pq down, refusing",
+    "no prefill instance, refusing",
+)
+
+
+@pytest.mark.parametrize("name", SERVED_WITH_ROLES)
+@pytest.mark.parametrize("policy", ["block", "marginal", "jsq", "pd_threshold: non_cached_tokens = 5"])
+def test_the_grpc_service_decides_as_the_reference_does_among_instances_with_roles(policy: str, name: str) -> None:
+    """Both legs cross the wire, with the reason."""
+    assert_served_alike(scenarios_with_roles(policy)[name], waits=False)
+
+
+def assert_served_alike(script: Script, *, waits: bool) -> None:
+    """Run a script through the service, one request after the other."""
     expected = [step for step in reference(script).steps if step[1] in ("Placed", "Shed")]
 
     async def test() -> None:
@@ -520,18 +566,26 @@ def test_the_grpc_service_decides_as_the_reference_does_by_every_policy(policy: 
         for stub in stubs:
             await stub.start()
         listed = Listed(
-            [replace(stub.instance, state="draining" if stub.scripted.instance.draining else "ready") for stub in stubs]
+            [
+                replace(
+                    stub.instance,
+                    state="draining" if stub.scripted.instance.draining else "ready",
+                    role=stub.scripted.instance.role,
+                )
+                for stub in stubs
+            ]
         )
         settings = {
             "policy": script.policy,
             "seed": script.seed,
             "max_conflicts": script.max_conflicts,
             "failures_to_open": 1000,
-            "sidecar_deadline_s": 2.0 if "late" in name else 30.0,
+            "sidecar_deadline_s": 2.0 if waits else 30.0,
+            "without_pool": script.without_pool,
         }
         try:
             async with scheduler(listed, **settings) as client:
-                if policy_from(script.policy).needs_indicators:
+                if any(part.needs_indicators for part in policy_from(script.policy).parts):
                     await indicators_known(client, len(stubs))
                 for (request_id, kind, *details), arrival in zip(expected, script.arrivals, strict=True):
                     request = client.request(request_id=request_id, prompt_tokens=PROMPT_TOKENS, model="")
@@ -571,17 +625,28 @@ def on_the_wire(decision: common_pb2.Decision) -> tuple[Any, ...]:
     """What a caller gets to know of a decision."""
     scores = {one.instance_id: round(one.score, 6) if one.HasField("score") else None for one in decision.candidates}
     next_best = [one.instance_id for one in decision.next_best]
-    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), statuses(decision), scores
+    return (
+        decision.instance.instance_id,
+        decision.prefill.instance.instance_id,
+        decision.disaggregation,
+        decision.basis,
+        next_best,
+        line_of(decision.why),
+        statuses(decision),
+        scores,
+    )
 
 
 def from_the_core(details: Sequence[Any]) -> tuple[Any, ...]:
     """The same of a decision of the reference."""
-    instance_id, basis, _, _, _, next_best, why, candidates = details
+    instance_id, basis, _, _, disaggregation, legs, _, next_best, why, candidates = details
     statuses = {name: common_pb2.CandidateFate.Name(FATES[status]) for name, status, *_ in candidates}
     if basis is DecisionBasis.LAST_RESORT:  # there the wire knows another word for it
         statuses = {name: fate.replace("LATE", "LAST_INDICATORS") for name, fate in statuses.items()}
     return (
         instance_id,
+        next((name for kind, name, *_ in legs if kind == PREFILL), ""),
+        disaggregation,
         BASES[basis],
         list(next_best[:MAX_NEXT_BEST]),
         line_of(why),
