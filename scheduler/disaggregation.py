@@ -132,6 +132,7 @@ class DisaggregatedDecision(Decision):
     _has_prefill = False
     _decode_reserved_s: float | None = None  # while the prefill leg is being reserved
     _left: Mapping[str, Candidate] = NO_CANDIDATES  # of the decode pool, before prefill instances were considered
+    _given_up: Mapping[str, Candidate] = NO_CANDIDATES  # all that were considered before, for the explanation
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
         """Prepare the decision for a request by a policy."""
@@ -221,6 +222,7 @@ class DisaggregatedDecision(Decision):
     def _attempt(self, now_s: float) -> Intention:
         """Compare the instances of both pools as they are now, or ask them first."""
         self._reset()
+        self._left = self._given_up = NO_CANDIDATES
         instances, request = self.core.instances, self.request
         try:
             rows = request.rows if request.any_model else instances.rows_of_model(request.model)
@@ -246,10 +248,11 @@ class DisaggregatedDecision(Decision):
 
     def _without_prefill(self, why: str, now_s: float) -> Intention:
         """Go on without prefill instances, if that is allowed."""
-        failed = self._prefill
+        failed = [] if self._prefill is None else self._prefill.candidates()
         self._reset()
         if self.core.rules.without_pool == REFUSE:
-            return self._refuse(Pool.PREFILL, [] if failed is None else failed.candidates(), now_s)
+            return self._refuse(Pool.PREFILL, failed, now_s)
+        self._given_up = {one.instance_id: one for one in failed}
         return self._attempt_whole(why, now_s)
 
     def _without_decode(self, why: str, now_s: float) -> Intention:
@@ -259,6 +262,7 @@ class DisaggregatedDecision(Decision):
         if self.core.rules.without_pool == REFUSE:
             return self._refuse(Pool.DECODE, list(left.values()), now_s)
         self._pool, self._left = Pool.PREFILL, left
+        self._given_up = {**self._given_up, **left}
         return self._attempt_whole(why, now_s)
 
     def _refuse(self, pool: Pool, candidates: Sequence[Candidate], now_s: float) -> Intention:
@@ -549,14 +553,19 @@ class DisaggregatedDecision(Decision):
 
     def skipped(self) -> list[Candidate]:
         """Return the instances that could not be compared, each with the reason."""
-        return [*super().skipped(), *([] if self._prefill is None else self._prefill.skipped())]
+        skipped = [*super().skipped(), *([] if self._prefill is None else self._prefill.skipped())]
+        named = {one.instance_id for one in self._considered()}
+        failed = (one for one in self._given_up.values() if one.instance_id not in named)
+        return [*skipped, *(one for one in failed if one.status is not CandidateStatus.NOT_SHORTLISTED)]
 
     def candidates(self) -> list[Candidate]:
         """Return all instances as the decision saw them, by id; those asked about the prefill leg with that."""
-        found = {one.instance_id: one for one in super().candidates()}
-        for one in [] if self._prefill is None else self._prefill.candidates():
-            found.setdefault(one.instance_id, one)
+        found = {one.instance_id: one for one in [*self._given_up.values(), *self._considered()]}
         return sorted(found.values(), key=lambda one: one.instance_id)
+
+    def _considered(self) -> list[Candidate]:
+        """Return the instances of this attempt."""
+        return [*super().candidates(), *([] if self._prefill is None else self._prefill.candidates())]
 
     def forecasts(self) -> list[tuple[str, Forecast]]:
         """Return the forecasts of all compared instances: of those asked about two legs, that which ends earlier."""
