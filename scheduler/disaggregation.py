@@ -101,12 +101,8 @@ class PrefillDecision(Decision):
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy, *, forecasts: bool) -> None:
         """Prepare it; with `forecasts` the chosen instance forecasts the leg whatever the policy reads."""
-        super().__init__(core, replace(request, leg=PREFILL, in_s=0.0, dry_run=False), policy)
+        super().__init__(core, replace(request, leg=PREFILL, dry_run=False), policy)
         self._forecasts_anyway = forecasts
-
-    @property
-    def _forecasts_chosen(self) -> bool:
-        return self._forecasts_anyway or super()._forecasts_chosen
 
     def leg(self) -> Leg:
         """Return the leg as it is placed."""
@@ -126,9 +122,8 @@ class DisaggregatedDecision(Decision):
     _awaits = Awaits.NOTHING
     _why_whole = ""  # no decode leg is considered any more
     _is_decode: npt.NDArray[np.bool_] | None = None  # by position among the compared
-    _asks_decode = False  # of all candidates
     _to_decode: Candidates | None = None  # those that are asked about a decode leg only
-    _end_s = _in_s = 0.0  # until the prefill leg ends, and until the decode leg arrives
+    _end_s = _arrives_s = 0.0  # until the prefill leg ends, and until the decode leg arrives
     _has_prefill = False
     _decode_reserved_s: float | None = None  # while the prefill leg is being reserved
     _left: Mapping[str, Candidate] = NO_CANDIDATES  # of the decode pool, before prefill instances were considered
@@ -145,8 +140,8 @@ class DisaggregatedDecision(Decision):
         super()._reset()
         self._pool = Pool.DECODE
         self._prefill = self._is_decode = self._to_decode = self._decode_reserved_s = None
-        self._awaits, self._why_whole, self._asks_decode = Awaits.NOTHING, "", False
-        self._end_s = self._in_s = 0.0
+        self._awaits, self._why_whole = Awaits.NOTHING, ""
+        self._leg, self._in_s, self._end_s, self._arrives_s = SERVE, 0.0, 0.0, 0.0
 
     # Events.
 
@@ -330,7 +325,7 @@ class DisaggregatedDecision(Decision):
                 self._order = None
             known = {name: column for name, column in candidates.columns.items() if name not in PREDICTED}
             candidates = replace(candidates, columns=known)
-            self._asked = Ask(candidates, (), self.policy.needs_delays, DECODE, self._in_s)
+            self._asked = Ask(candidates, (), self.policy.needs_delays, DECODE, self._arrives_s)
             self._awaits = Awaits.DECODE
             return self._asked
         self._rank(now_s)
@@ -388,7 +383,7 @@ class DisaggregatedDecision(Decision):
         end_s = self._prefill.predicted("predicted_e2e_s") if isinstance(prefill, Reserve) else None
         if end_s is None or not math.isfinite(end_s):
             return False
-        self._end_s, self._in_s = end_s, end_s + self.core.hand_over_s
+        self._end_s, self._arrives_s = end_s, end_s + self.core.hand_over_s
         return True
 
     def _complete(self, compared: Candidates) -> None:
@@ -405,13 +400,13 @@ class DisaggregatedDecision(Decision):
             if name == "delay_worst_s":
                 both = np.maximum(column, value)
             elif name == "predicted_queue_s":
-                both = value + np.maximum(column - self._in_s, 0.0)
+                both = value + np.maximum(column - self._arrives_s, 0.0)
             else:
                 both = column + value
             columns[name] = np.where(is_decode, both, column)
 
     def _decode_positions(self) -> npt.NDArray[np.bool_] | None:
-        if self._asks_decode and self._compared is not None:
+        if self._leg == DECODE and self._compared is not None:
             return np.ones(len(self._compared), np.bool_)
         return self._is_decode
 
@@ -432,7 +427,7 @@ class DisaggregatedDecision(Decision):
         if self.policy.needs_forecast:
             if not arrives:
                 return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
-            self._asks_decode = True
+            self._leg, self._in_s = DECODE, self._arrives_s
             return super()._attempt(now_s)
         if not isinstance(prefill, Reserve):
             return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
@@ -441,12 +436,12 @@ class DisaggregatedDecision(Decision):
         if not self._prefill.applies(self._rules):
             self._prefill = None
             return self._attempt_whole(WHOLE_BY_CONDITION, now_s)
-        self._asks_decode = True
+        self._leg, self._in_s = DECODE, self._arrives_s
         return super()._attempt(now_s)
 
     def _admit(self, best: int, now_s: float) -> Intention:
         """Decide whether the request has two legs on the chosen instance, if forecasts did not."""
-        if not (self._why_whole or self._asks_decode or self.policy.needs_forecast):
+        if not (self._why_whole or self._leg == DECODE or self.policy.needs_forecast):
             assert self._compared is not None
             if self._is_decode is None:
                 self._is_decode = self._rules.applies_to(self._compared)
@@ -454,16 +449,17 @@ class DisaggregatedDecision(Decision):
                 return self._choose_prefill(now_s)
         return super()._admit(best, now_s)
 
-    def _asked_leg(self) -> tuple[str, float]:
-        return (DECODE, self._in_s) if self._asks_decode else (SERVE, 0.0)
-
     def _leg_at(self, position: int) -> tuple[str, float]:
-        return (DECODE, self._in_s) if self._is_decode_at(position) else (SERVE, 0.0)
+        return (DECODE, self._arrives_s) if self._is_decode_at(position) else (SERVE, 0.0)
+
+    def _reserve(self, instance_id: str, row: int) -> Reserve:
+        leg, in_s = self._leg_at(self.position)
+        return super()._reserve(instance_id, row)._replace(leg=leg, in_s=in_s)
 
     def _is_decode_at(self, position: int) -> bool:
         if position == NONE or self._why_whole or self._prefill is None:
             return False
-        return self._asks_decode or (self._is_decode is not None and bool(self._is_decode[position]))
+        return self._leg == DECODE or (self._is_decode is not None and bool(self._is_decode[position]))
 
     # Both reservations.
 

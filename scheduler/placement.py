@@ -50,7 +50,6 @@ class PlacementRequest:
     patience_s: float = math.inf  # how long the caller waits for the decision
     number: int = -1
     leg: str = SERVE  # prefill or decode: only this leg is placed
-    in_s: float = 0.0  # until that leg arrives at its instance
 
 
 class Leg(NamedTuple):
