@@ -53,7 +53,7 @@ class GatewayMetrics:
         self.prefills = Counter(
             "block_gateway_prefill_legs",
             "Prefill legs: KV blocks are held (held) or not (no_blocks), the reply is invalid, the request is refused, "
-            "the instance failed, the leg is skipped because the request is served whole, or the client left.",
+            "the instance failed, the leg is skipped because one engine serves the request, or the client left.",
             ("result",),
             registry=registry,
         )

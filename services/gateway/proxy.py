@@ -6,18 +6,19 @@ import logging
 import time
 from dataclasses import dataclass
 
+from protos.block.v1 import common_pb2
 from services.explanations import in_short
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.prefill_attempt import PrefillAttempt
 from services.gateway.upstream_attempt import CANCELLED, FAILED, OK, SERVER_ERROR, UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.errors import ApiError
-from services.http.prefill_leg import HeldBlocks
+from services.http.kv_transfer import KV_CONNECTORS
+from services.http.prefill_leg import SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, RETRIED, engine_error
 from services.logs import log_event
 
@@ -126,30 +127,47 @@ class RequestForwarder:
 
     async def _prefilled(self, destination: Destination, attempt: UpstreamAttempt) -> bool:
         """Have the prompt computed, unless the request is served whole; False where the request is refused."""
-        instance_id = destination.instance_id
-        prefill = PrefillAttempt(context=self.context, incoming=self.incoming, destination=destination)
+        context, incoming, instance_id = self.context, self.incoming, destination.instance_id
+        leg = PrefillLeg(
+            request=incoming.request, instance_id=instance_id, policy=destination.policy, arrived_s=incoming.arrived_s
+        )
         try:
             if self.placing.undivided or self._held is not None:
-                prefill.skip()
+                leg.result = SKIPPED
                 return True
-            reply = await prefill.send()
+            reply = await leg.send(
+                context.engines,
+                destination.origin,
+                target=incoming.target,
+                headers=incoming.headers,
+                body=incoming.body,
+                connector=KV_CONNECTORS[context.settings.kv_connector],
+                within_s=context.settings.first_byte_s,
+                max_bytes=context.settings.max_answer_bytes,
+            )
         except (ConnectionError, TimeoutError) as error:
-            self.context.failed_lately.failed(instance_id)
+            context.failed_lately.failed(instance_id)
             await self._give_up(attempt, instance_id, str(error))
             raise EngineFailedError(f"prefill {type(error).__name__}", engine_error(error)) from None
         finally:
-            prefill.finish()
+            context.metrics.prefills.labels(leg.result).inc()
+            context.releases.put(
+                common_pb2.ReleaseRequest(
+                    request_id=incoming.request.request_id, instance_id=instance_id, outcome=leg.outcome()
+                )
+            )
         if reply.status in RETRIED:
             if reply.status in NOT_SERVING:
-                self.context.failed_lately.failed(instance_id)
+                context.failed_lately.failed(instance_id)
             attempt.refuse(reply)
             await self._give_up(attempt, instance_id, f"status {reply.status}")
             raise EngineFailedError(f"prefill {reply.status}", attempt)
-        self.context.failed_lately.succeeded(instance_id)
+        context.failed_lately.succeeded(instance_id)
         if reply.status != OK:
             attempt.refuse(reply)
             return False
-        self._held = prefill.held
+        context.metrics.prefill.observe(reply.leg_s)
+        self._held = leg.held
         return True
 
     async def _send(self, attempt: UpstreamAttempt) -> None:
