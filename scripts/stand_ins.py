@@ -53,8 +53,9 @@ def main() -> None:
 class StubEngine(asyncio.Protocol):
     """Responds to every completion with a stream of events, at the pace that the request has.
 
-    A prefill leg gets the reply of an engine that holds the KV blocks of a long prompt. Other requests of routers get the responses of `vllm serve` with default flags: health, models, metrics, and the
-    tokens of a prompt, one for each four characters.
+    A prefill leg gets the reply of an engine that holds the KV blocks of a long prompt. Other requests of routers get
+    the responses of `vllm serve` with default flags: health, models, metrics, and the tokens of a prompt, one for each
+    four characters.
     """
 
     def __init__(self) -> None:
