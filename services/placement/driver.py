@@ -416,6 +416,8 @@ class PlacementDriver:
             directory.engine_failed(outcome.instance_id, time.monotonic())
         elif outcome.finish_reason in COMPLETED:
             directory.engine_succeeded(outcome.instance_id)
+        if outcome.instance_id == outcome.prefill_instance_id:  # only the prefill leg has ended
+            return
         if outcome.HasField("hand_over_s"):
             self.core.observe_hand_over(outcome.hand_over_s)
         for listener in self._listeners:
