@@ -101,7 +101,7 @@ def _held(engine: Engine) -> list[int]:
     deferred = []
     if head.defers_frees and head.num_in_flight:
         entries = state.batch[head.oldest, : state.steps[head.oldest].num_scheduled]
-        deferred = [int(slot) for slot in entries.slot if state.requests[slot].stage == NO_TRANSFER]
+        deferred = [int(slot) for slot in entries["slot"] if state.requests[slot].stage == NO_TRANSFER]
     slots = [*(int(slot) for slot in state.transfers[: head.num_transfers]), *deferred]
     return [slot for slot in slots if state.requests[slot].status == FINISHED and state.requests[slot].num_blocks > 0]
 
@@ -111,6 +111,8 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
     held = 0
     if engine.state.engine[0].prefix_caching:
         held = int(row.num_blocks) if row.status == RUNNING or row.num_blocks > 0 else int(row.full_blocks)
+    stage, transfer_left_s = _transfer(engine, slot)
+    counters: dict[str, Any] = {name: int(row[name]) for name in COUNTERS}
     return LiveRequest(
         request=engine.request_in(slot),
         produced_tokens=int(row.output_tokens),
@@ -120,23 +122,24 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         first_token_s=float(row.first_token_s) if row.first_token_s >= 0 else None,
         tokens_on_time=int(row.tokens_on_time) if row.tokens_on_time >= 0 else None,
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
-        **_transfer(engine, slot),
-        **{name: int(row[name]) for name in COUNTERS},
+        stage=stage,
+        transfer_left_s=transfer_left_s,
+        **counters,
     )
 
 
-def _transfer(engine: Engine, slot: int) -> dict[str, Any]:
+def _transfer(engine: Engine, slot: int) -> tuple[str, float | None]:
     """Return the stage of a request's transfer, and for how long it goes on: on a shared link, the work left."""
     state, head, row = engine.state, engine.state.engine[0], engine.state.requests[slot]
     if row.status == FINISHED and row.stage == NO_TRANSFER:  # its blocks are free once the step in flight has ended
-        return {"stage": STAGES[HELD], "transfer_left_s": max(0.0, float(state.steps[head.oldest].end_s - head.now_s))}
+        return STAGES[HELD], max(0.0, float(state.steps[head.oldest].end_s - head.now_s))
     left_s = None
     if row.stage == FETCHING and head.transfer_shared:
         since_s = max(0.0, float(head.now_s - head.link_at_s))
         left_s = max(0.0, float(row.transfer_s - head.link_s) - since_s / int(head.num_fetching))
     elif row.stage == HELD or remote_kv.is_under_way(row.stage):
         left_s = max(0.0, float(row.transfer_s - head.now_s))
-    return {"stage": STAGES[SHOWN_STAGES[row.stage]], "transfer_left_s": left_s}
+    return STAGES[SHOWN_STAGES[row.stage]], left_s
 
 
 def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:

@@ -80,7 +80,8 @@ async def measured(engines: list[Running], num: int) -> list[dict[str, object]]:
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(paired, server)
     port = server.add_insecure_port(f"{PLACE}:0")
     await server.start()
-    client, results = HttpClient(), []
+    client = HttpClient()
+    results: list[dict[str, object]] = []
     with block_serving("gateway", "--scheduler", f"{PLACE}:{port}") as gateway:
         await load_through(client, [gateway], WARM_UP * [request_body(text_of(random.Random(0), 2048))], 4)
         for prompt, num_bytes in PROMPTS.items():
