@@ -27,13 +27,14 @@ NUM_RESIDUAL = 4097
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSpec:
-    """One instance: its engine, its real speed, and the speed that its predictor assumes."""
+    """One instance: its engine, its real speed, the speed that its predictor assumes, and its role."""
 
     config: EngineConfig
     step_time: StepTime
     predicted_step_time: StepTime | None = None  # of the predictor's profile, if it is another one
     pace: float = 1.0  # real over profiled step time
     predicted_pace: float = 1.0
+    role: str = "both"
 
 
 def instance_names(num: int) -> tuple[str, ...]:
