@@ -85,7 +85,7 @@ def simulation(
     made = schedulers[0].policy
     roots = {root.name for root in roots_of(made.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
-    decisions.instance = NONE
+    decisions.instance = decisions.prefill_instance = NONE
     decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
     simulation = Simulation(
         specs=tuple(specs),

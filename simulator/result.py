@@ -21,6 +21,7 @@ DECISION = np.dtype(
         ("scheduler", "i4"),
         ("status", "i4"),
         ("num_sends", "i4"),
+        ("prefill_instance", "i4"),  # of the prefill leg; NONE where the request was served whole
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
     ],
