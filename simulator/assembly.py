@@ -175,7 +175,10 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
         facts.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
     outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = outcomes.tokens_on_time = NONE
-    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes)
+    legs = np.zeros(len(work), kernels.LEGS_OF_REQUEST).view(np.recarray)
+    for name in ("prefill", "prefill_slot", "decode", "decode_slot", "prefilled_s", "fetched_s", "fetch_started_s"):
+        legs[name] = NONE
+    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes, legs=legs)
 
 
 def _possible(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:

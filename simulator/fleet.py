@@ -16,6 +16,7 @@ from predictor.engine import Engine
 from predictor.lengths import QUANTILES
 from predictor.state import NONE, State, no_facts, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
+from scheduler.instances import ROLES
 from simulator.forecast_kernels import LOOKAHEAD
 from simulator.kernels import INSTANCE, RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, EngineArrays
 
@@ -86,6 +87,9 @@ def make_fleet(
         knows_lengths and len(noise) == 1 and spec.predicted_step_time is None and spec.pace == spec.predicted_pace
         for spec in specs
     ]
+    records.role = [ROLES.index(spec.role) for spec in specs]
+    if records.role.any():  # a leg that waits for its transfer leaves its seat to the tail of the queue
+        records.deterministic = 0
     records.first_noise = generator.integers(0, NUM_NOISE, len(specs))
     fleet = EngineArrays(
         stack=stack._replace(costs=_costs(costs)),
@@ -93,6 +97,7 @@ def make_fleet(
         instances=records,
         slots=_empty_slots(len(specs), slots),
         free_slots=np.zeros((len(specs), slots), np.int64),
+        underway=np.zeros((len(specs), slots), np.int64),
         noise=noise,
         residual=residual,
     )
@@ -138,8 +143,11 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
     slots = _empty_slots(len(fleet.instances), new)
     slots[:, :old] = fleet.slots
     wide = fleet._replace(
-        stack=stack._replace(**grown), slots=slots, free_slots=_wider(fleet.free_slots, 1, new)
-    )  # fmt: skip
+        stack=stack._replace(**grown),
+        slots=slots,
+        free_slots=_wider(fleet.free_slots, 1, new),
+        underway=_wider(fleet.underway, 1, new),
+    )
     for spec, free in zip(wide.instances, wide.free_slots, strict=True):
         free[spec.num_free_slots : spec.num_free_slots + old] = np.arange(new - 1, old - 1, -1)
         spec.num_free_slots += old
@@ -152,6 +160,7 @@ def free_all(fleet: EngineArrays, index: int) -> None:
     fleet.slots.number[index] = NONE
     fleet.free_slots[index, : num_slots - 1] = np.arange(num_slots - 1, 0, -1)
     fleet.instances[index].num_free_slots = num_slots - 1
+    fleet.instances[index].num_underway = 0
 
 
 def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -> list[int]:

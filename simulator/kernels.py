@@ -12,6 +12,7 @@ import numpy as np
 from predictor import blocks, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER
+from predictor.request import LEGS
 from predictor.state import FINISHED, NONE, PENDING, State
 from predictor.step_time import Costs
 
@@ -49,7 +50,35 @@ OUTCOME = np.dtype(
     align=True,
 )
 
-SLOT = np.dtype([("number", "i8"), ("visible_s", "f8"), ("log_median", "f8"), ("spread", "f8")], align=True)
+# The two legs of a request, where it has two.
+LEGS_OF_REQUEST = np.dtype(
+    [
+        ("prefill", "i8"),  # instances and slots; NONE
+        ("prefill_slot", "i8"),
+        ("decode", "i8"),
+        ("decode_slot", "i8"),
+        ("prefill_scheduled_s", "f8"),
+        ("prefilled_s", "f8"),
+        ("fetch_started_s", "f8"),
+        ("fetched_s", "f8"),
+        ("hit_tokens", "i8"),  # of the prefill leg
+        ("num_preemptions", "i8"),  # of the prefill leg
+    ],
+    align=True,
+)
+
+SLOT = np.dtype(
+    [
+        ("number", "i8"),
+        ("visible_s", "f8"),
+        ("log_median", "f8"),
+        ("spread", "f8"),
+        ("leg", "i8"),  # index in `request.LEGS`
+        ("stage", "i8"),  # of one of two legs: see coupled.py
+        ("due_s", "f8"),  # predicted arrival of a decode leg, or predicted end of the hold of a prefill leg
+    ],
+    align=True,
+)
 
 INSTANCE = np.dtype(
     [
@@ -62,6 +91,8 @@ INSTANCE = np.dtype(
         ("hit_share", "f8"),  # share of prompt tokens found cached, averaged over the last finished requests
         ("first_noise", "i8"),
         ("deterministic", "i8"),  # its forecasts are exact until another request joins
+        ("role", "i8"),  # index in `scheduler.instances.ROLES`
+        ("num_underway", "i8"),
         ("has_lookahead", "i8"),  # the workspace holds a state of it that runs ahead: see forecast_kernels.py
     ],
     align=True,
@@ -75,6 +106,7 @@ INDICATORS = (
 )  # fmt: skip
 
 SENT, FULL = 0, 1  # what `send` returns
+SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 HIT_SHARE_DECAY = 0.98
 
 
@@ -86,6 +118,7 @@ class EngineArrays(NamedTuple):
     instances: np.recarray[Any, Any]
     slots: np.recarray[Any, Any]
     free_slots: np.ndarray
+    underway: np.ndarray  # slots of the legs that are at a stage of coupled.py, in any order
     noise: np.ndarray  # factors of successive step times; a single 1 without noise
     residual: np.ndarray  # the table of `predicted_tokens`; empty for the rule `plus_ten`
 
@@ -96,6 +129,7 @@ class Requests(NamedTuple):
     facts: np.recarray[Any, Any]
     contents: np.ndarray
     outcomes: np.recarray[Any, Any]
+    legs: np.recarray[Any, Any]
 
 
 RESIDUAL_LOW, RESIDUAL_HIGH = -8.0, 8.0
@@ -218,7 +252,11 @@ def collect_finished(fleet: EngineArrays, requests: Requests, index: int) -> Non
         request = fleet.stack.requests[index, slot]
         if entry.number < 0 or request.status != FINISHED or request.in_flight_tokens > 0:
             continue
-        write_outcome(requests.outcomes[entry.number], request)
+        if entry.leg == PREFILL_LEG:
+            if entry.stage != 0:
+                continue  # its blocks are held
+        else:
+            write_outcome(requests.outcomes[entry.number], request)
         share = (1.0 - HIT_SHARE_DECAY) * request.hit_tokens / request.prompt_tokens
         instance.hit_share = HIT_SHARE_DECAY * instance.hit_share + share
         instance.num_finished += 1
@@ -242,22 +280,33 @@ def write_outcome(outcome: np.record, request: np.record) -> None:
 @kernel
 def send(fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float) -> int:
     """Send a request to an engine, whose indicators count it from `visible_s` on; return FULL if no slot is free."""
+    slot = take_slot(fleet, requests, index, number, visible_s)
+    if slot == NONE:
+        return FULL
+    fill_slot(fleet, requests, index, slot, number, arrives_s)
+    queues.announce(engine_at(fleet.stack, fleet.stack.costs, index), slot)
+    return SENT
+
+
+@kernel
+def take_slot(fleet: EngineArrays, requests: Requests, index: int, number: int, visible_s: float) -> int:
+    """Take a free slot of an engine for a request; return NONE if no slot is free."""
     instance = fleet.instances[index]
     if instance.num_free_slots == 0:
         collect_finished(fleet, requests, index)
         if instance.num_free_slots == 0:
-            return FULL
+            return NONE
     instance.num_free_slots -= 1
+    instance.changed = 1
     slot = fleet.free_slots[index, instance.num_free_slots]
     entry = fleet.slots[index, slot]
     entry.number = number
     entry.visible_s = visible_s
     entry.log_median = requests.facts[number].log_median
     entry.spread = requests.facts[number].spread
-    fill_slot(fleet, requests, index, slot, number, arrives_s)
-    queues.announce(engine_at(fleet.stack, fleet.stack.costs, index), slot)
-    instance.changed = 1
-    return SENT
+    entry.leg = SERVE_LEG
+    entry.stage = 0
+    return int(slot)
 
 
 @kernel
