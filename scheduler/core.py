@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from predictor.request import SERVE
 from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
 from scheduler.decision import Decision
+from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL, DisaggregatedDecision
 from scheduler.instances import InstanceDirectory
 from scheduler.placement import PlacementRequest
 from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
 
 MAX_POLICIES = 64  # that requests ask for by themselves
+MAX_HAND_OVER_S = 1.0  # that is learned from; a longer one was a fault
+HAND_OVER_WEIGHT = 0.05  # of each new one in the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,14 @@ class DecisionRules:
     max_failed_reservations: int = 2  # of one request; then it is sent without a reservation
     max_held: int = 1000  # requests of one model in the admission queue
     forecast_always: bool = False  # have the chosen instance forecast, where the policy does without
+    without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
+    hand_over_s: float = 0.003  # from the end of a prefill leg to the arrival of the decode leg, until it is measured
     explains: bool = True  # keep what an explanation needs
+
+    def __post_init__(self) -> None:
+        """Refuse words that mean nothing, naming the field."""
+        if self.without_pool not in WITHOUT_POOL:
+            raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
 
 
 class SchedulerCore:
@@ -50,6 +61,7 @@ class SchedulerCore:
         self.rules = rules or DecisionRules()
         self.random = random
         self.prefixes = PromptPrefixes(instances.table) if prefixes is None else prefixes
+        self.hand_over_s = self.rules.hand_over_s
         self.ready: deque[Decision] = deque()
         self.waiting: dict[int, Decision] = {}
         self._order = order
@@ -82,7 +94,14 @@ class SchedulerCore:
 
     def decision(self, request: PlacementRequest, policy: str = "") -> Decision:
         """Return a new decision for one request, not yet started."""
-        return Decision(self, request, self.policy_named(policy) if policy else self.policy)
+        chosen = self.policy_named(policy) if policy else self.policy
+        if self.instances.has_roles and request.leg == SERVE:
+            return DisaggregatedDecision(self, request, chosen)
+        return Decision(self, request, chosen)
+
+    def observe_hand_over(self, seconds: float) -> None:
+        """Learn how long it takes from the end of a prefill leg to the arrival of the decode leg."""
+        self.hand_over_s += HAND_OVER_WEIGHT * (min(max(seconds, 0.0), MAX_HAND_OVER_S) - self.hand_over_s)
 
     # The admission queue.
 

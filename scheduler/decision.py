@@ -4,13 +4,15 @@ A driver starts a decision and carries out the intention that it returns; it fee
 intention, until the request is placed or shed:
 
     start(now)                                        the first intention
-    Ask(instance ids, with delays)        ->  answers(...)
-    Reserve(instance, if_version)         ->  reserved(...), conflict(...) or reservation_failed(...)
+    Ask(candidates, leg), AskLegs(asks)   ->  answers(...)
+    Reserve(instance, leg, if_version)    ->  reserved(...), conflict(...) or reservation_failed(...)
+    Release(instance)                     ->  released(...)
     Wait(until)                           ->  tick(now), at that time or when the decision is in `core.ready`
     Placed(placement), Shed(reason)           the end
     cancel(now)                               the caller left
 
-Drivers are the gRPC scheduler, a gateway that decides in its process, and the simulator.
+Drivers are the gRPC scheduler, a gateway that decides in its process, and the simulator. A request that may have two
+legs is decided by the subclass in `scheduler/disaggregation.py`, with the same events and intentions.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from predictor.forecast_result import Forecast
+from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.admission.queue import AdmissionQueue, retry_pause_s
 from scheduler.candidate import (
     FALLBACK_ORDER,
+    FORECAST_FIELDS,
     Candidate,
     CandidateStatus,
     delayed,
@@ -36,7 +40,7 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import NoInstanceError, age_of
+from scheduler.instances import NoInstanceError, Pool, age_of
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
 from scheduler.policy import Policy
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 FINISHED = INDEX_OF["num_finished_total"]
 NONE = -1  # no position
+POOL_OF = {SERVE: Pool.ANY, PREFILL: Pool.PREFILL, DECODE: Pool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
@@ -60,26 +65,60 @@ BASIS_OF = {
 
 
 class Ask(NamedTuple):
-    """Have instances forecast the request; `rows` are those that the policy compares, `others` are asked as well."""
+    """Have instances forecast a leg of the request that arrives there in `in_s`.
+
+    The policy compares `candidates`; `others` are asked as well.
+    """
 
     candidates: Candidates
     others: Sequence[str]
     with_delays: bool
+    leg: str = SERVE
+    in_s: float = 0.0
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
         """All instances to ask."""
         return (*self.candidates.instance_ids, *self.others)
 
+    @property
+    def asks(self) -> tuple[Ask, ...]:
+        """The parts of the fan-out: this one."""
+        return (self,)
+
+
+class AskLegs(NamedTuple):
+    """Have instances forecast in one fan-out, each of them one leg; the answers are given together."""
+
+    asks: tuple[Ask, ...]
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """All instances to ask; no two parts ask the same one."""
+        return tuple(name for ask in self.asks for name in ask.instance_ids)
+
 
 class Reserve(NamedTuple):
-    """Have an instance reserve the request, if its count of reservations is still `if_version` (None: in any case)."""
+    """Have an instance reserve a leg that arrives in `in_s`, if its count of reservations is still `if_version`.
+
+    Without `if_version` it reserves in any case. `held_s` is how long the KV blocks of a prefill leg are predicted to
+    be held after its end, None if that is unknown.
+    """
 
     instance_id: str
     row: int
     if_version: int | None
     if_epoch: int | None
     forecast: Forecast | None
+    leg: str = SERVE
+    in_s: float = 0.0
+    held_s: float | None = None
+
+
+class Release(NamedTuple):
+    """Have an instance end the reservation that this decision made there."""
+
+    instance_id: str
 
 
 class Wait(NamedTuple):
@@ -101,7 +140,7 @@ class Shed(NamedTuple):
     retry_after_s: float | None = None
 
 
-Intention = Ask | Reserve | Wait | Placed | Shed
+Intention = Ask | AskLegs | Reserve | Release | Wait | Placed | Shed
 
 
 class Answer(NamedTuple):
@@ -135,10 +174,12 @@ class Decision:
     _asked: Ask | None = None
     _reads: Mapping[str, Column] = EMPTY
     _answers: Mapping[str, Answer] = EMPTY
+    _chosen_columns: Mapping[str, Column] = EMPTY  # of an instance that was chosen without a forecast
     _indicators: Mapping[str, tuple[Mapping[str, float], float, float, int]] = EMPTY  # age, time, `num_unseen`
     _indicators_s = 0.0  # the time at which these were kept
 
     # The decision's state.
+    disaggregation = ""  # why the request has two legs, or not; empty where no instance has a role
     num_conflicts = 0
     reserved_for_s: float | None = None
     _num_failed = 0
@@ -156,13 +197,14 @@ class Decision:
         self.request = request
         self.policy = policy
         self._number = request.number
+        self._pool = POOL_OF[request.leg]
 
     def _reset(self) -> None:
         """Forget an attempt."""
         self._shortlisted = self._compared = self._scores = self._order = self._admits = self._since = None
         self._forecasts = self._asked = None
         self._others, self._chosen = NO_CANDIDATES, NONE
-        self._reads, self._answers, self._indicators = EMPTY, EMPTY, EMPTY
+        self._reads, self._answers, self._indicators, self._chosen_columns = EMPTY, EMPTY, EMPTY, EMPTY
 
     # Events.
 
@@ -178,41 +220,54 @@ class Decision:
         """Take what the asked instances answered, by instance id; one that is missing is late."""
         if self._asked is None:
             return self._reserve_with_forecast(answers)
-        shortlisted, others = self._asked.candidates, self._asked.others
-        self._asked = None
-        self._answers = answers
-        try:
-            compared = list(map(answers.__getitem__, shortlisted.instance_ids))
-        except KeyError:
-            compared = [answers.get(name, NO_ANSWER) for name in shortlisted.instance_ids]
-        for name in others:
-            self._answer_of_other(self._others[name], answers.get(name, NO_ANSWER))
-        if list(map(STATUS_OF, compared)).count(CandidateStatus.FORECAST) == len(compared):
-            self._forecasts, self._compared = compared, shortlisted
-        else:
-            for position, answer in enumerate(compared):
-                if answer.status is not CandidateStatus.FORECAST:
-                    self._set_aside(shortlisted.instance_id(position), answer, now_s)
-            kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
-            self._forecasts = [compared[position] for position in kept]
-            self._compared = shortlisted.only(np.array(kept, np.intp))
+        self._compared, self._forecasts = self._take(answers, now_s)
         if self.core.rules.explains:
             self._keep_indicators(self._compared.instance_ids, now_s)
         self._rank_forecasts()
         return self._decide(now_s)
 
-    def answers_in_columns(self, columns: Mapping[str, Column], now_s: float) -> Intention:
-        """Take the forecasts of all asked instances as columns, one value per instance in the order of `Ask`."""
+    def _take(self, answers: Mapping[str, Answer], now_s: float) -> tuple[Candidates, list[Answer]]:
+        """Return the candidates with a forecast and their answers; set the others aside."""
         assert self._asked is not None
+        candidates, others = self._asked.candidates, self._asked.others
+        self._asked = None
+        self._answers = answers
+        try:
+            compared = list(map(answers.__getitem__, candidates.instance_ids))
+        except KeyError:
+            compared = [answers.get(name, NO_ANSWER) for name in candidates.instance_ids]
+        for name in others:
+            self._answer_of_other(self._others[name], answers.get(name, NO_ANSWER))
+        if list(map(STATUS_OF, compared)).count(CandidateStatus.FORECAST) == len(compared):
+            return candidates, compared
+        for position, answer in enumerate(compared):
+            if answer.status is not CandidateStatus.FORECAST:
+                self._set_aside(candidates.instance_id(position), answer, now_s)
+        kept = [position for position, answer in enumerate(compared) if answer.status is CandidateStatus.FORECAST]
+        return candidates.only(np.array(kept, np.intp)), [compared[position] for position in kept]
+
+    def answers_in_columns(self, columns: Sequence[Mapping[str, Column]], now_s: float) -> Intention:
+        """Take the forecasts of all asked instances as columns, a mapping for each part of the fan-out.
+
+        They have one value per candidate, in the order of `Ask`.
+        """
+        if self._asked is None:
+            assert self._compared is not None
+            self._chosen_columns = columns[0]
+            return self._reserve(self._chosen_id(), self._compared.row(self.position))
         self._compared = self._asked.candidates
         self._asked = None
-        self._compared.add(columns)
+        self._compared.add(columns[0])
         self._score()
         return self._decide(now_s)
 
-    def reserved(self, expires_in_s: float) -> Placed:
+    def reserved(self, expires_in_s: float, now_s: float) -> Intention:
         """Take a reservation that was made."""
-        return self._placed(expires_in_s)
+        return self._placed(expires_in_s, now_s)
+
+    def released(self, now_s: float, *, confirmed: bool) -> Intention:
+        """Take the end of a reservation; one that is not confirmed may still count."""
+        raise NotImplementedError("a request with one leg gives nothing back")
 
     def conflict(self, answer: Answer, now_s: float) -> Intention:
         """Take a refusal because other reservations came first; the answer holds the forecast that includes them."""
@@ -238,6 +293,28 @@ class Decision:
         self._num_failed += counts and status is not CandidateStatus.REFUSED
         return self._failed_at(status, note, now_s)
 
+    def choose_again(self, now_s: float) -> Intention:
+        """Choose once more before the reservation, as others may have been made since the answers."""
+        if (
+            self._forecasts
+            and self._compared is not None
+            and self.core.instances.reserved_since(self._compared, self._forecasts) != self._since
+        ):
+            self._rank_forecasts()
+        return self._decide(now_s)
+
+    def predicted(self, name: str) -> float | None:
+        """Return a field of the chosen instance's forecast by its indicator's name, if it is known."""
+        chosen, columns = self._chosen, self._chosen_columns
+        if name in columns:
+            return columns[name].item(0)
+        if isinstance(chosen, int) and self.policy.needs_forecast and self._compared is not None:
+            column = self._compared.columns.get(name)
+            if column is not None:
+                return column.item(chosen)
+        forecast = self._chosen_forecast()
+        return None if forecast is None else FORECAST_FIELDS[name](forecast)
+
     def tick(self, now_s: float) -> Intention:
         """Try again while waiting, if it is this request's turn or its time is up."""
         assert self._queue is not None
@@ -253,10 +330,11 @@ class Decision:
         self._held_s = now_s - self._joined_s
         return self._attempt(now_s)
 
-    def cancel(self, now_s: float) -> None:
-        """Leave the admission queue: nobody waits for the decision any more."""
+    def cancel(self, now_s: float) -> Sequence[str]:
+        """Nobody waits for the decision any more; return the instances whose reservations are to be released."""
         if self._queue is not None:
             self._leave_queue(now_s)
+        return ()
 
     def wake(self) -> bool:
         """Make a waiting decision due now; False where it is not waiting, or due already."""
@@ -306,6 +384,8 @@ class Decision:
                 rows = instances.rows_of_model(request.model)
             except (ValueError, NoInstanceError) as error:
                 return self._shed(error, now_s)
+        if self._pool is not Pool.ANY:
+            rows = instances.rows_in_pool(rows, self._pool)
         if instances.suspects or request.excluded:
             unhealthy = instances.unhealthy(rows, request.excluded, now_s)
             rows = instances.rows_without(rows, unhealthy)
@@ -338,14 +418,14 @@ class Decision:
         if self._others:
             others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.NOT_QUERIED]
         if len(shortlisted) or others:
-            self._asked = Ask(shortlisted, others, self.policy.needs_delays)
+            self._asked = Ask(shortlisted, others, self.policy.needs_delays, *self._asked_leg())
             return self._asked
         self._compared = shortlisted
         return self._decide(now_s)
 
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
         """Leave out the instances that have just refused, and where nothing has finished since."""
-        worth = self.core.refusals.worth_asking(known.known.reported[FINISHED][_rows(known)], now_s, known.rows)
+        worth = self.core.refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
     def _score(self) -> None:
@@ -369,7 +449,11 @@ class Decision:
                 compared, columns={name: column for name, column in compared.columns.items() if name in INDEX_OF}
             )
         compared.add(forecast_columns(self._predicted(), policy.forecast_columns))
+        self._complete(compared)
         self._score()
+
+    def _complete(self, compared: Candidates) -> None:
+        """Add to the forecasts' columns what they do not know."""
 
     def _predicted(self) -> list[Forecast | None]:
         answers, since = self._forecasts or [], self._since or []
@@ -388,14 +472,18 @@ class Decision:
         if best == NONE or self._never_finishes(best):
             fallback = self._best_fallback(now_s)
             if fallback is None and best == NONE:
-                return self._shed(self._refusal(), now_s)
+                return self._none_left(now_s)
             if fallback is not None:
                 return self._choose_fallback(fallback, now_s)
         if self._may_wait and self._admits is not None and not self._admits[best]:
             return self._wait(now_s)
         self._chosen = best
+        return self._admit(best, now_s)
+
+    def _admit(self, best: int, now_s: float) -> Intention:
+        """Have the chosen instance reserve the request, or forecast it first, or place it there as it is."""
         if self.request.dry_run:
-            return self._placed(None)
+            return self._placed(None, now_s)
         compared = self._compared
         assert compared is not None
         instance_id = compared.instance_id(best)
@@ -403,10 +491,23 @@ class Decision:
         if instances.suspects and instance_id in instances.by_id:
             instances.by_id[instance_id].engine.allows(now_s)
         if self._num_failed >= self.core.rules.max_failed_reservations:
-            return self._placed(None)
-        if self.core.rules.forecast_always and not self.policy.needs_forecast and instance_id not in self._answers:
-            return Ask(compared.only(np.array([best], np.intp)), (), with_delays=False)
+            return self._placed(None, now_s)
+        if self._forecasts_chosen and not self.policy.needs_forecast and instance_id not in self._answers:
+            return Ask(compared.only(np.array([best], np.intp)), (), False, *self._leg_at(best))
         return self._reserve(instance_id, compared.row(best))
+
+    @property
+    def _forecasts_chosen(self) -> bool:
+        """Whether the chosen instance forecasts the request also where the policy does without."""
+        return self.core.rules.forecast_always
+
+    def _asked_leg(self) -> tuple[str, float]:
+        """Return the leg that instances are asked about, and in how many seconds it arrives there."""
+        return self.request.leg, self.request.in_s
+
+    def _leg_at(self, _position: int) -> tuple[str, float]:
+        """Return the same of the leg that the instance at a position would serve; -1 for one that is not compared."""
+        return self.request.leg, self.request.in_s
 
     def _reserve(self, instance_id: str, row: int) -> Reserve:
         if_version = if_epoch = forecast = None
@@ -421,19 +522,19 @@ class Decision:
                 if_version, if_epoch = answer.version + since, answer.epoch
         elif self._answers:
             forecast = self._answers[instance_id].forecast
-        return Reserve(instance_id, row, if_version, if_epoch, forecast)
+        return Reserve(instance_id, row, if_version, if_epoch, forecast, *self._leg_at(self.position))
 
     def _choose_fallback(self, candidate: Candidate, now_s: float) -> Intention:
         self._chosen = candidate
         if self.request.dry_run:
-            return self._placed(None)
+            return self._placed(None, now_s)
         status = self.core.instances.by_id.get(candidate.instance_id)
         if status is not None:
             status.engine.allows(now_s)
             if candidate.forecast is not None:
                 candidate.num_reserved_since = status.versions.since(candidate.version, candidate.epoch)
         if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
-            return self._placed(None)
+            return self._placed(None, now_s)
         return self._reserve(candidate.instance_id, self.core.instances.table.row_of.get(candidate.instance_id, NONE))
 
     def _reserve_with_forecast(self, answers: Mapping[str, Answer]) -> Reserve:
@@ -495,7 +596,7 @@ class Decision:
         if (
             self._may_wait and compared.known is self.core.instances.table.known
         ):  # otherwise the rows are of another list
-            rows = _rows(compared)
+            rows = rows_of(compared)
             self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
 
     # Instances that no policy compared.
@@ -557,6 +658,10 @@ class Decision:
             self._add_other(fallbacks[0])
         return fallbacks[0]
 
+    def _none_left(self, now_s: float) -> Intention:
+        """Go on where no instance is left."""
+        return self._shed(self._refusal(), now_s)
+
     def _refusal(self) -> Exception:
         """Return why no instance can take the request: because of the request itself, or of the instances."""
         candidates = self.candidates()
@@ -595,8 +700,9 @@ class Decision:
         if queue is not None:
             self.core.leave(self, self._number, now_s)
 
-    def _placed(self, reserved_for_s: float | None) -> Placed:
+    def _placed(self, reserved_for_s: float | None, now_s: float) -> Intention:
         """End with a placement."""
+        del now_s
         self._is_placed = True
         self.reserved_for_s = reserved_for_s
         request = self.request
@@ -618,26 +724,35 @@ class Decision:
         """Where the request goes, once it is placed."""
         assert self._is_placed
         if self._placement is None:
-            chosen, instance_id, forecast = self._chosen, self._chosen_id(), None
+            chosen = self._chosen
             if isinstance(chosen, Candidate):
                 basis = BASIS_OF[chosen.status] if chosen.is_compared else DecisionBasis.LAST_RESORT
-                forecast = chosen.predicted if chosen.is_compared else None
             else:
                 basis = BASIS_OF[self._status_of_compared()]
-                if self._forecasts is not None:
-                    forecast = self._predicted()[chosen]
-                elif instance_id in self._answers:
-                    forecast = self._answers[instance_id].forecast
             self._placement = Placement(
-                legs=(Leg("serve", instance_id, forecast),),
+                legs=self._legs(),
                 policy=self.policy.text,
                 basis=basis,
                 decision=self,
                 reserved_for_s=self.reserved_for_s,
                 held_s=self._held_s,
                 num_conflicts=self.num_conflicts,
+                disaggregation=self.disaggregation,
             )
         return self._placement
+
+    def _legs(self) -> tuple[Leg, ...]:
+        return (Leg(self.request.leg, self._chosen_id(), self._chosen_forecast(), self.reserved_for_s),)
+
+    def _chosen_forecast(self) -> Forecast | None:
+        """Return the forecast of the chosen instance, if there is one."""
+        chosen = self._chosen
+        if isinstance(chosen, Candidate):
+            return chosen.predicted if chosen.is_compared else None
+        if self._forecasts is not None:
+            return self._predicted()[chosen]
+        answer = self._answers.get(self._chosen_id())
+        return None if answer is None else answer.forecast
 
     def _shed(self, error: Exception, now_s: float) -> Shed:
         if self._queue is not None:
@@ -683,8 +798,13 @@ class Decision:
 
     def candidates(self) -> list[Candidate]:
         """Return all instances as the decision saw them, by id."""
-        compared = [self._candidate_at(position) for position in self._positions()]
-        named = {one.instance_id for one in compared}
+        compared: list[Candidate] = []
+        named: set[str] = set()
+        for position in self._positions():
+            candidate = self._candidate_at(position)
+            if candidate.instance_id not in named:
+                named.add(candidate.instance_id)
+                compared.append(candidate)
         others = [one for one in self._others.values() if one.instance_id not in named]
         named.update(one.instance_id for one in others)
         shortlisted = self._shortlisted
@@ -762,7 +882,8 @@ class Decision:
         self._keep_indicators(names, shortlisted.now_s)
 
 
-def _rows(candidates: Candidates) -> Rows:
+def rows_of(candidates: Candidates) -> Rows:
+    """Return the rows of candidates among all instances."""
     return np.arange(len(candidates)) if candidates.rows is None else candidates.rows
 
 

@@ -24,6 +24,8 @@ def why(placement: Placement, num_candidates: int) -> str:
             line += f", after {placement.num_conflicts} conflicts"
     else:
         line = f"{placement.policy} over {num}"
+    if placement.disaggregation:
+        line += f"; {_legs(placement)}"
     if placement.held_s > 0:
         admitted = "" if decision.is_admitted else ", not admitted by any instance"
         line += f"; held {placement.held_s:.3f} s{admitted}"
@@ -32,6 +34,15 @@ def why(placement: Placement, num_candidates: int) -> str:
 
 def _times(forecast: Forecast) -> str:
     return f"e2e {forecast.e2e_s:.3f} s, ttft {forecast.ttft_s:.3f} s"
+
+
+def _legs(placement: Placement) -> str:
+    """Return why the request has two legs, or not, and how long the prefill leg takes."""
+    prefill = placement.prefill
+    if prefill is None:
+        return placement.disaggregation
+    ends = "" if prefill.forecast is None else f", ends in {prefill.forecast.e2e_s:.3f} s"
+    return f"{placement.disaggregation}: prefill on {prefill.instance_id}{ends}"
 
 
 def _runner_up(placement: Placement) -> str:

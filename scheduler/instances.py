@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.candidate import Candidate, CandidateStatus
 from scheduler.candidates import Candidates, Rows
@@ -21,13 +24,24 @@ if TYPE_CHECKING:
 HEAD_OF, VERSION_OF = attrgetter("head"), itemgetter(2)
 NO_VERSIONS = ReservationVersions()  # of an instance that is gone; never written to
 MAX_MODELS = 1024  # whose rows are remembered
-ROLES = ("both", "prefill", "decode")
+NO_ROLES: Mapping[str, str] = MappingProxyType({})
+NO_ROWS = np.zeros(0, np.intp)
+BOTH, PREFILL_ROLE, DECODE_ROLE = ROLES = ("both", "prefill", "decode")
+OTHER_ROLE_WORDS = {"prefill-decode": BOTH}  # llm-d's label has this one
 
 NOT_READY: Mapping[str, tuple[CandidateStatus, str]] = {
     "starting": (CandidateStatus.DRAINING, "is starting"),
     "draining": (CandidateStatus.DRAINING, "is draining"),
     "down": (CandidateStatus.STOPPED, "its engine is down"),
 }
+
+
+class Pool(Enum):
+    """The instances that may serve a leg, by their roles."""
+
+    ANY = "any"
+    PREFILL = "prefill"  # these and no others serve prefill legs
+    DECODE = "decode"  # role decode or both: decode legs, and whole requests
 
 
 class UnknownModelError(ValueError):
@@ -113,32 +127,72 @@ def age_of(indicators: Mapping[str, float], age_s: float, reported_s: float, now
     return age_s + max(0.0, now_s - reported_s) if indicators else 0.0
 
 
+def role_named(text: str) -> str:
+    """Return the role that a word means; ValueError for an unknown word."""
+    role = OTHER_ROLE_WORDS.get(text, text)
+    if role not in ROLES:
+        raise ValueError(f"role: {text!r} is none of {', '.join((*ROLES, *OTHER_ROLE_WORDS))}")
+    return role
+
+
 class InstanceDirectory:
     """Follows the list of instances, and finds those that may serve a request.
 
     `suspects` names all instances that may be unhealthy; an instance that is not among them is healthy.
     """
 
-    def __init__(self, table: InstanceTable | None = None) -> None:
-        """Start without an instance, or with those of a table, all of them healthy."""
+    def __init__(self, table: InstanceTable | None = None, roles: Mapping[str, str] = NO_ROLES) -> None:
+        """Start without an instance, or with those of a table, all of them healthy; each does both unless said."""
         self.table = InstanceTable() if table is None else table
         self.by_id: dict[str, InstanceStatus] = {
-            name: InstanceStatus(instance_id=name) for name in self.table.known.instance_ids
+            name: InstanceStatus(instance_id=name, role=roles.get(name, BOTH)) for name in self.table.known.instance_ids
         }
         self.suspects: set[str] = set()
         self._rows_of_model: dict[str, Rows | None] = {}
+        self._is_prefill: npt.NDArray[np.bool_] | None = None  # by row; None where no instance has a role
+        self._rows_in_pool: dict[tuple[int, Pool], tuple[Rows | None, Rows]] = {}
         self._versions = [one.versions for one in self.by_id.values()]  # by row
+        self._take_roles()
 
     def update(self, statuses: Iterable[InstanceStatus]) -> None:
         """Take a new list of instances; one whose status is another object than before is unknown again."""
         before = self.by_id
         self.by_id = {one.instance_id: one for one in sorted(statuses, key=lambda one: one.instance_id)}
         self._rows_of_model.clear()
+        self._take_roles()
         self._versions = [one.versions for one in self.by_id.values()]
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
         self.table.follow(self.by_id)
         self.suspects.intersection_update(self.by_id)
         self.suspects.update(name for name, one in self.by_id.items() if not one.is_healthy)
+
+    def _take_roles(self) -> None:
+        roles = [one.role for one in self.by_id.values()]
+        is_prefill = np.array([role == PREFILL_ROLE for role in roles], np.bool_)
+        self._is_prefill = None if all(role == BOTH for role in roles) else is_prefill
+        self._rows_in_pool.clear()
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether any instance serves only one leg."""
+        return self._is_prefill is not None
+
+    def rows_in_pool(self, rows: Rows | None, pool: Pool) -> Rows | None:
+        """Return those of some rows whose roles serve the legs of a pool."""
+        is_prefill = self._is_prefill
+        if is_prefill is None:
+            return rows if pool is not Pool.PREFILL else NO_ROWS
+        if pool is Pool.ANY:
+            return rows
+        known = self._rows_in_pool.get((id(rows), pool))
+        if known is not None and known[0] is rows:
+            return known[1]
+        all_rows = np.arange(len(is_prefill)) if rows is None else rows
+        found: Rows = all_rows[is_prefill[all_rows] == (pool is Pool.PREFILL)]
+        if len(self._rows_in_pool) >= MAX_MODELS:
+            self._rows_in_pool.clear()
+        self._rows_in_pool[id(rows), pool] = rows, found
+        return found
 
     def models(self) -> list[str]:
         """Return the models that instances name."""

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from predictor.forecast_result import Forecast
+from predictor.request import SERVE
 from scheduler.candidates import RequestIndicators, Rows
 from scheduler.indicators import Column
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
@@ -48,6 +49,8 @@ class PlacementRequest:
     waited_s: float = 0.0  # before that
     patience_s: float = math.inf  # how long the caller waits for the decision
     number: int = -1
+    leg: str = SERVE  # prefill or decode: only this leg is placed
+    in_s: float = 0.0  # until that leg arrives at its instance
 
 
 class Leg(NamedTuple):
@@ -56,6 +59,7 @@ class Leg(NamedTuple):
     kind: str
     instance_id: str
     forecast: Forecast | None = None
+    reserved_for_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +74,12 @@ class Placement:
     held_s: float = 0.0  # in the admission queue
     decision_s: float = 0.0  # without that
     num_conflicts: int = 0
+    disaggregation: str = ""  # why the request has two legs, or not; empty where no instance has a role
+
+    @property
+    def prefill(self) -> Leg | None:
+        """The prefill leg of a request with two legs."""
+        return self.legs[0] if len(self.legs) > 1 else None
 
     @property
     def instance_id(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,42 @@ from scheduler.indicators import Column, IndicatorSource, roots_of
 from scheduler.policies import entry_named
 from scheduler.policies.entry import PolicyEntry
 from scheduler.shortlist import RandomSampler, lowest
-from scheduler.spec import EXPRESSION, PolicySpec, spec_from
+from scheduler.spec import (
+    ALWAYS,
+    BY_FORECAST,
+    DECODE_FIRST,
+    EXPRESSION,
+    LEG_OPTIONS,
+    NEVER,
+    PAIR,
+    PREFILL_FIRST,
+    PolicySpec,
+    spec_from,
+)
 
 DEFAULT_SHORTLIST = "lmetric"
 DELAYS = ("delay_sum_s", "delay_worst_s", "others_preempted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegRules:
+    """How a policy places requests that may have two legs.
+
+    `prefill` chooses the instance of the prefill leg. `disaggregate` is `forecast`, `always` or `never`, or empty
+    where `condition` says for each candidate whether a request that goes there has two legs.
+    """
+
+    prefill: Policy
+    disaggregate: str
+    condition: Expression | None
+    order: str
+
+    def applies_to(self, candidates: Candidates) -> npt.NDArray[np.bool_]:
+        """Return for which candidates the condition is true; an unknown one counts as false."""
+        if self.condition is None:
+            return np.full(len(candidates), self.disaggregate == ALWAYS)
+        applies: npt.NDArray[np.bool_] = self.condition(candidates) == 1.0
+        return applies
 
 
 class Policy:
@@ -26,11 +58,15 @@ class Policy:
 
     The shortlist is the `k` best candidates by a cheap score over known indicators; with k = 0 that score decides, and
     without k there is no shortlist. A filter that no instance passes is ignored, so that there is always a choice.
-    If it `holds` requests, they wait for an instance that `admits` them, for at most `hold_s`.
+    If it `holds` requests, they wait for an instance that `admits` them, for at most `hold_s`. Where instances have
+    roles, it chooses among those that serve whole requests or decode legs, and `legs` has the rest.
     """
 
-    def __init__(self, spec: PolicySpec, generator: np.random.Generator) -> None:
-        """Compile a specification; ValueError if a formula is invalid or parameters contradict each other."""
+    def __init__(self, spec: PolicySpec, generator: np.random.Generator, *, is_part: bool = False) -> None:
+        """Compile a specification; ValueError if a formula is invalid or parameters contradict each other.
+
+        One that is part of another policy has no rules for legs of its own.
+        """
         entry = _entry_of(spec)
         tie_break = entry.tie_break if spec.tie_break is None else spec.tie_break
         self.text = spec.text
@@ -45,8 +81,11 @@ class Policy:
         self._sample = entry.sample if spec.sample is None else spec.sample
         self._sampler = RandomSampler(generator)
         self._k = 0 if spec.k is None else spec.k
-        self._shortlist_policy = Policy(_shortlist_spec(spec), generator) if self._k else None
-        self.needs = (*entry.needs, *_needs_of(self._filter, self._tie_break, self._shortlist_policy, self._hold))
+        self._shortlist_policy = Policy(_shortlist_spec(spec), generator, is_part=True) if self._k else None
+        self.legs = None if is_part else _leg_rules(spec, entry, generator)
+        applies = None if self.legs is None else self.legs.condition
+        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, applies)
+        self.needs = (*entry.needs, *_needs_of(*parts))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it reads no indicators
         self.forecast_fields = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
@@ -59,6 +98,11 @@ class Policy:
         self.needs_indicators = self.holds or any(root.source is IndicatorSource.REPORTED for root in roots)
         if _needs_forecast(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made only for candidates that pass it")
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies by which legs are placed: this one, and that of prefill legs."""
+        return (self,) if self.legs is None else (self, self.legs.prefill)
 
     def shortlist(self, candidates: Candidates) -> Candidates:
         """Return the candidates that pass the filter, are sampled, and have one of the k best cheap scores."""
@@ -123,7 +167,9 @@ def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Poli
         raise ValueError(f"policy: {spec.name}: shortlist: has no effect without k, as in k = 8")
     if spec.k == 0:
         cheap = _shortlist_spec(spec)
-        spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=spec.sample or cheap.sample)
+        legs = {name: getattr(spec, name) for name in LEG_OPTIONS}
+        sample = spec.sample or cheap.sample
+        spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=sample, **legs)
     return Policy(spec, np.random.default_rng(seed))
 
 
@@ -140,6 +186,48 @@ def _shortlist_spec(spec: PolicySpec) -> PolicySpec:
     if _needs_forecast(_entry_of(cheap).needs):
         raise ValueError(f"policy: {spec.name}: shortlist: {cheap.name} needs forecasts itself")
     return cheap
+
+
+def _leg_rules(spec: PolicySpec, entry: PolicyEntry, generator: np.random.Generator) -> LegRules:
+    """Compile how a policy places requests that may have two legs."""
+    name, reads_forecasts = f"policy: {spec.name}", _needs_forecast(entry.needs)
+    text = entry.disaggregate.format(**spec.parameters) if spec.disaggregate is None else spec.disaggregate
+    text = text or (BY_FORECAST if reads_forecasts else ALWAYS)
+    if text == BY_FORECAST and not reads_forecasts:
+        raise ValueError(f"{name}: disaggregate: forecast is for policies that read forecasts")
+    is_condition = text not in (BY_FORECAST, ALWAYS, NEVER)
+    applies = condition(text, f"{name}: disaggregate") if is_condition else None
+    if _needs_forecast(_needs_of(applies)):
+        raise ValueError(f'{name}: disaggregate: reads forecasts; disaggregate = "forecast" compares them')
+    orders = (PAIR, DECODE_FIRST) if reads_forecasts else (DECODE_FIRST, PREFILL_FIRST)
+    order = spec.order or orders[0]
+    if order not in orders:
+        kind = "read" if reads_forecasts else "read no"
+        raise ValueError(f"{name}: order: {order} is not for policies that {kind} forecasts; use {' or '.join(orders)}")
+    if reads_forecasts and order == DECODE_FIRST and text != BY_FORECAST:
+        raise ValueError(f'{name}: order: decode-first needs disaggregate = "forecast" where a policy reads forecasts')
+    return LegRules(
+        prefill=Policy(_prefill_spec(spec, entry), generator, is_part=True),
+        disaggregate="" if is_condition else text,
+        condition=applies,
+        order=order,
+    )
+
+
+def _prefill_spec(spec: PolicySpec, entry: PolicyEntry) -> PolicySpec:
+    """Return the specification of the policy of prefill legs, which never wait."""
+    text = spec.prefill or entry.prefill
+    if not text:
+        return replace(spec, hold="")
+    try:
+        prefill = spec_from(text)
+    except ValueError as error:
+        raise ValueError(f"policy: {spec.name}: prefill: {str(error).removeprefix('policy: ')}") from None
+    if prefill.hold or any(getattr(prefill, option) is not None for option in LEG_OPTIONS):
+        raise ValueError(f"policy: {spec.name}: prefill: cannot have hold, {', '.join(LEG_OPTIONS)}")
+    if prefill.k is not None and not _needs_forecast(_entry_of(prefill).needs):
+        raise ValueError(f"policy: {spec.name}: prefill: k is for policies that need forecasts")
+    return replace(prefill, hold="")
 
 
 def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:

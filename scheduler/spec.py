@@ -6,6 +6,7 @@
     jsq: hold = "batch_size < 48", hold_s = 5
     expr: p_tokens * batch_size
     expr: score = "p_tokens * batch_size", filter = "age_s < 1"
+    jsq: prefill = "lmetric", disaggregate = "new_prefill_tokens > 500", order = "prefill-first"
 
 A TOML table with a `name` is equivalent.
 """
@@ -27,13 +28,20 @@ ALL = "all"
 MAX_CHARACTERS = 4000
 MAX_COUNT = 1_000_000  # of k and sample
 HOLD_S = 10.0
-OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s")  # of every policy
+LEG_OPTIONS = ("prefill", "disaggregate", "order")  # of requests that may have two legs
+OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s", *LEG_OPTIONS)  # of every policy
+BY_FORECAST, ALWAYS, NEVER = "forecast", "always", "never"  # values of `disaggregate`, besides conditions
+ORDERS = PAIR, DECODE_FIRST, PREFILL_FIRST = "pair", "decode-first", "prefill-first"
 HOLD_PARAMETER = Parameter(default=HOLD_S, meaning="maximum time for which a request is held, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """The name and parameters of a policy; `k` is the number of forecasts that are made, None for all."""
+    """The name and parameters of a policy; `k` is the number of forecasts that are made, None for all.
+
+    `prefill` is the policy of prefill legs, `disaggregate` says which requests have two legs, and `order` which leg is
+    placed first; None where the policy has its own default.
+    """
 
     text: str
     name: str
@@ -46,6 +54,9 @@ class PolicySpec:
     shortlist: str | None = None
     hold: str | None = None
     hold_s: float = HOLD_S
+    prefill: str | None = None
+    disaggregate: str | None = None
+    order: str | None = None
 
 
 def spec_from(given: str | Mapping[str, Any]) -> PolicySpec:
@@ -77,6 +88,9 @@ def spec_from(given: str | Mapping[str, Any]) -> PolicySpec:
             shortlist=_text("shortlist", settings["shortlist"]) if "shortlist" in settings else None,
             hold=_text("hold", settings["hold"]) if "hold" in settings else None,
             hold_s=_within("hold_s", HOLD_PARAMETER, settings.get("hold_s", HOLD_S)),
+            prefill=_text("prefill", settings["prefill"]) if "prefill" in settings else None,
+            disaggregate=_text("disaggregate", settings["disaggregate"]) if "disaggregate" in settings else None,
+            order=_order(settings["order"]) if "order" in settings else None,
         )
     except ValueError as error:
         raise ValueError(f"policy: {name}: {error}") from None
@@ -135,6 +149,12 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name}: must be a text, not {value!r:.40}")
     return value
+
+
+def _order(value: Any) -> str:
+    if value not in ORDERS:
+        raise ValueError(f"order: {value!r:.40} is none of {', '.join(ORDERS)}")
+    return str(value)
 
 
 def _count(name: str, value: Any, *, minimum: int) -> int:

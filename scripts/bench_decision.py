@@ -125,10 +125,10 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
             rows = intention.candidates.rows
             asked = forecasts if rows is None else forecasts[rows]
             columns = forecast_columns(asked.tolist(), names)
-            intention = decision.answers_in_columns(columns, clock_s)
+            intention = decision.answers_in_columns((columns,), clock_s)
         if not isinstance(intention, Reserve):
             raise TypeError(f"{intention} is no reservation")
-        decision.reserved(10.0)
+        decision.reserved(10.0, clock_s)
         name, row = intention.instance_id, intention.row
         table.sent(name, clock_s, prefill_tokens=100.0)
         if table.known.reported[2, row] > 20:  # that many are reserved: it reports

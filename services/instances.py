@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from predictor.suggestions import require_known
-from scheduler.instances import ROLES
+from scheduler.instances import BOTH, ROLES, role_named
 from services.http.client import origin_of
 from services.logs import log_event
 from services.settings import Option
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_ID = 256
 STATES = ("ready", "draining")
+FLAG_SETTINGS = ("role=", "tier=")
 
 Instances = tuple["Instance", ...]
 
@@ -68,14 +69,20 @@ def require_address(field: str, address: str) -> None:
 
 
 def instance_from_flag(text: str) -> Instance:
-    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models after further commas."""
+    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models, role=ROLE and tier=TIER after further commas."""
     instance_id, equals, rest = text.partition("=")
     parts = [part.strip() for part in rest.split(",")]
     if not equals or len(parts) < 2:
         raise ValueError(f"instance: {text!r} must be ID=ENGINE_URL,SIDECAR_ADDRESS")
+    settings = dict(part.split("=", 1) for part in parts[2:] if part.startswith(FLAG_SETTINGS))
     try:
         return Instance(
-            instance_id=instance_id.strip(), engine_url=parts[0], sidecar_address=parts[1], models=tuple(parts[2:])
+            instance_id=instance_id.strip(),
+            engine_url=parts[0],
+            sidecar_address=parts[1],
+            models=tuple(part for part in parts[2:] if not part.startswith(FLAG_SETTINGS)),
+            role=role_named(settings.get("role", BOTH)),
+            tier=settings.get("tier", ""),
         )
     except ValueError as error:
         raise ValueError(f"instance: {text!r}: {error}") from None
@@ -113,7 +120,7 @@ def _from_table(table: Any, place: int) -> Instance:
         for name in (*REQUIRED, "state", "role", "tier"):
             if not isinstance(table.get(name, ""), str):
                 raise ValueError(f"{name}: must be a string, not {table[name]!r}")
-        return Instance(**{**table, "models": tuple(models)})
+        return Instance(**{**table, "models": tuple(models), "role": role_named(table.get("role", BOTH))})
     except ValueError as error:
         raise ValueError(f"instances[{place}].{error}") from None
 
@@ -210,8 +217,9 @@ class InstanceSourceSettings:
     listed: Annotated[
         tuple[str, ...],
         Option(
-            "An instance: its id, the URL of its engine and host:port of its sidecar; names of its models may follow "
-            "after further commas. Repeatable; in the environment variable, instances are separated by spaces.",
+            "An instance: its id, the URL of its engine and host:port of its sidecar; names of its models, "
+            "role=prefill or role=decode, and tier=NAME may follow after further commas. Repeatable; in the "
+            "environment variable, instances are separated by spaces.",
             name="instance",
             metavar="ID=ENGINE_URL,SIDECAR",
         ),

@@ -297,11 +297,11 @@ class Simulation:
         while True:
             if isinstance(intention, Reserve):
                 self._send(decision, intention, which, now_s)
-                decision.reserved(0.0)
+                decision.reserved(0.0, now_s)
                 break
             if isinstance(intention, Ask):
                 columns = self._forecast(intention.candidates, decision.request.number, now_s, intention.with_delays)
-                intention = decision.answers_in_columns(columns, now_s)
+                intention = decision.answers_in_columns((columns,), now_s)
             else:
                 assert isinstance(intention, Wait)
                 if intention.until_s < FOREVER:

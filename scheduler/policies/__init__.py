@@ -26,6 +26,9 @@ from scheduler.policies import (
     lmetric_tokens,
     marginal,
     min_qpm,
+    pd_dynamo,
+    pd_least,
+    pd_threshold,
     power_of_two,
     random,
     round_robin,
@@ -160,6 +163,38 @@ POLICIES = {
         formula="requests_per_minute",
         source="LiteLLM: Block §5",
         needs=("requests_per_minute",),
+    ),
+    "pd_least": PolicyEntry(
+        make=plain(pd_least.fewest),
+        formula="batch_size; prefill: queued_prefill_tokens",
+        source="the usual rule for pools of prefill and decode instances",
+        needs=("batch_size",),
+        prefill='expr: score = "queued_prefill_tokens", tie_break = "batch_size"',
+    ),
+    "pd_threshold": PolicyEntry(
+        make=pd_threshold.make,
+        formula="lambda * (1 - prefix_hit_ratio) + (1 - lambda) * batch_size / highest(batch_size)",
+        source="llm-d's router: prefix-based-pd-decider",
+        needs=("prefix_hit_ratio", "batch_size"),
+        parameters={
+            "lambda": Parameter(default=0.5, high=1.0, meaning="weight of cache hits"),
+            "non_cached_tokens": Parameter(
+                default=16, meaning="uncached prompt tokens from which on there are two legs"
+            ),
+        },
+        disaggregate="new_prefill_tokens >= {non_cached_tokens}",
+    ),
+    "pd_dynamo": PolicyEntry(
+        make=plain(pd_dynamo.lightest),
+        formula="total_tokens; prefill: dynamo",
+        source="Dynamo's conditional disaggregation",
+        needs=("total_tokens",),
+        parameters={
+            "isl": Parameter(default=2048, meaning="uncached prompt tokens from which on there are two legs"),
+            "ratio": Parameter(default=0.7, high=1.0, meaning="uncached share of the prompt from which on there are"),
+        },
+        prefill="dynamo",
+        disaggregate="new_prefill_tokens >= {isl} or 1 - prefix_hit_ratio >= {ratio}",
     ),
     "round_robin": PolicyEntry(make=round_robin.make, formula="each in turn", source="Block §5"),
     "random": PolicyEntry(make=random.make, formula="uniform", source="Block §5"),

@@ -32,6 +32,10 @@ class PolicyEntry:
     wins. Of equal scores the lowest `tie_break` wins, a formula over indicators, and then the first instance id. With
     `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
     waits at the scheduler until the condition is true for an instance.
+
+    Where prefill and decode are disaggregated, `prefill` is the policy of prefill legs (empty: this one), and
+    `disaggregate` the condition over indicators for two legs, which may name parameters in braces (empty: by forecast
+    if the policy reads forecasts, else always).
     """
 
     make: Callable[[Mapping[str, float], np.random.Generator], Score]
@@ -42,6 +46,8 @@ class PolicyEntry:
     tie_break: str = ""
     sample: int = 0
     hold: str = ""
+    prefill: str = ""
+    disaggregate: str = ""
 
 
 def plain(score: Score) -> Callable[[Mapping[str, float], np.random.Generator], Score]:

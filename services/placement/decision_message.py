@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from protos.block.v1 import common_pb2
 from scheduler.candidate import Candidate, CandidateStatus
 from scheduler.explanation import why
-from scheduler.placement import DecisionBasis, Placement
-from services.rpc.messages import forecast_message, indicators_message
+from scheduler.placement import DecisionBasis, Leg, Placement
+from services.rpc.messages import LEG_VALUES, forecast_message, indicators_message
 
 MAX_NEXT_BEST = 3
 
@@ -65,10 +65,22 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
         num_candidates=num_candidates,
         num_skipped=placement.decision.num_skipped,
         next_best=[instance for instance in next_best if instance is not None],
+        disaggregation=placement.disaggregation,
     )
+    if placement.prefill is not None:
+        message.prefill.CopyFrom(_leg_message(placement.prefill, instance_of))
     if explain:
         message.candidates.extend(candidate_messages(placement))
     return message
+
+
+def _leg_message(leg: Leg, instance_of: InstanceMessages) -> common_pb2.PlacedLeg:
+    return common_pb2.PlacedLeg(
+        leg=LEG_VALUES[leg.kind],
+        instance=instance_of(leg.instance_id),
+        forecast=None if leg.forecast is None else forecast_message(leg.forecast),
+        reserved_for_s=leg.reserved_for_s,
+    )
 
 
 def candidate_messages(placement: Placement) -> Iterator[common_pb2.Candidate]:

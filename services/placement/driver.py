@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from predictor.request import DECODE, SERVE
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
-from scheduler.decision import Answer, Ask, Decision, Placed, Reserve, Shed, Wait
-from scheduler.instances import NOT_READY, UnknownModelError
+from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
+from scheduler.instances import NOT_READY, PREFILL_ROLE, UnknownModelError
 from scheduler.placement import Placement, PlacementRequest
 from scheduler.policy import Policy
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks, blocks_of_text
@@ -28,14 +29,14 @@ from services.placement.length_resolution import LengthResolver
 from services.placement.listeners import COMPLETED, PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.replies import conflict_of, state_name
-from services.placement.settings import SchedulerSettings
+from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
 from services.rpc.errors import UnknownNameError
-from services.rpc.messages import forecast_message, request_from, require_name
+from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
 
 log = logging.getLogger(__name__)
 
-OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s")
+OUTCOME_TIMES = ("ttft_s", "e2e_s", "tpot_s", "queue_s", "prefill_s", "hand_over_s")
 
 RESERVE_RESULTS = {
     predictor_pb2.RESERVE_RESULT_RESERVED: "reserved",
@@ -87,7 +88,7 @@ class PlacementDriver:
 
     def _watch_for(self, policy: Policy) -> None:
         """Have instances report by themselves, where a policy reads that, or how large their caches are."""
-        if policy.needs_indicators or policy.needs_prefix:
+        if any(part.needs_indicators or part.needs_prefix for part in policy.parts):
             self.registry.watch()
 
     # Placing.
@@ -138,12 +139,16 @@ class PlacementDriver:
                 request_id=request.request_id,
                 model=request.model,
                 indicators=_indicators(request),
-                blocks=_blocks(request, prompt) if chosen_policy.needs_prefix else NO_BLOCKS,
+                blocks=_blocks(request, prompt)
+                if any(part.needs_prefix for part in chosen_policy.parts)
+                else NO_BLOCKS,
                 excluded=excluded,
                 dry_run=dry_run,
                 arrived_s=arrived_s,
                 waited_s=request.waited_s,
                 patience_s=patience_s,
+                leg=LEG_NAMES.get(request.leg, SERVE),
+                in_s=request.in_s,
             ),
             policy,
         )
@@ -152,11 +157,13 @@ class PlacementDriver:
         placement.decision_s = time.monotonic() - start_s - placement.held_s
         self._metrics.decision_s.labels(chosen_policy.name).observe(placement.decision_s)
         self._metrics.decisions.labels(chosen_policy.name, placement.basis.value).inc()
+        if placement.disaggregation:
+            self._metrics.disaggregations.labels(chosen_policy.name, placement.disaggregation).inc()
         return placement, self._announce(placement, request, handles, explain=explain)
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Find out what forecasts need to know of the request, and refuse an invalid one."""
-        ask = policy.needs_forecast or policy.needs_tag or self.settings.forecast_always
+        ask = self.settings.forecast_always or any(part.needs_forecast or part.needs_tag for part in policy.parts)
         await self._lengths.resolve(request, prompt, ask=ask)
         try:
             request_from(request)
@@ -204,28 +211,32 @@ class PlacementDriver:
         try:
             while not isinstance(intention, Placed):
                 self._wake()
-                if isinstance(intention, Ask):
+                if isinstance(intention, Ask | AskLegs):
                     answers = await self._ask(intention, decision, request)
                     intention = decision.answers(answers, time.monotonic())
                 elif isinstance(intention, Reserve):
                     intention = await self._reserve(intention, decision, request, handles)
+                elif isinstance(intention, Release):
+                    intention = await self._give_back(intention, decision, handles)
                 elif isinstance(intention, Wait):
                     await self._wait(decision, intention.until_s)
                     intention = decision.tick(time.monotonic())
                 elif isinstance(intention, Shed):
                     raise self._shed(intention)
         except BaseException:
-            decision.cancel(time.monotonic())
+            for name in decision.cancel(time.monotonic()):
+                handles[name].forget(request.request_id)
             self._end_wait(decision, "left")
             raise
         finally:
+            _set_leg(request, decision.request)
             self._wake()
         placement = decision.placement
         self._end_wait(decision, "admitted" if decision.is_admitted else "not_admitted")
-        if placement.reserved_for_s is None and not decision.request.dry_run:
-            handle = self.registry.find(placement.instance_id)
+        for leg in () if decision.request.dry_run else placement.legs:
+            handle = self.registry.find(leg.instance_id) if leg.reserved_for_s is None else None
             if handle is not None:
-                handle.sent_without_reservation(request.prompt_tokens)
+                handle.sent_without_reservation(0 if leg.kind == DECODE else request.prompt_tokens)
         return placement
 
     def _shed(self, intention: Shed) -> Exception:
@@ -265,8 +276,10 @@ class PlacementDriver:
 
     # Asking.
 
-    async def _ask(self, intention: Ask, decision: Decision, request: common_pb2.Request) -> dict[str, Answer]:
-        """Ask instances for forecasts, with one message for each sidecar address and one deadline for all."""
+    async def _ask(
+        self, intention: Ask | AskLegs, decision: Decision, request: common_pb2.Request
+    ) -> dict[str, Answer]:
+        """Ask instances for forecasts, with one message for each sidecar address and leg, and one deadline for all."""
         names = intention.instance_ids
         handles = {name: handle for name in names if (handle := self.registry.find(name)) is not None}
         answers = {
@@ -280,28 +293,34 @@ class PlacementDriver:
             start_s = time.monotonic()
             asked = decision.request
             request.waited_s = asked.waited_s + start_s - asked.arrived_s
-            message = predictor_pb2.PredictRequest(requests=[request], with_delays=intention.with_delays)
-            calls = self._call(message.SerializeToString(), handles)
+            calls = [call for ask in intention.asks for call in self._calls(ask, request, handles)]
             try:
-                await asyncio.wait([call.reply for call in calls.values()], timeout=self.settings.sidecar_deadline_s)
+                await asyncio.wait([call.reply for _, call in calls], timeout=self.settings.sidecar_deadline_s)
             except asyncio.CancelledError:
-                for handle in handles.values():
-                    handle.ignore(calls[handle.connection])
+                for _, call in calls:
+                    for name in call.names:
+                        handles[name].ignore(call)
                 raise
         answered_s = time.monotonic() - start_s
         self._metrics.fan_out_s.observe(answered_s)
-        for name, handle in handles.items():
-            answers[name] = handle.answer(calls[handle.connection], request.request_id, answered_s)
-        for connection, call in calls.items():
+        for _, call in calls:
+            for name in call.names:
+                answers[name] = handles[name].answer(call, request.request_id, answered_s)
+        for connection, call in calls:
             connection.note(call)
         return answers
 
     @staticmethod
-    def _call(message: bytes, handles: Mapping[str, InstanceHandle]) -> dict[SidecarConnection, ForecastCall]:
+    def _calls(
+        ask: Ask, request: common_pb2.Request, handles: Mapping[str, InstanceHandle]
+    ) -> list[tuple[SidecarConnection, ForecastCall]]:
         by_connection: dict[SidecarConnection, list[str]] = {}
-        for name, handle in handles.items():
-            by_connection.setdefault(handle.connection, []).append(name)
-        return {connection: connection.ask(message, names) for connection, names in by_connection.items()}
+        for name in ask.instance_ids:
+            if name in handles:
+                by_connection.setdefault(handles[name].connection, []).append(name)
+        _set_leg(request, ask)
+        message = predictor_pb2.PredictRequest(requests=[request], with_delays=ask.with_delays).SerializeToString()
+        return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]
 
     # Reserving.
 
@@ -311,16 +330,17 @@ class PlacementDriver:
         decision: Decision,
         request: common_pb2.Request,
         handles: dict[str, InstanceHandle],
-    ) -> Ask | Reserve | Wait | Placed | Shed:
+    ) -> Intention:
         """Reserve at an instance; return what the decision makes of the reply."""
         handle = self.registry.find(intention.instance_id)
         if handle is None:
             status, note = CandidateStatus.DOWN, "instance was removed from the list"
             return decision.reservation_failed(status, note, time.monotonic())
         handles[handle.name] = handle
+        _set_leg(request, intention)
         message = predictor_pb2.ReserveRequest(
             request=request,
-            ttl_s=self.settings.reservation_s,
+            ttl_s=min(self.settings.reservation_s + intention.in_s, MAX_RESERVATION_S),
             holder=self.settings.scheduler_id,
             forecast=None if intention.forecast is None else forecast_message(intention.forecast),
             policy=decision.policy.text,
@@ -344,7 +364,18 @@ class PlacementDriver:
             else:
                 status, note = CandidateStatus.REFUSED, f"{refusal.field}: {refusal.reason}"
             return decision.reservation_failed(status, note, time.monotonic(), counts=False)
-        return decision.reserved(response.expires_in_s)
+        return decision.reserved(response.expires_in_s, time.monotonic())
+
+    async def _give_back(
+        self, intention: Release, decision: Decision, handles: Mapping[str, InstanceHandle]
+    ) -> Intention:
+        """End a reservation; without a timely reply that goes on in the background."""
+        name = intention.instance_id
+        message = common_pb2.ReleaseRequest(request_id=decision.request.request_id, instance_id=name)
+        releasing = handles[name].start(handles[name].release(message))
+        await asyncio.wait([releasing], timeout=self.settings.sidecar_deadline_s)
+        confirmed = releasing.done() and releasing.result().released
+        return decision.released(time.monotonic(), confirmed=confirmed)
 
     # Outcomes.
 
@@ -358,10 +389,11 @@ class PlacementDriver:
             outcome = request.outcome
             outcome.request_id, outcome.instance_id = request.request_id, request.instance_id
             self._learn(outcome)
-        else:
+        handle = self.registry.find(request.instance_id)
+        ends_request = handle is None or handle.instance.role != PREFILL_ROLE  # otherwise it goes on elsewhere
+        if ends_request and not request.HasField("outcome"):
             for listener in self._listeners:
                 listener.on_release(request.request_id, request.instance_id)
-        handle = self.registry.find(request.instance_id)
         if handle is None:  # it was removed meanwhile
             self._metrics.releases.labels("unknown_instance").inc()
             return common_pb2.ReleaseResponse()
@@ -385,6 +417,8 @@ class PlacementDriver:
             directory.engine_failed(outcome.instance_id, time.monotonic())
         elif outcome.finish_reason in COMPLETED:
             directory.engine_succeeded(outcome.instance_id)
+        if outcome.HasField("hand_over_s"):
+            self.core.observe_hand_over(outcome.hand_over_s)
         for listener in self._listeners:
             listener.on_outcome(outcome)
 
@@ -400,6 +434,14 @@ def require_outcome(outcome: common_pb2.Outcome) -> None:
         value = getattr(outcome, name)
         if not 0 <= value < math.inf:
             raise ValueError(f"outcome.{name}: must be a time from 0 on, not {value}")
+
+
+def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) -> None:
+    """Write into a request which leg an instance is asked about, or reserves, or which one is to be placed."""
+    request.leg, request.in_s = LEG_VALUES[of.leg], of.in_s
+    request.ClearField("held_s")
+    if isinstance(of, Reserve) and of.held_s is not None:
+        request.held_s = of.held_s
 
 
 def _indicators(request: common_pb2.Request) -> RequestIndicators:

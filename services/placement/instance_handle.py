@@ -211,8 +211,9 @@ class InstanceHandle:
         table = self._instances.table
         if self.name not in table.row_of:  # it was removed meanwhile
             return await self.connection.reserve(request)
-        tokens = request.request.prompt_tokens
-        blocks = -(-tokens // DEFAULT_BLOCK_TOKENS)
+        prompt_tokens = request.request.prompt_tokens
+        blocks = -(-prompt_tokens // DEFAULT_BLOCK_TOKENS)
+        tokens = 0 if request.request.leg == common_pb2.LEG_DECODE else prompt_tokens  # these are computed elsewhere
         with table.in_flight(self.name, time.monotonic(), prefill_tokens=tokens, blocks=blocks):
             return await self.connection.reserve(request)
 
@@ -244,11 +245,12 @@ class InstanceHandle:
 
     # The end.
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something in the background."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self) -> None:
         """Stop watching, and finish what is in flight."""

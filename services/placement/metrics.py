@@ -23,6 +23,12 @@ class SchedulerMetrics:
         self.decisions = Counter(
             "block_decisions", "Decisions, by their basis.", ("policy", "basis"), registry=registry
         )
+        self.disaggregations = Counter(
+            "block_scheduler_disaggregations",
+            "Decisions among instances with roles, by why the request has two legs or is served as a whole.",
+            ("policy", "reason"),
+            registry=registry,
+        )
         self.held = Gauge(
             "block_held_requests", "Requests that are held until an instance admits them.", registry=registry
         )

@@ -9,6 +9,7 @@ from typing import Annotated
 from length_tagger.settings import TaggerSettings
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules
+from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
@@ -19,6 +20,17 @@ from services.settings import Nested, Option
 MAX_RESERVATION_S = 600.0
 MAX_RECORD_MIB = 2.0**20
 MINIMA = {"max_conflicts": 0, "max_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
+TIMES = (
+    "sidecar_deadline_s",
+    "watch_s",
+    "reservation_s",
+    "first_pause_s",
+    "longest_pause_s",
+    "tagger_deadline_s",
+    "hand_over_s",
+    "first_token_s",
+    "idle_s",
+)
 POLICY_HELP = (
     "Policy that ranks instances, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', or a formula: "
     f"'expr: p_tokens * batch_size'. Known policies: {', '.join(POLICIES)}; `block policies` describes them."
@@ -53,6 +65,20 @@ class SchedulerSettings:
             deprecated=("most_conflicts",),
         ),
     ] = 10
+    without_pool: Annotated[
+        str,
+        "What happens to a request when no instance with role prefill, or none that decodes, can take it: whole serves "
+        "it as a whole on the instances that are left, refuse answers 503.",
+    ] = SERVE_WHOLE
+    hand_over_s: Annotated[
+        float,
+        Option(
+            "Time from the reply of a prefill instance to the request to the decode instance, in milliseconds, until "
+            "it has been measured.",
+            name="hand_over_ms",
+            unit="ms",
+        ),
+    ] = 0.003
     max_held: Annotated[
         int,
         Option(
@@ -99,21 +125,13 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         """Refuse settings that no scheduler can have."""
         policy_from(self.policy)
-        for name in (
-            "sidecar_deadline_s",
-            "watch_s",
-            "reservation_s",
-            "first_pause_s",
-            "longest_pause_s",
-            "tagger_deadline_s",
-            "first_token_s",
-            "idle_s",
-        ):
+        for name in TIMES:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
+        self.rules()
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")
@@ -141,5 +159,9 @@ class SchedulerSettings:
     def rules(self) -> DecisionRules:
         """Make the rules by which decisions deal with conflicts and waiting requests."""
         return DecisionRules(
-            max_conflicts=self.max_conflicts, max_held=self.max_held, forecast_always=self.forecast_always
+            max_conflicts=self.max_conflicts,
+            max_held=self.max_held,
+            forecast_always=self.forecast_always,
+            without_pool=self.without_pool,
+            hand_over_s=self.hand_over_s,
         )

@@ -31,14 +31,14 @@ class ForecastCall:
     def __init__(self, names: Sequence[str], reply: asyncio.Future[bytes], deadline_s: float) -> None:
         """Wait for the reply."""
         self.reply = reply
-        self._names = names
+        self.names = names
         self._deadline_s = deadline_s
         self._responses: Mapping[str, predictor_pb2.PredictResponse] | None = None
 
     def response_of(self, name: str) -> predictor_pb2.PredictResponse:
         """Return an instance's part of the reply; without one, raise what went wrong: one of FAILURES."""
         if self._responses is None:
-            self._responses = predict_responses(self._raw(), self._names)
+            self._responses = predict_responses(self._raw(), self.names)
         if name not in self._responses:
             raise ValueError(f"instance_id: {', '.join(map(repr, self._responses)) or 'no instance'} answers there")
         return self._responses[name]

@@ -88,3 +88,104 @@ def scenarios(policy: str) -> dict[str, Script]:
 
 
 CASES = [(policy, name) for policy in EVERY_POLICY for name in scenarios(policy)]
+
+
+# Instances with roles.
+
+BY_LEGS = (  # what policies can say of requests with two legs
+    "block: disaggregate = 'always'",
+    "block: disaggregate = 'never'",
+    "block: disaggregate = 'num_running < 2'",
+    "block: order = 'decode-first'",
+    "block: prefill = 'jsq'",
+    "marginal: k = 1",
+    "jsq: prefill = 'block'",
+    "jsq: disaggregate = 'num_running < 2'",
+    "round_robin: order = 'prefill-first', disaggregate = 'new_prefill_tokens > 5'",
+    "jsq: order = 'prefill-first', disaggregate = 'num_running < 2'",
+)
+POOLS = {
+    "a": ScriptedInstance(name="a", role="decode", e2e_s=3.0, num_running=2),
+    "b": ScriptedInstance(name="b", role="both", e2e_s=3.15, num_running=1),
+    "p": ScriptedInstance(name="p", role="prefill", prefill_s=0.2, num_running=1),
+    "q": ScriptedInstance(name="q", role="prefill", prefill_s=0.4, num_running=2),
+}
+POOL_REPLIES_S = {**REPLIES_S, "p": 0.0017, "q": 0.0029}
+
+
+def among_pools(policy: str, names: str = "abpq", num: int = 3, **replies: dict[str, Reply]) -> Script:
+    """Requests that come one after the other to instances with roles, each of which always replies alike."""
+    arrival = {
+        call: {
+            name: [replace(replies.get(call, {}).get(name, Reply()), after_s=POOL_REPLIES_S[name])] for name in names
+        }
+        for call in CALLS
+    }
+    return Script(
+        policy=policy,
+        instances=[POOLS[name] for name in names],
+        arrivals=[Arrival(after_s=10.0 * number, **arrival) for number in range(num)],
+        max_conflicts=2,
+    )
+
+
+def scenarios_with_roles(policy: str) -> dict[str, Script]:
+    """All that may happen to requests that a policy places among instances with roles."""
+    plain = among_pools(policy)
+
+    def fail_at(status: CandidateStatus, names: str, calls: Sequence[str] = CALLS) -> Script:
+        return among_pools(policy, **{call: {name: Reply(status=status) for name in names} for call in calls})
+
+    def changed(script: Script, names: str, **values: object) -> Script:
+        instances = [replace(one, **values) if one.name in names else one for one in script.instances]
+        return replace(script, instances=instances)
+
+    first = plain.arrivals[0]
+    queue = [replace(one, after_s=0.0131 * number) for number, one in enumerate(among_pools(policy, num=5).arrivals)]
+    scripts = {
+        "all reply": plain,
+        **{
+            f"{names} {status.value}{' when reserving' if calls == CALLS[1:] else ''}": fail_at(status, names, calls)
+            for names in ("p", "pq", "a", "ab", "abpq")
+            for status in FAILURES
+            for calls in (CALLS, CALLS[1:])
+        },
+        **{
+            f"others reserve first at {names}": replace(
+                among_pools(policy, reservations={name: Reply(others_first=1) for name in names}),
+                per_reservation_s=0.07,
+            )
+            for names in ("p", "a", "abpq")
+        },
+        "one is excluded": replace(plain, arrivals=[replace(first, excluded=frozenset("p")), *plain.arrivals[1:]]),
+        "a pool is excluded": replace(plain, arrivals=[replace(first, excluded=frozenset("ab")), *plain.arrivals[1:]]),
+        "a dry run": replace(plain, arrivals=[replace(first, dry_run=True), *plain.arrivals[1:]]),
+        "a prefill instance drains": changed(plain, "p", draining=True),
+        "all prefill instances drain": changed(plain, "pq", draining=True),
+        "all decode instances drain": changed(plain, "ab", draining=True),
+        "prefill engines failed": changed(plain, "pq", engine_failed=True),
+        "decode engines failed": changed(plain, "ab", engine_failed=True),
+        "no prefill instance": among_pools(policy, "ab"),
+        "no decode instance": among_pools(policy, "pq"),
+        "many at once": replace(plain, arrivals=queue, per_reservation_s=0.05),
+        "held to the deadline": replace(plain, policy=holding(policy, "num_running < 1", 0.05)),
+        "releases fail": changed(fail_at(DOWN, "pq", CALLS[1:]), "ab", keeps_released=True),
+    }
+    refusing = ("pq down", "pq down when reserving", "ab stopped", "no prefill instance", "no decode instance")
+    scripts |= {f"{name}, refusing": replace(scripts[name], without_pool="refuse") for name in refusing}
+    return scripts
+
+
+ROLE_POLICIES = [
+    "block",
+    "hold",
+    "marginal",
+    "jsq",
+    "lmetric",
+    "round_robin",
+    "pd_least",
+    "pd_threshold: non_cached_tokens = 5",  # prompts have ten
+    "pd_dynamo",
+    *BY_LEGS,
+]
+ROLE_CASES = [(policy, name) for policy in ROLE_POLICIES for name in scenarios_with_roles(policy)]

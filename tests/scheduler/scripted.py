@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -14,11 +14,13 @@ from unittest import mock
 import numpy as np
 
 from predictor.forecast import Forecast
+from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, Decision, Intention, Placed, Reserve, Shed, Wait
+from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
+from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision, PrefillDecision
 from scheduler.explanation import why
 from scheduler.instances import InstanceDirectory, InstanceStatus
 from scheduler.placement import PlacementRequest
@@ -85,6 +87,10 @@ class ScriptedInstance:
     draining: bool = False
     engine_failed: bool = False
     finishes_s: Sequence[float] = ()
+    role: str = "both"
+    prefill_s: float = 0.5  # of a prefill leg
+    transfer_s: float = 0.02  # of a decode leg, of which the prefill takes none of its time
+    keeps_released: bool = False  # its releases fail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +105,17 @@ class Script:
     max_conflicts: int = 10
     max_held: int = 1000
     forecast_always: bool = False
+    without_pool: str = SERVE_WHOLE
     seed: int = 3
 
     @property
     def rules(self) -> DecisionRules:
         """The rules of the core."""
         return DecisionRules(
-            max_conflicts=self.max_conflicts, max_held=self.max_held, forecast_always=self.forecast_always
+            max_conflicts=self.max_conflicts,
+            max_held=self.max_held,
+            forecast_always=self.forecast_always,
+            without_pool=self.without_pool,
         )
 
 
@@ -116,6 +126,7 @@ class Sidecar:
         """Start without a reservation."""
         self.instance, self.script, self.name = instance, script, instance.name
         self.version = self.num_held = self.num_finished = 0
+        self.reserved: dict[int, str] = {}  # the legs of requests that are reserved here
         self._asked: dict[tuple[str, int], int] = {}
 
     def next_reply(self, kind: str, request: int) -> Reply:
@@ -125,19 +136,26 @@ class Sidecar:
         self._asked[kind, request] = number + 1
         return replies[min(number, len(replies) - 1)]
 
-    def forecast(self, *, delays: bool = False) -> Forecast:
-        """Forecast a request behind all that are reserved."""
-        queue_s = self.script.per_reservation_s * self.num_held
-        return forecast_of(self.instance.e2e_s, queue_s=queue_s, delays=delays)
+    def forecast(self, *, delays: bool = False, leg: str = SERVE, in_s: float = 0.0) -> Forecast:
+        """Forecast a leg of a request behind all that are reserved."""
+        one, queue_s = self.instance, self.script.per_reservation_s * self.num_held
+        if leg == PREFILL:
+            return forecast_of(one.prefill_s, queue_s=queue_s, delays=delays, ttft_s=one.prefill_s)
+        if leg == DECODE:
+            start_s = max(queue_s, in_s)
+            rest_s = max(0.0, one.e2e_s - one.prefill_s) + one.transfer_s
+            forecast = forecast_of(rest_s, queue_s=start_s, delays=delays, ttft_s=min(rest_s, 2.0 * one.transfer_s))
+            return replace(forecast, fetched_s=start_s + one.transfer_s)
+        return forecast_of(one.e2e_s, queue_s=queue_s, delays=delays)
 
-    def answer(self, reply: Reply, *, delays: bool) -> Answer:
+    def answer(self, reply: Reply, *, delays: bool, leg: str = SERVE, in_s: float = 0.0) -> Answer:
         """Answer a forecast call now."""
         if reply.status is CandidateStatus.FORECAST:
-            return Answer(reply.status, self.forecast(delays=delays), self.version, EPOCH)
+            return Answer(reply.status, self.forecast(delays=delays, leg=leg, in_s=in_s), self.version, EPOCH)
         version, epoch = (self.version, EPOCH) if reply.status in HAVE_VERSIONS else (0, 0)
         return Answer(reply.status, None, version, epoch, NOTES[reply.status])
 
-    def reserve(self, reply: Reply, if_version: int | None) -> str:
+    def reserve(self, reply: Reply, if_version: int | None, request: int = -1, leg: str = SERVE) -> str:
         """Reserve now, unless others came first, or the script refuses; return the result."""
         self.version += reply.others_first
         self.num_held += reply.others_first
@@ -147,7 +165,15 @@ class Sidecar:
             return "conflict"
         self.version += 1
         self.num_held += 1
+        self.reserved[request] = leg
         return "reserved"
+
+    def release(self, request: int) -> bool:
+        """End a reservation; return whether there was one, and it did end."""
+        if self.instance.keeps_released or self.reserved.pop(request, None) is None:
+            return False
+        self.num_held = max(0, self.num_held - 1)
+        return True
 
     def finish(self) -> None:
         """Finish a request."""
@@ -182,6 +208,7 @@ class Record:
     times_s: list[float] = field(default_factory=list)
     decisions: dict[str, Decision] = field(default_factory=dict)
     last: dict[str, str] = field(default_factory=dict)
+    depth: int = 0  # of events that are being handled
 
     def take(self, decision: Decision, intention: Intention, now_s: float | None) -> None:
         """Record an intention; a decision that goes on waiting is recorded once."""
@@ -197,10 +224,13 @@ class Record:
 
 
 def _details(intention: Intention) -> tuple[Any, ...]:
-    if isinstance(intention, Ask):
-        return intention.instance_ids, intention.with_delays
+    if isinstance(intention, Ask | AskLegs):
+        return tuple((ask.instance_ids, ask.with_delays, ask.leg, round(ask.in_s, 6)) for ask in intention.asks)
     if isinstance(intention, Reserve):
-        return intention.instance_id, intention.if_version, intention.if_epoch, times_of(intention.forecast)
+        times = times_of(intention.forecast), round(intention.in_s, 6), rounded(intention.held_s)
+        return intention.instance_id, intention.leg, intention.if_version, intention.if_epoch, times
+    if isinstance(intention, Release):
+        return (intention.instance_id,)
     if isinstance(intention, Shed):
         return type(intention.error).__name__, str(intention.error)
     if isinstance(intention, Placed):
@@ -208,12 +238,17 @@ def _details(intention: Intention) -> tuple[Any, ...]:
     return ()
 
 
+def rounded(value: float | None) -> float:
+    """A number that may be unknown, but for rounding."""
+    return -1.0 if value is None else round(value, 6)
+
+
 def times_of(forecast: Forecast | None) -> tuple[float, ...] | None:
     """The numbers of a forecast; those that cross the wire are equal but for rounding."""
     if forecast is None:
         return None
-    values = (forecast.queue_s, forecast.ttft_s, forecast.e2e_s, forecast.delay_sum_s)
-    return tuple(-1.0 if value is None else round(value, 6) for value in values)
+    values = (forecast.queue_s, forecast.ttft_s, forecast.e2e_s, forecast.delay_sum_s, forecast.fetched_s)
+    return tuple(map(rounded, values))
 
 
 def explained(decision: Decision) -> tuple[Any, ...]:
@@ -224,7 +259,10 @@ def explained(decision: Decision) -> tuple[Any, ...]:
         placement.basis,
         placement.reserved_for_s,
         placement.num_conflicts,
-        times_of(placement.forecast),
+        placement.disaggregation,
+        tuple(
+            (leg.kind, leg.instance_id, rounded(leg.reserved_for_s), times_of(leg.forecast)) for leg in placement.legs
+        ),
         tuple(placement.next_best),
         why(placement, len(decision.core.instances.by_id)),
         tuple(
@@ -249,20 +287,29 @@ def explained(decision: Decision) -> tuple[Any, ...]:
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Record the intentions of all decisions, whichever driver carries them out."""
-    with mock.patch.multiple(Decision, **{name: _recorded(name, record) for name in EVENTS}):
+    with ExitStack() as stack:
+        for kind in (Decision, DisaggregatedDecision):
+            recorded = {name: _recorded(kind, name, record) for name in EVENTS if name in vars(kind)}
+            stack.enter_context(mock.patch.multiple(kind, **recorded))
         yield
 
 
-EVENTS = ("start", "answers", "answers_in_columns", "conflict", "reservation_failed", "tick", "reserved")
+EVENTS = ("start", "answers", "answers_in_columns", "conflict", "reservation_failed", "tick", "reserved", "released")
 
 
-def _recorded(name: str, record: Record) -> Callable[..., Intention]:
-    original = getattr(Decision, name)
+def _recorded(kind: type[Decision], name: str, record: Record) -> Callable[..., Intention]:
+    original = getattr(kind, name)
 
     def event(decision: Decision, *arguments: Any, **options: Any) -> Intention:
-        intention: Intention = original(decision, *arguments, **options)
+        is_inner = isinstance(decision, PrefillDecision) or record.depth  # part of another decision's event
+        record.depth += 1
+        try:
+            intention: Intention = original(decision, *arguments, **options)
+        finally:
+            record.depth -= 1
         times = [value for value in arguments if isinstance(value, float)] if name != "reserved" else []
-        record.take(decision, intention, times[-1] if times else None)
+        if not is_inner:
+            record.take(decision, intention, times[-1] if times else None)
         return intention
 
     return event
@@ -278,6 +325,7 @@ def core_of(script: Script, sidecars: Mapping[str, Sidecar]) -> SchedulerCore:
     directory.update(
         InstanceStatus(
             instance_id=one.instance.name,
+            role=one.instance.role,
             is_draining=one.instance.draining,
             connection=CircuitState(**never_open),
             sidecar=CircuitState(**never_open),
@@ -309,7 +357,7 @@ class ReferenceDriver:
         self.core = core_of(script, self.sidecars)
         self.now_s = FIRST_S
         self._fresh = fresh
-        self._watches = self.core.policy.needs_indicators or self.core.policy.needs_prefix
+        self._watches = any(part.needs_indicators or part.needs_prefix for part in self.core.policy.parts)
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._processes: dict[Decision, Callable[[], object]] = {}
@@ -365,28 +413,37 @@ class ReferenceDriver:
         self._refresh()
         intention = decision.start(self.now_s)
         while not isinstance(intention, Placed | Shed):
-            if isinstance(intention, Ask):
+            if isinstance(intention, Ask | AskLegs):
                 answers = yield from self._ask(intention, number)
                 intention = decision.answers(answers, self.now_s)
             elif isinstance(intention, Reserve):
                 intention = yield from self._reserve(intention, decision, number)
+            elif isinstance(intention, Release):
+                confirmed = self.sidecars[intention.instance_id].release(number)
+                if not confirmed:
+                    self.core.instances.suspect(intention.instance_id)
+                intention = decision.released(self.now_s, confirmed=confirmed)
             elif isinstance(intention, Wait):
                 yield intention.until_s
                 self._refresh()
                 intention = decision.tick(self.now_s)
-        if isinstance(intention, Placed) and decision.reserved_for_s is None and not decision.request.dry_run:
-            placed = decision.placement.instance_id
-            self.core.instances.by_id[placed].num_unseen += 1
-            self.core.instances.table.sent(placed, self.now_s, prefill_tokens=PROMPT_TOKENS)
+        if isinstance(intention, Placed) and not decision.request.dry_run:
+            for leg in decision.placement.legs:
+                if leg.reserved_for_s is None:
+                    self.core.instances.by_id[leg.instance_id].num_unseen += 1
+                    tokens = 0.0 if leg.kind == DECODE else PROMPT_TOKENS
+                    self.core.instances.table.sent(leg.instance_id, self.now_s, prefill_tokens=tokens)
 
-    def _ask(self, intention: Ask, number: int) -> Generator[float, None, dict[str, Answer]]:
+    def _ask(self, intention: Ask | AskLegs, number: int) -> Generator[float, None, dict[str, Answer]]:
         start_s, answers = self.now_s, {}
         replies = {name: self.sidecars[name].next_reply("forecasts", number) for name in intention.instance_ids}
+        ask_of = {name: ask for ask in intention.asks for name in ask.instance_ids}
         for name, reply in sorted(replies.items(), key=lambda one: one[1].after_s):
             if reply.status is not CandidateStatus.LATE:
                 if reply.after_s:
                     yield start_s + reply.after_s
-                answers[name] = self.sidecars[name].answer(reply, delays=intention.with_delays)
+                ask = ask_of[name]
+                answers[name] = self.sidecars[name].answer(reply, delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s)
         if len(answers) < len(replies):
             yield start_s + self.script.deadline_s
         for name, reply in replies.items():
@@ -407,13 +464,14 @@ class ReferenceDriver:
         status, table = self.core.instances.by_id[name], self.core.instances.table
         reply = sidecar.next_reply("reservations", number)
         start_s = self.now_s
-        counted = table.in_flight(name, start_s, prefill_tokens=PROMPT_TOKENS, blocks=1)
+        tokens = 0.0 if intention.leg == DECODE else PROMPT_TOKENS
+        counted = table.in_flight(name, start_s, prefill_tokens=tokens, blocks=1)
         with status.versions.claimed(intention.if_version), nullcontext() if self._fresh else counted:
             if reply.status is CandidateStatus.LATE:
                 yield start_s + self.script.deadline_s
             elif reply.after_s:
                 yield start_s + reply.after_s
-            result = sidecar.reserve(reply, intention.if_version)
+            result = sidecar.reserve(reply, intention.if_version, number, intention.leg)
             if reply.status in HAVE_VERSIONS:
                 status.versions.report(sidecar.version, EPOCH)
             else:
@@ -421,11 +479,10 @@ class ReferenceDriver:
             if reply.status is CandidateStatus.STOPPED:
                 self.core.instances.engine_failed(name, self.now_s)
         if result == "reserved":
-            return decision.reserved(10.0)
+            return decision.reserved(10.0, self.now_s)
         if result == "conflict":
-            return decision.conflict(
-                Answer(CandidateStatus.FORECAST, sidecar.forecast(), sidecar.version, EPOCH), self.now_s
-            )
+            forecast = sidecar.forecast(leg=intention.leg, in_s=intention.in_s)
+            return decision.conflict(Answer(CandidateStatus.FORECAST, forecast, sidecar.version, EPOCH), self.now_s)
         counts = reply.status is not CandidateStatus.STOPPED
         return decision.reservation_failed(reply.status, NOTES[reply.status], self.now_s, counts=counts)
 

@@ -121,7 +121,7 @@ def test_the_lowest_score_wins_and_is_reserved_on_the_condition_that_nothing_cha
     assert intention == Reserve("c", 2, 4, EPOCH, forecast_of(1.0))
     assert decision.ranking() == ["c", "a", "b"]
     assert [one.score for one in decision.candidates()] == [2.0, 2.0, 1.0]
-    assert decision.reserved(10.0).decision is decision
+    assert decision.reserved(10.0, 101.0).decision is decision
     placement = decision.placement
     assert (placement.instance_id, placement.basis, placement.reserved_for_s) == ("c", DecisionBasis.FORECAST, 10.0)
     assert placement.next_best == ["a", "b"]
@@ -139,7 +139,7 @@ def test_reservations_made_since_a_forecast_count() -> None:
     assert (intention.instance_id, intention.if_version) == ("b", 1)
     assert intention.forecast is not None
     assert intention.forecast.e2e_s == pytest.approx(2.1)
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert decision.placement.forecast == intention.forecast
 
 
@@ -198,7 +198,7 @@ def test_an_engine_that_failed_recently_comes_last_whatever_its_forecast() -> No
     assert decision.ranking() == ["b", "a"]
     decision, intention = answered(core, {"a": answer(1.0, version=3), "b": REFUSED})
     assert intention == Reserve("a", 0, 3, EPOCH, None)
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert decision.placement.basis is DecisionBasis.LAST_RESORT
     assert decision.placement.forecast is None
     assert why(decision.placement, 2).startswith(
@@ -246,7 +246,7 @@ def test_left_out_instances_are_tried_before_those_that_failed() -> None:
     decision, intention = answered(core, {"c": LATE})
     assert intention == Reserve("b", 1, None, None, None)
     assert decision.ranking() == ["b", "a", "c"]
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert (decision.placement.basis, decision.placement.forecast) == (DecisionBasis.LAST_RESORT, None)
     assert why(decision.placement, 3) == "no instance could be compared: is not on the shortlist; without c: is late"
 
@@ -270,7 +270,7 @@ def test_what_was_ranked_once_is_not_ranked_again() -> None:
     assert intention == Reserve("a", 0, None, None, None)
     assert reserve_at(decision.reservation_failed(DOWN, "gone", 0.0)) == "b"
     assert decision.ranking() == ["b", "c", "a"]
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert decision.placement.basis is DecisionBasis.BLIND
     assert why(decision.placement, 3) == "round_robin over 2; without a: when reserving: gone"
     assert reserve_at(started(core)[1]) == "b"
@@ -356,7 +356,7 @@ def test_a_conflict_ranks_anew_by_the_forecast_that_comes_with_it() -> None:
     intention = decision.conflict(Answer(FORECAST, forecast_of(2.6), 6, EPOCH), 0.0)
     assert isinstance(intention, Reserve)
     assert (intention.instance_id, intention.if_version) == ("b", 1)
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert why(decision.placement, 2).endswith(", after 2 conflicts")
 
 
@@ -465,7 +465,7 @@ def test_excluded_instances_are_not_asked() -> None:
     core = core_over("ab")
     decision, intention = answered(core, {"b": 9.0}, excluded={"a", "unknown"})
     assert reserve_at(intention) == "b"
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert why(decision.placement, 2).endswith("without a: excluded by the caller")
     _, intention = started(core, excluded={"a", "b"})
     assert isinstance(intention, Shed)
@@ -545,7 +545,7 @@ def test_the_chosen_instance_forecasts_where_that_is_wanted_always() -> None:
     assert (intention.instance_ids, intention.with_delays) == (("b",), False)
     intention = decision.answers({"b": answer(2.0, version=3)}, 0.0)
     assert intention == Reserve("b", 1, None, None, forecast_of(2.0))
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert decision.placement.forecast == forecast_of(2.0)
     assert decision.placement.basis is DecisionBasis.INDICATORS
     assert why(decision.placement, 2) == "jsq over 2: e2e 2.000 s, ttft 0.100 s"
@@ -592,7 +592,7 @@ def test_a_request_that_no_instance_admits_waits_for_the_next_attempt() -> None:
     assert not decision.is_waiting
     intention = decision.answers({"a": FREE}, 100.21)
     assert reserve_at(intention) == "a"
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert core.num_waiting == 0
     assert core.queue("") is None
     assert decision.placement.held_s == pytest.approx(0.2)
@@ -625,7 +625,7 @@ def test_only_the_head_of_the_queue_tries() -> None:
     assert isinstance(ask, Ask)
     first.answers({"a": FREE}, 102.5)
     assert not core.ready
-    first.reserved(10.0)
+    first.reserved(10.0, 101.0)
     assert list(core.ready) == [second]
     assert core.ready.popleft().wait_until_s == -math.inf
     ask = second.tick(102.5)
@@ -665,7 +665,7 @@ def test_no_request_waits_beyond_its_deadline(request_fields: dict[str, float], 
     assert ask.instance_ids == ("a", "b"), "all are asked, whether or not they refused just now"
     intention = decision.answers({"a": QUEUED, "b": QUEUED}, 105.1)
     assert reserve_at(intention) == "a"
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     assert not decision.is_admitted
     assert why(decision.placement, 2).endswith("s, not admitted by any instance")
 
@@ -688,7 +688,7 @@ def test_when_too_many_wait_the_oldest_leaves() -> None:
     ask = first.tick(100.0)
     assert isinstance(ask, Ask)
     assert reserve_at(first.answers({"a": QUEUED}, 100.0)) == "a"
-    first.reserved(10.0)
+    first.reserved(10.0, 101.0)
     assert list(core.ready) == [second]
     core.ready.clear()
     assert isinstance(second.tick(100.0), Wait)
@@ -769,7 +769,7 @@ def test_prompts_are_remembered_where_they_are_sent() -> None:
     assert placed_at(begin(dry_run=True)[1]) == "a"
     decision, intention = begin(excluded={"a"})
     assert reserve_at(intention) == "b"
-    decision.reserved(10.0)
+    decision.reserved(10.0, 101.0)
     decision, intention = begin()
     assert reserve_at(intention) == "b"
     assert decision.candidates()[1].read["p_tokens"] == 8.0

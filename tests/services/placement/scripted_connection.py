@@ -23,7 +23,7 @@ from services.placement.length_resolution import LengthResolver
 from services.placement.metrics import SchedulerMetrics
 from services.placement.settings import SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall
-from services.rpc.messages import forecast_message, indicators_message
+from services.rpc.messages import LEG_NAMES, forecast_message, indicators_message
 from tests.scheduler.scripted import EPOCH, FIRST_S, NOTES, PROMPT_TOKENS, Reply, Script, Sidecar, fail_engines
 
 FAILED = {
@@ -104,7 +104,8 @@ class ScriptedConnection:
         """Reply after as long as the script says."""
         loop = asyncio.get_running_loop()
         request = predictor_pb2.PredictRequest.FromString(message)
-        request_id = request.requests[0].request_id
+        asked = request.requests[0]
+        request_id = asked.request_id
         reply: asyncio.Future[bytes] = loop.create_future()
         scripted = self.sidecar.next_reply("forecasts", number_of(request_id))
 
@@ -113,7 +114,8 @@ class ScriptedConnection:
                 reply.set_exception(FAILED[scripted.status])
                 reply.exception()
             else:
-                answer = self.sidecar.answer(scripted, delays=request.with_delays)
+                leg = LEG_NAMES[asked.leg]
+                answer = self.sidecar.answer(scripted, delays=request.with_delays, leg=leg, in_s=asked.in_s)
                 reply.set_result(predict_response(self.sidecar.name, request_id, answer).SerializeToString())
 
         if scripted.status is not CandidateStatus.LATE:
@@ -128,10 +130,12 @@ class ScriptedConnection:
 
     async def reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         """Reserve, or fail, after as long as the script says."""
-        scripted = self.sidecar.next_reply("reservations", number_of(request.request.request_id))
+        number = number_of(request.request.request_id)
+        scripted = self.sidecar.next_reply("reservations", number)
         late = scripted.status is CandidateStatus.LATE
         await until(asyncio.get_running_loop().time() + (self._deadline_s if late else scripted.after_s))
-        result = self.sidecar.reserve(scripted, request.if_version if request.HasField("if_version") else None)
+        if_version = request.if_version if request.HasField("if_version") else None
+        result = self.sidecar.reserve(scripted, if_version, number, LEG_NAMES[request.request.leg])
         if late:
             raise TimeoutError(NOTES[CandidateStatus.LATE])
         if scripted.status in FAILED:
@@ -139,8 +143,10 @@ class ScriptedConnection:
         return reserve_response(self.sidecar, scripted, result, request)
 
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
-        """Take a release."""
-        return common_pb2.ReleaseResponse()
+        """Take a release, or fail."""
+        if self.sidecar.instance.keeps_released:
+            raise ConnectionError("cannot be reached")
+        return common_pb2.ReleaseResponse(released=self.sidecar.release(number_of(request.request_id)))
 
     async def watch(
         self, request: predictor_pb2.WatchRequest, on_report: Callable[[predictor_pb2.WatchResponse], None]
@@ -211,7 +217,8 @@ def reserve_response(
     response.state = common_pb2.INSTANCE_STATE_READY
     response.prediction.request_id = request_id
     if result == "conflict":
-        response.prediction.forecast.CopyFrom(forecast_message(sidecar.forecast()))
+        forecast = sidecar.forecast(leg=LEG_NAMES[request.request.leg], in_s=request.request.in_s)
+        response.prediction.forecast.CopyFrom(forecast_message(forecast))
     elif result == "refused":
         field, _, reason = NOTES[scripted.status].rpartition(": ")
         response.prediction.refusal.field, response.prediction.refusal.reason = field or "engine", reason
@@ -238,6 +245,7 @@ async def _driven(script: Script, entry: Entry) -> None:
         max_conflicts=script.max_conflicts,
         max_held=script.max_held,
         forecast_always=script.forecast_always,
+        without_pool=script.without_pool,
         failures_to_open=1 << 30,
     )
     metrics = SchedulerMetrics(CollectorRegistry())
@@ -256,6 +264,7 @@ async def _driven(script: Script, entry: Entry) -> None:
                     instance_id=name,
                     engine_url="http://127.0.0.1:1",
                     sidecar_address=address,
+                    role=sidecars[name].instance.role,
                     state="draining" if sidecars[name].instance.draining else "ready",
                 )
                 for address, name in names.items()

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
+from predictor.request import PREFILL
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import Candidates
+from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
 from scheduler.policies import POLICIES
@@ -28,12 +30,13 @@ from services.http.errors import ApiError
 from services.instances import Listed
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
-from services.rpc.messages import forecast_message
+from services.rpc.messages import LEG_NAMES, forecast_message
 from simulator.assembly import simulation
 from simulator.conditions import Conditions, Outage
 from simulator.run import CALL, FORECAST_FIELDS, Simulation
 from simulator.workload import RequestLengths, workload
 from tests.scheduler.scenarios import (
+    BY_LEGS,
     CALLS,
     CASES,
     DOWN,
@@ -42,9 +45,11 @@ from tests.scheduler.scenarios import (
     INVALID,
     LATE,
     REFUSED,
+    ROLE_CASES,
     SHORTLISTED,
     STOPPED,
     scenarios,
+    scenarios_with_roles,
 )
 from tests.scheduler.scripted import (
     FIRST_S,
@@ -57,7 +62,6 @@ from tests.scheduler.scripted import (
     Script,
     ScriptedInstance,
     Sidecar,
-    forecast_of,
     recording,
     reference,
 )
@@ -119,8 +123,8 @@ ENTRIES: dict[str, Entry] = {"place": by_place, "schedule": by_schedule, "gatewa
 
 
 @st.composite
-def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Script:
-    """A few requests that meet a few instances; no two things happen at the same time.
+def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES, *, roles: bool = False) -> Script:
+    """A few requests that meet a few instances, which may have roles; no two things happen at the same time.
 
     Times of events are sums of drawn durations: random fractions keep two different sums from being equal.
     """
@@ -149,6 +153,9 @@ def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Scri
             draining=draw(st.integers(0, 9)) == 0,
             engine_failed=draw(st.integers(0, 9)) == 0,
             finishes_s=[after_s(400) for _ in range(draw(st.integers(0, 3)))],
+            role=draw(st.sampled_from(("both", "decode", "prefill", "prefill"))) if roles else "both",
+            prefill_s=draw(st.sampled_from((0.05, 0.5, float("inf")))),
+            keeps_released=roles and draw(st.integers(0, 9)) == 0,
         )
 
     def arrival() -> Arrival:
@@ -164,12 +171,13 @@ def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES) -> Scri
         return {name: given.get(name) or [Reply(after_s=after_s(30))] for name in names}
 
     return Script(
-        policy=draw(st.sampled_from((*POLICIES, *VARIANTS))),
+        policy=draw(st.sampled_from((*POLICIES, *VARIANTS, *(BY_LEGS if roles else ())))),
         instances=[instance(name) for name in names],
         arrivals=[arrival() for _ in range(draw(st.integers(1, 6)))],
         max_conflicts=draw(st.sampled_from((0, 1, 10))),
         max_held=draw(st.sampled_from((1, 2, 1000))),
         forecast_always=draw(st.booleans()),
+        without_pool=draw(st.sampled_from(WITHOUT_POOL)) if roles else SERVE_WHOLE,
         seed=draw(st.integers(0, 3)),
     )
 
@@ -233,6 +241,29 @@ def test_the_asyncio_driver_decides_as_the_reference_does_by_every_policy(policy
         with recording(record):
             drive(script, entry)
         assert_same(record, expected)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@examples(300)
+@given(script=scripts(roles=True))
+def test_the_asyncio_driver_decides_as_the_reference_does_among_instances_with_roles(
+    entry: str, script: Script
+) -> None:
+    """Fan-outs over two legs, both reservations and what is given back are the same."""
+    record = Record()
+    with recording(record):
+        drive(script, ENTRIES[entry])
+    assert_same(record, reference(script))
+
+
+@pytest.mark.parametrize(("policy", "name"), ROLE_CASES)
+def test_the_asyncio_driver_decides_as_the_reference_does_in_every_scenario_with_roles(policy: str, name: str) -> None:
+    """By every policy, and by every option for legs."""
+    script = scenarios_with_roles(policy)[name]
+    record = Record()
+    with recording(record):
+        drive(script, by_place)
+    assert_same(record, reference(script))
 
 
 def test_events_less_than_a_nanosecond_apart_keep_their_order() -> None:
@@ -349,12 +380,12 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
     for name, kind, *all_details in record.steps:
         details = all_details
         if kind == "Reserve":
-            details = all_details[:1]
+            details = all_details[:2]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
             others = [name for name in decision.placement.next_best if name in scores]
-            details = [details[0], details[1], others, scores]
+            details = [details[0], details[1], details[5], others, scores]
         steps.append((name, kind, *details))
     return steps
 
@@ -415,14 +446,26 @@ class ScriptedStub(StubSidecar):
         self.e2e_s, self.ttft_s, self.per_reservation_s = self.scripted.instance.e2e_s, TTFT_S, script.per_reservation_s
         self.load = self.scripted.indicators()
 
+    def prediction(self, request: common_pb2.Request) -> predictor_pb2.Prediction:
+        """Return a forecast of the leg that is asked about."""
+        prediction = StubSidecar.prediction(self, request)
+        if request.leg:
+            self.scripted.num_held = len(self.held)
+            forecast = self.scripted.forecast(leg=LEG_NAMES[request.leg], in_s=request.in_s)
+            prediction.forecast.CopyFrom(forecast_message(forecast))
+        return prediction
+
     async def predict(self, raw: bytes, context: Any) -> bytes:
         """Reply with a forecast, or fail."""
         await fail(self.forecast.status, context)
         response = predictor_pb2.PredictResponse.FromString(await StubSidecar.predict(self, raw, context))
-        if predictor_pb2.PredictRequest.FromString(raw).with_delays:
-            delays = forecast_of(self.e2e_s, queue_s=self.per_reservation_s * len(self.held), delays=True)
-            for prediction in response.predictions:
-                prediction.forecast.CopyFrom(forecast_message(delays))
+        asked = predictor_pb2.PredictRequest.FromString(raw)
+        if asked.with_delays:
+            self.scripted.num_held = len(self.held)
+            for request, prediction in zip(asked.requests, response.predictions, strict=True):
+                leg = LEG_NAMES[request.leg]
+                forecast = self.scripted.forecast(leg=leg, in_s=request.in_s, delays=True)
+                prediction.forecast.CopyFrom(forecast_message(forecast))
         return as_scripted(response, self.forecast.status)
 
     async def reserve(self, raw: bytes, context: Any) -> bytes:
@@ -436,9 +479,11 @@ class ScriptedStub(StubSidecar):
         return as_scripted(response, self.reservation.status)
 
     async def release(self, raw: bytes, context: Any) -> bytes:
-        """Release a reservation, and report nothing."""
-        await StubSidecar.release(self, raw, context)
-        return common_pb2.ReleaseResponse().SerializeToString()
+        """Release a reservation, and report nothing else."""
+        if self.scripted.instance.keeps_released:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "by the test")
+        response = common_pb2.ReleaseResponse.FromString(await StubSidecar.release(self, raw, context))
+        return common_pb2.ReleaseResponse(released=response.released).SerializeToString()
 
 
 async def fail(status: CandidateStatus, context: Any) -> None:
@@ -481,7 +526,39 @@ def on_the_wall_clock(policy: str, name: str) -> bool:
 )
 def test_the_grpc_service_decides_as_the_reference_does_by_every_policy(policy: str, name: str) -> None:
     """Placements, bases, runners-up, candidates and reasons are the same; notes of failures are gRPC's own."""
-    script = scenarios(policy)[name]
+    assert_served_alike(scenarios(policy)[name], waits="late" in name)
+
+
+SERVED_WITH_ROLES = (
+    "all reply",
+    "p down",
+    "pq down",
+    "pq down when reserving",
+    "ab stopped",
+    "ab down when reserving",
+    "abpq refused",
+    "others reserve first at abpq",
+    "a pool is excluded",
+    "a dry run",
+    "all prefill instances drain",
+    "all decode instances drain",
+    "no prefill instance",
+    "no decode instance",
+    "releases fail",
+    "pq down, refusing",
+    "no prefill instance, refusing",
+)
+
+
+@pytest.mark.parametrize("name", SERVED_WITH_ROLES)
+@pytest.mark.parametrize("policy", ["block", "marginal", "jsq", "pd_threshold: non_cached_tokens = 5"])
+def test_the_grpc_service_decides_as_the_reference_does_among_instances_with_roles(policy: str, name: str) -> None:
+    """Both legs cross the wire, with the reason."""
+    assert_served_alike(scenarios_with_roles(policy)[name], waits=False)
+
+
+def assert_served_alike(script: Script, *, waits: bool) -> None:
+    """Run a script through the service, one request after the other."""
     expected = [step for step in reference(script).steps if step[1] in ("Placed", "Shed")]
 
     async def test() -> None:
@@ -489,18 +566,26 @@ def test_the_grpc_service_decides_as_the_reference_does_by_every_policy(policy: 
         for stub in stubs:
             await stub.start()
         listed = Listed(
-            [replace(stub.instance, state="draining" if stub.scripted.instance.draining else "ready") for stub in stubs]
+            [
+                replace(
+                    stub.instance,
+                    state="draining" if stub.scripted.instance.draining else "ready",
+                    role=stub.scripted.instance.role,
+                )
+                for stub in stubs
+            ]
         )
         settings = {
             "policy": script.policy,
             "seed": script.seed,
             "max_conflicts": script.max_conflicts,
             "failures_to_open": 1000,
-            "sidecar_deadline_s": 2.0 if "late" in name else 30.0,
+            "sidecar_deadline_s": 2.0 if waits else 30.0,
+            "without_pool": script.without_pool,
         }
         try:
             async with scheduler(listed, **settings) as client:
-                if policy_from(script.policy).needs_indicators:
+                if any(part.needs_indicators for part in policy_from(script.policy).parts):
                     await indicators_known(client, len(stubs))
                 for (request_id, kind, *details), arrival in zip(expected, script.arrivals, strict=True):
                     request = client.request(request_id=request_id, prompt_tokens=PROMPT_TOKENS, model="")
@@ -540,17 +625,28 @@ def on_the_wire(decision: common_pb2.Decision) -> tuple[Any, ...]:
     """What a caller gets to know of a decision."""
     scores = {one.instance_id: round(one.score, 6) if one.HasField("score") else None for one in decision.candidates}
     next_best = [one.instance_id for one in decision.next_best]
-    return decision.instance.instance_id, decision.basis, next_best, line_of(decision.why), statuses(decision), scores
+    return (
+        decision.instance.instance_id,
+        decision.prefill.instance.instance_id,
+        decision.disaggregation,
+        decision.basis,
+        next_best,
+        line_of(decision.why),
+        statuses(decision),
+        scores,
+    )
 
 
 def from_the_core(details: Sequence[Any]) -> tuple[Any, ...]:
     """The same of a decision of the reference."""
-    instance_id, basis, _, _, _, next_best, why, candidates = details
+    instance_id, basis, _, _, disaggregation, legs, _, next_best, why, candidates = details
     statuses = {name: common_pb2.CandidateFate.Name(FATES[status]) for name, status, *_ in candidates}
     if basis is DecisionBasis.LAST_RESORT:  # there the wire knows another word for it
         statuses = {name: fate.replace("LATE", "LAST_INDICATORS") for name, fate in statuses.items()}
     return (
         instance_id,
+        next((name for kind, name, *_ in legs if kind == PREFILL), ""),
+        disaggregation,
         BASES[basis],
         list(next_best[:MAX_NEXT_BEST]),
         line_of(why),
