@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from predictor.batching import settled
-from predictor.config import FIELD_NAMES, EngineConfig, require_count
+from predictor.config import CONSUMER, FIELD_NAMES, PRODUCER, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
-from predictor.request import PREFILL
 from predictor.step_time import StepTime
-from scheduler.instances import ROLES
+from scheduler.instances import BOTH, PREFILL_ROLE, ROLES
 from simulator.conditions import CONDITION_NAMES, Conditions, Outage
-from simulator.fleet import InstanceSpec
+from simulator.fleet import InstanceSpec, has_roles
 from simulator.hybrid_load import BestEffort
 from simulator.metrics import SloTarget
 from simulator.mix import Mix, as_tables, mix_from, mixed_workload
@@ -45,7 +44,7 @@ class Instances:
     foreseen: str = ""
     foreseen_pace: float = 1.0
     pooled: int = 1
-    role: str = "both"
+    role: str = BOTH
     num_prefill: int = 0
     prefill_engine: tuple[tuple[str, Any], ...] = ()
     added_step_s: float = 0.0
@@ -69,7 +68,7 @@ class Instances:
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe these instances, those with the role prefill first."""
         num_others = self.count - self.num_prefill
-        prefill = [self.instance_spec(PREFILL)] * self.num_prefill if self.num_prefill else []
+        prefill = [self.instance_spec(PREFILL_ROLE)] * self.num_prefill if self.num_prefill else []
         return prefill + ([self.instance_spec()] * num_others if num_others else [])
 
     def instance_spec(self, role: str = "") -> InstanceSpec:
@@ -77,7 +76,7 @@ class Instances:
         role = role or self.role
         profile = _profile(self.profile)
         suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
-        given = dict(self.engine) | (dict(self.prefill_engine) if role == PREFILL else {})
+        given = dict(self.engine) | (dict(self.prefill_engine) if role == PREFILL_ROLE else {})
         config = settled(EngineConfig(**{**suggested, **given}))
         predicted = self._slowed(_profile(self.foreseen).step_time) if self.foreseen else None
         return InstanceSpec(
@@ -111,7 +110,8 @@ class Scenario:
 
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe all instances."""
-        return [spec for kind in self.instances for spec in kind.instance_specs()]
+        specs = [spec for kind in self.instances for spec in kind.instance_specs()]
+        return [_connected(spec) for spec in specs] if has_roles(specs) else specs
 
     def workload(self, rate: float | None, seed: int) -> Workload:
         """Draw the traffic: the same seed gives the same requests in the same pattern at any rate.
@@ -128,6 +128,14 @@ class Scenario:
     def changed(self, **changes: Any) -> Scenario:
         """Return a copy with the changes of a nested table."""
         return scenario_from(_merged(as_table(self), changes))
+
+
+def _connected(spec: InstanceSpec) -> InstanceSpec:
+    """Give an engine among others with roles the part of the KV connector that its role needs."""
+    if spec.config.kv_role:
+        return spec
+    kv_role = PRODUCER if spec.role == PREFILL_ROLE else CONSUMER
+    return replace(spec, config=replace(spec.config, kv_role=kv_role))
 
 
 @functools.lru_cache(maxsize=32)
