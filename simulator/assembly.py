@@ -74,13 +74,10 @@ def simulation(
         made = policy_from(policy, seed=int(draws.integers(1 << 62)))
         table = InstanceTable(ids)
         sizes = {name: spec.config.num_gpu_blocks for name, spec in zip(ids, specs, strict=True)}
-        directory = InstanceDirectory(table)
-        for name, spec in zip(ids, specs, strict=True):
-            directory.by_id[name].role = spec.role
-        directory.roles_changed()
+        roles = {name: spec.role for name, spec in zip(ids, specs, strict=True)}
         core = SchedulerCore(
             made,
-            directory,
+            InstanceDirectory(table, roles),
             random=pauses.random,
             rules=DecisionRules(max_held=sys.maxsize, explains=False, hand_over_s=conditions.hop_s),
             order=None if conditions.turn == FIRST_COME else queue_order.order,

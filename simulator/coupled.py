@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor import queues, remote_kv, steps
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.state import FETCHING, FINISHED, HELD, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH, State
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH, State
 from simulator.kernels import (
     FULL,
     SENT,
@@ -160,10 +160,10 @@ def next_event_s(fleet: EngineArrays, index: int) -> float:
         return float(fleet.stack.steps[index, engine.oldest].end_s)
     if engine.num_running + engine.num_waiting > 0 and not engine.stuck:
         return float(engine.now_s)
-    next_s = engine.next_transfer_s
+    next_s = float(engine.next_transfer_s)
     if engine.num_pending > 0:
         pending = fleet.stack.pending[index, engine.pending_head]
-        next_s = min(next_s, fleet.stack.requests[index, pending].arrival_s)
+        next_s = min(next_s, float(fleet.stack.requests[index, pending].arrival_s))
     return next_s
 
 
@@ -214,7 +214,7 @@ def orphan(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
     """Leave the blocks of a finished prefill leg, which nobody will fetch, to the lease."""
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     if state.requests[slot].stage == HELD:
-        remote_kv.hold_until(state, slot, now_s + fleet.instances[index].lease_s)
+        remote_kv.set_end(state, slot, now_s + fleet.instances[index].lease_s)
 
 
 @kernel
@@ -239,11 +239,13 @@ def lose_prefill(fleet: EngineArrays, requests: Requests, number: int, now_s: fl
     instance.changed = 1
     if not entry.is_awaited:
         if state.requests[slot].stage == FETCHING:
-            remote_kv.fail_fetch(state, slot, 0)
+            remote_kv.end_fetch(state, slot, now_s, False, 0)
         else:
             state.requests[slot].leg, state.requests[slot].stage = SERVE_LEG, NO_TRANSFER
         if recomputes:
             return False
+        if state.requests[slot].stage == LOST:
+            remote_kv.end_transfer(state, slot, now_s)
         steps.abort(state, slot)
         state.requests[slot].stage = NO_TRANSFER
     for position in range(instance.num_underway):
@@ -284,7 +286,7 @@ def release_fetched(fleet: EngineArrays, requests: Requests, index: int, until_s
         legs.fetched_s = fetched_s
         prefill = engine_at(fleet.stack, fleet.stack.costs, legs.prefill)
         if prefill.requests[legs.prefill_slot].stage == HELD:
-            remote_kv.hold_until(prefill, legs.prefill_slot, fetched_s)
+            remote_kv.set_end(prefill, legs.prefill_slot, fetched_s)
 
 
 @kernel

@@ -352,7 +352,7 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
         tokens = request.prompt_tokens + request.output_tokens
-        queued_tokens += tokens if request.leg != DECODE_LEG or request.stage == NO_TRANSFER else 1
+        queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
     for position in range(fleet.instances[index].num_underway):
@@ -361,7 +361,6 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
             reserved += 1
             reserved_blocks += blocks.blocks_for(np.int64(requests[slot].prompt_tokens), engine.block_size)
             remaining += remaining_tokens_of(fleet, requests[slot], slots[slot])
-            queued_tokens += 1
     held_blocks = 0
     for position in range(engine.num_transfers):
         request = requests[fleet.stack.transfers[index, position]]
@@ -371,7 +370,7 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         request = requests[slot]
         if slots[slot].visible_s > now_s:
             continue
-        queued_tokens += request.prompt_tokens if request.leg != DECODE_LEG else 1
+        queued_tokens += request.prompt_tokens if request.stage == NO_TRANSFER else 0
         remaining += remaining_tokens_of(fleet, request, slots[slot])
         needed = blocks.blocks_for(np.int64(request.prompt_tokens), engine.block_size)
         if request.arrival_s > now_s:
