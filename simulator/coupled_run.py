@@ -76,15 +76,15 @@ class CoupledSimulation(Simulation):
         made = self.decisions[number]
         if reserve.leg == PREFILL:
             made.prefill_instance = index
-            self._send_by(coupled.send_prefill, number, index, arrives_s, visible_s, self._held_s(made.instance, index))
+            self.send_by(coupled.send_prefill, number, index, arrives_s, visible_s, self._held_s(made.instance, index))
         else:
             made.instance, made.scheduler, made.prefill_instance = index, which, NONE
             made.num_sends += 1
             made.predicted_ttft_s, made.predicted_e2e_s, _ = self.predicted.get((reserve.leg, index), UNKNOWN)
             if reserve.leg == DECODE:
-                self._send_by(coupled.await_decode, number, index, visible_s, arrives_s + reserve.in_s)
+                self.send_by(coupled.await_decode, number, index, visible_s, arrives_s + reserve.in_s)
             else:
-                self._send_by(coupled.send_whole, number, index, arrives_s, visible_s)
+                self.send_by(coupled.send_whole, number, index, arrives_s, visible_s)
         self._note_sent(self.schedulers[which], number, index, visible_s)
 
     def _held_s(self, decode: int, prefill: int) -> float:
@@ -94,7 +94,8 @@ class CoupledSimulation(Simulation):
         held_s = fetched_s - ended_s
         return max(0.0, held_s) if np.isfinite(held_s) else self.specs[prefill].config.kv_lease_s
 
-    def _send_by(self, kernel: Callable[..., int], number: int, index: int, *times_s: float) -> None:
+    def send_by(self, kernel: Callable[..., int], number: int, index: int, *times_s: float) -> None:
+        """Send a leg to an engine by one of the kernels in coupled.py."""
         while kernel(self.fleet, self.requests, number, index, *times_s) == kernels.FULL:
             self.fleet = with_more_slots(self.fleet)
             self.workspace = None

@@ -49,6 +49,7 @@ class RunResult:
     policy: str
     outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
     decisions: np.recarray[Any, Any]  # DECISION
+    legs: np.recarray[Any, Any]  # kernels.LEGS_OF_REQUEST
     samples: list[ClusterSample]
     end_s: float
     up_s: float  # total seconds that instances were up

@@ -443,6 +443,7 @@ class Simulation:
             policy=self.schedulers[0].policy.text,
             outcomes=self.requests.outcomes,
             decisions=self.decisions,
+            legs=self.requests.legs,
             samples=self.samples,
             end_s=end_s,
             up_s=up_s,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
-    "attained",
+    "attained", "axes", "default_settings",
 )  # fmt: skip
 
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
@@ -211,9 +212,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     baseline = table.get("baseline", variants[0].name)
     if baseline not in [one.name for one in variants]:
         raise ValueError(f"baseline: {baseline!r} is none of the variants")
-    settings = tuple(
-        _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
-    )
+    settings = _settings(base, table)
     _require_rates(kind, settings)
     require_count("seeds", table.get("seeds", 5))
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
@@ -297,6 +296,27 @@ def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
     if kind not in (HYBRID, URGENCY):  # which have one instance
         policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
+
+
+def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetting, ...]:
+    """Make the settings: those of the table, each with every combination of one value of each axis.
+
+    Where `default_settings` names some, the others are optional.
+    """
+    default = table.get("default_settings", ())
+    found = []
+    for key, changes in table.get("settings", {"all": {}}).items():
+        setting = _setting(key, dict(changes), base, table)
+        for values in itertools.product(*(axis.items() for axis in table.get("axes", ()))):
+            scenario = setting.scenario
+            for _, more in values:
+                scenario = scenario.changed(**more)
+            name = "_".join([key, *(value for value, _ in values)])
+            optional = setting.optional or (bool(default) and name not in default)
+            found.append(replace(setting, name=name, scenario=scenario, optional=optional))
+    if unknown := set(default) - {one.name for one in found}:
+        raise ValueError(f"default_settings: {', '.join(sorted(unknown))}: no such setting")
+    return tuple(found)
 
 
 def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> ExperimentSetting:

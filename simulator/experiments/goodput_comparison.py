@@ -59,7 +59,7 @@ def _in_setting(
     experiment: Experiment, setting: ExperimentSetting, runner: Runner, on_trial: Callable[[], None]
 ) -> dict[str, VariantGoodput]:
     cases = experiment.cases(setting)
-    splits = _chosen_splits(experiment, setting, cases, runner, on_trial)
+    splits, near = _chosen_splits(experiment, setting, cases, runner, on_trial)
     scenarios = {variant.name: split_into(scenario, splits[variant.name]) for variant, scenario in cases}
 
     def measure(seeds: Sequence[int], first_rates: Mapping[str, float]) -> dict[str, list[Goodput]]:
@@ -77,7 +77,7 @@ def _in_setting(
         width = len(seeds)
         return {variant.name: answers[place * width : (place + 1) * width] for place, (variant, _) in enumerate(cases)}
 
-    first = measure([0], {})
+    first = measure([0], near)
     rest = measure(range(1, experiment.seeds), {name: one[0].rate for name, one in first.items() if one[0].rate > 0})
     return {
         variant.name: VariantGoodput(
@@ -93,8 +93,11 @@ def _chosen_splits(
     cases: Sequence[tuple[Variant, Scenario]],
     runner: Runner,
     on_trial: Callable[[], None],
-) -> dict[str, int]:
-    """Choose for each variant with several splits the one with the largest goodput on the tuning traffic."""
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Choose for each variant with several splits the one with the largest goodput on the tuning traffic.
+
+    Return also that goodput, where there is one.
+    """
     keys: list[tuple[str, int]] = []
     asked: list[GoodputCase] = []
     for variant, scenario in cases:
@@ -113,7 +116,13 @@ def _chosen_splits(
     for (name, num_prefill), answer in zip(keys, answers, strict=True):
         rates.setdefault(name, {})[num_prefill] = answer.rate
     best = {name: max(of, key=of.__getitem__) for name, of in rates.items()}
-    return {variant.name: best.get(variant.split_of or variant.name, 0) for variant, _ in cases}
+    source = {variant.name: variant.split_of or variant.name for variant, _ in cases}
+    splits = {name: best.get(other, 0) for name, other in source.items()}
+    return splits, {
+        name: rates[other][best[other]]
+        for name, other in source.items()
+        if other in best and rates[other][best[other]] > 0
+    }
 
 
 def splits_of(variant: Variant, scenario: Scenario) -> list[int]:
