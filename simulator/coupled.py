@@ -169,29 +169,27 @@ def next_event_s(fleet: EngineArrays, index: int) -> float:
 
 @kernel
 def hand_over(fleet: EngineArrays, requests: Requests, index: int, hop_s: float) -> None:
-    """Send the decode legs of the prefill legs that have ended."""
+    """Send the decode legs of the prefill legs that have ended; of those that ended together, the first one first."""
     instance = fleet.instances[index]
-    position = 0
-    while position < instance.num_underway:
+    kept = 0
+    for position in range(instance.num_underway):
         slot = fleet.underway[index, position]
         request = fleet.stack.requests[index, slot]
         if request.status != FINISHED:
-            position += 1
+            fleet.underway[index, kept] = slot
+            kept += 1
             continue
-        instance.num_underway -= 1
-        fleet.underway[index, position] = fleet.underway[index, instance.num_underway]
         number = fleet.slots[index, slot].number
         legs = requests.legs[number]
         if legs.prefill != index or legs.prefill_slot != slot:  # the request was started again elsewhere
             orphan(fleet, index, slot, request.finished_s)
             continue
-        legs.scheduled_s, legs.prefilled_s, legs.hit_tokens = (
-            request.scheduled_s,
-            request.finished_s,
-            request.hit_tokens,
-        )
+        legs.scheduled_s = request.scheduled_s
+        legs.prefilled_s = request.finished_s
+        legs.hit_tokens = request.hit_tokens
         requests.outcomes[number].num_preemptions += request.num_preemptions
         arrive(fleet, requests, number, request.finished_s + hop_s, request.stage == HELD)
+    instance.num_underway = kept
 
 
 @kernel
@@ -267,19 +265,17 @@ def release_fetched(fleet: EngineArrays, requests: Requests, index: int, until_s
     if instance.num_underway == 0:
         return
     state = engine_at(fleet.stack, fleet.stack.costs, index)
-    position = 0
-    while position < instance.num_underway:
+    kept = 0
+    for position in range(instance.num_underway):
         slot = fleet.underway[index, position]
         request = state.requests[slot]
-        if fleet.slots[index, slot].is_awaited or request.stage == TO_FETCH:
-            position += 1
+        fetched_s = np.inf
+        if not (fleet.slots[index, slot].is_awaited or request.stage == TO_FETCH):
+            fetched_s = fetch_end_s(state, slot) if request.stage == FETCHING else float(request.transfer_s)
+        if fetched_s > until_s or fetched_s == np.inf:
+            fleet.underway[index, kept] = slot
+            kept += 1
             continue
-        fetched_s = fetch_end_s(state, slot) if request.stage == FETCHING else request.transfer_s
-        if fetched_s > until_s:
-            position += 1
-            continue
-        instance.num_underway -= 1
-        fleet.underway[index, position] = fleet.underway[index, instance.num_underway]
         legs = requests.legs[fleet.slots[index, slot].number]
         if request.leg == SERVE_LEG or legs.prefill_slot == NONE:
             continue
@@ -287,6 +283,7 @@ def release_fetched(fleet: EngineArrays, requests: Requests, index: int, until_s
         prefill = engine_at(fleet.stack, fleet.stack.costs, legs.prefill)
         if prefill.requests[legs.prefill_slot].stage == HELD:
             remote_kv.set_end(prefill, legs.prefill_slot, fetched_s)
+    instance.num_underway = kept
 
 
 @kernel
