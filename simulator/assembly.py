@@ -21,9 +21,10 @@ from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator import kernels
 from simulator.conditions import FIRST_COME, Conditions, require_outages
-from simulator.fleet import InstanceSpec, instance_names, make_fleet, noise_factors, residual_table
+from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
+from simulator.coupled_run import CoupledSimulation
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
 from simulator.scheduler_view import SchedulerView
 from simulator.workload import LONGEST, RequestLengths, Workload
@@ -73,21 +74,22 @@ def simulation(
         made = policy_from(policy, seed=int(draws.integers(1 << 62)))
         table = InstanceTable(ids)
         sizes = {name: spec.config.num_gpu_blocks for name, spec in zip(ids, specs, strict=True)}
+        roles = {name: spec.role for name, spec in zip(ids, specs, strict=True)}
         core = SchedulerCore(
             made,
-            InstanceDirectory(table),
+            InstanceDirectory(table, roles),
             random=pauses.random,
-            rules=DecisionRules(max_held=sys.maxsize, explains=False),
+            rules=DecisionRules(max_held=sys.maxsize, explains=False, hand_over_s=conditions.hop_s),
             order=None if conditions.turn == FIRST_COME else queue_order.order,
             prefixes=PromptPrefixes(table, sizes),
         )
         schedulers.append(SchedulerView(core=core))
     made = schedulers[0].policy
-    roots = {root.name for root in roots_of(made.needs)}
+    roots = {root.name for part in made.parts for root in roots_of(part.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
-    decisions.instance = NONE
+    decisions.instance = decisions.prefill_instance = NONE
     decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
-    simulation = Simulation(
+    simulation = (CoupledSimulation if has_roles(specs) else Simulation)(
         specs=tuple(specs),
         work=work,
         schedulers=schedulers,
@@ -175,7 +177,10 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
         facts.num_contents = np.diff(lengths.first_content)
     outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
     outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = outcomes.tokens_on_time = NONE
-    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes)
+    legs = np.zeros(len(work), kernels.LEGS_OF_REQUEST).view(np.recarray)
+    for name in ("prefill", "prefill_slot", "decode", "decode_slot", "scheduled_s", "prefilled_s", "fetched_s"):
+        legs[name] = NONE
+    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes, legs=legs)
 
 
 def _possible(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:

@@ -42,7 +42,8 @@ class Conditions:
     both are 0, indicators are always current. Forecasts are made at every decision. Without `reservations`, indicators
     and forecasts leave out requests that are on their way. `prefix_view` is where prefix hits are looked up: in the
     engines' caches, or in an index of what was sent. If the policy holds requests, `turn` is the order in which they
-    are retried; those that were held for `late_s` are late.
+    are retried; those that were held for `late_s` are late. `hop_s` passes between the end of a prefill leg and the
+    arrival of its decode leg.
     """
 
     num_schedulers: int = 1
@@ -57,6 +58,7 @@ class Conditions:
     late_s: float = math.inf
     turn: str = FIRST_COME
     prefix_view: str = ENGINE_CACHE
+    hop_s: float = 0.003
     sample_s: float = 1.0  # interval of the cluster samples; 0 for none
     outages: tuple[Outage, ...] = ()
 
@@ -76,6 +78,8 @@ class Conditions:
             raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
         if self.turn not in TURNS:
             raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
+        if not 0 < self.hop_s < math.inf:
+            raise ValueError(f"hop_s: must be a time above 0, not {self.hop_s!r}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
             raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
 

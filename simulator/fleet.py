@@ -16,6 +16,7 @@ from predictor.engine import Engine
 from predictor.lengths import QUANTILES
 from predictor.state import NONE, State, no_facts, stack_like
 from predictor.step_time import Costs, StepTime, tabulate
+from scheduler.instances import BOTH, ROLES
 from simulator.forecast_kernels import LOOKAHEAD
 from simulator.kernels import INSTANCE, RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, EngineArrays
 
@@ -27,13 +28,19 @@ NUM_RESIDUAL = 4097
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSpec:
-    """One instance: its engine, its real speed, and the speed that its predictor assumes."""
+    """One instance: its engine, its real speed, the speed that its predictor assumes, and its role."""
 
     config: EngineConfig
     step_time: StepTime
     predicted_step_time: StepTime | None = None  # of the predictor's profile, if it is another one
     pace: float = 1.0  # real over profiled step time
     predicted_pace: float = 1.0
+    role: str = BOTH
+
+
+def has_roles(specs: Sequence[InstanceSpec]) -> bool:
+    """Return whether some instances serve only one leg of a request."""
+    return any(spec.role != BOTH for spec in specs)
 
 
 def instance_names(num: int) -> tuple[str, ...]:
@@ -85,6 +92,10 @@ def make_fleet(
         knows_lengths and len(noise) == 1 and spec.predicted_step_time is None and spec.pace == spec.predicted_pace
         for spec in specs
     ]
+    records.lease_s = [spec.config.kv_lease_s for spec in specs]
+    records.role = [ROLES.index(spec.role) for spec in specs]
+    if has_roles(specs):  # a leg that waits for its transfer leaves its seat to the tail of the queue
+        records.deterministic = 0
     records.first_noise = generator.integers(0, NUM_NOISE, len(specs))
     fleet = EngineArrays(
         stack=stack._replace(costs=_costs(costs)),
@@ -92,6 +103,7 @@ def make_fleet(
         instances=records,
         slots=_empty_slots(len(specs), slots),
         free_slots=np.zeros((len(specs), slots), np.int64),
+        underway=np.zeros((len(specs), slots), np.int64),
         noise=noise,
         residual=residual,
     )
@@ -123,6 +135,7 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
     for name in (
         "requests",
         "running",
+        "transfers",
         "preempted",
         "turns",
         "ranks",
@@ -137,8 +150,11 @@ def with_more_slots(fleet: EngineArrays) -> EngineArrays:
     slots = _empty_slots(len(fleet.instances), new)
     slots[:, :old] = fleet.slots
     wide = fleet._replace(
-        stack=stack._replace(**grown), slots=slots, free_slots=_wider(fleet.free_slots, 1, new)
-    )  # fmt: skip
+        stack=stack._replace(**grown),
+        slots=slots,
+        free_slots=_wider(fleet.free_slots, 1, new),
+        underway=_wider(fleet.underway, 1, new),
+    )
     for spec, free in zip(wide.instances, wide.free_slots, strict=True):
         free[spec.num_free_slots : spec.num_free_slots + old] = np.arange(new - 1, old - 1, -1)
         spec.num_free_slots += old
@@ -151,11 +167,11 @@ def free_all(fleet: EngineArrays, index: int) -> None:
     fleet.slots.number[index] = NONE
     fleet.free_slots[index, : num_slots - 1] = np.arange(num_slots - 1, 0, -1)
     fleet.instances[index].num_free_slots = num_slots - 1
+    fleet.instances[index].num_underway = 0
 
 
-def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -> list[int]:
-    """Restart an engine with empty state; return the numbers of the requests that it loses."""
-    lost = [int(number) for number in fleet.slots.number[index] if number != NONE]
+def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -> None:
+    """Restart an engine with empty state."""
     fresh = Engine(spec.config, spec.step_time).state
     engine = fleet.stack.engine[index, 0]
     preemptions = int(engine.num_preemptions)
@@ -167,7 +183,6 @@ def restart(fleet: EngineArrays, index: int, spec: InstanceSpec, now_s: float) -
     free_all(fleet, index)
     fleet.instances[index].changed = 1
     fleet.instances[index].has_lookahead = 0
-    return lost
 
 
 def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: int) -> State:
@@ -180,6 +195,7 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         running=np.zeros((num, slots), np.int32),
         waiting=np.zeros((num, slots), np.int32),
         pending=np.zeros((num, slots), np.int32),
+        transfers=np.zeros((num, slots), np.int32),
         preempted=np.zeros((num, slots), np.int32),
         steps=_records((num, 2), first.steps),
         batch=_records((num, 2, slots), first.batch),

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import loop, queues
+from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import compare, read_result
-from predictor.state import NONE, State, copy_into, layer
+from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State, copy_into, layer
 from predictor.step_time import step_seconds
-from simulator.kernels import CANDIDATE, EngineArrays, Requests, engine_at, fill_slot, predicted_tokens
+from simulator.kernels import (
+    CANDIDATE,
+    EngineArrays,
+    Requests,
+    as_decode_leg,
+    as_prefill_leg,
+    engine_at,
+    fill_slot,
+    predicted_tokens,
+)
 
 # Layers of the workspace: without the request, with it, and a copy to run without it; one lookahead per engine.
 BEFORE, WITH, WITHOUT, LOOKAHEAD = 0, 1, 2, 3
@@ -41,8 +50,32 @@ def copy_as_known(fleet: EngineArrays, index: int, source: State, target: State,
     for position in range(engine.num_waiting):
         slot = target.waiting[queues.at(engine.waiting_head, position, size)]
         apply_tag(fleet, target.requests[slot], slots[slot])
+    if instance.num_underway + engine.num_transfers > 0:
+        know_legs(fleet, index, target, now_s)
     engine.pace = instance.predicted_pace
     predict_step_ends(target, now_s)
+
+
+@kernel
+def know_legs(fleet: EngineArrays, index: int, target: State, now_s: float) -> None:
+    """Add what the sidecar of an engine with a role knows: decode legs to come, and how long blocks will be held."""
+    slots = fleet.slots[index]
+    for position in range(fleet.instances[index].num_underway):
+        slot = fleet.underway[index, position]
+        request = target.requests[slot]
+        if slots[slot].is_awaited:
+            if slots[slot].visible_s <= now_s:
+                target.requests[slot] = fleet.stack.requests[index, slot]
+                apply_tag(fleet, target.requests[slot], slots[slot])
+                target.requests[slot].arrival_s = max(now_s, slots[slot].due_s)
+                queues.announce(target, slot)
+        elif request.leg == PREFILL_LEG:
+            request.transfer_s = slots[slot].due_s
+    for position in range(target.engine[0].num_transfers):
+        slot = target.transfers[position]
+        if target.requests[slot].stage == HELD:
+            target.requests[slot].transfer_s = max(now_s, target.requests[slot].finished_s + slots[slot].due_s)
+    remote_kv.find_next(target)
 
 
 @small_kernel
@@ -126,17 +159,21 @@ def add_joined(source: State, lookahead: State) -> None:
 @kernel
 def forecast(
     fleet: EngineArrays, requests: Requests, workspace: State, number: int, indices: np.ndarray, now_s: float,
-    with_delays: bool, results: np.ndarray,
+    with_delays: bool, leg: int, in_s: float, results: np.ndarray,
 ) -> None:  # fmt: skip
-    """Forecast a request on each of some engines, as their sidecars would."""
+    """Forecast a request, or a leg of it, that arrives in `in_s` at each of some engines, as their sidecars would."""
     any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     slot = np.int64(CANDIDATE)
     for row in range(len(indices)):
         index = indices[row]
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
-        fill_slot(fleet, requests, index, slot, number, now_s)
+        fill_slot(fleet, requests, index, slot, number, now_s + in_s)
         entry = fleet.slots[index, slot]
         entry.log_median, entry.spread = requests.facts[number].log_median, requests.facts[number].spread
+        if leg == PREFILL_LEG:
+            as_prefill_leg(source.requests[slot], fleet.instances[index].lease_s)
+        elif leg == DECODE_LEG:
+            as_decode_leg(source.requests[slot])
         apply_tag(fleet, source.requests[slot], entry)
         before, with_it = layer(workspace, source, BEFORE), layer(workspace, source, WITH)
         without_it = layer(workspace, source, WITHOUT)

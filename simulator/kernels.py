@@ -12,7 +12,7 @@ import numpy as np
 from predictor import blocks, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER
-from predictor.state import FINISHED, NONE, PENDING, State
+from predictor.state import DECODE_LEG, FINISHED, HELD, NO_TRANSFER, NONE, PENDING, PREFILL_LEG, TO_FETCH, State
 from predictor.step_time import Costs
 
 CANDIDATE = 0  # the slot that is reserved for the request of a forecast
@@ -49,7 +49,32 @@ OUTCOME = np.dtype(
     align=True,
 )
 
-SLOT = np.dtype([("number", "i8"), ("visible_s", "f8"), ("log_median", "f8"), ("spread", "f8")], align=True)
+# The two legs of a request, where it has two.
+LEGS_OF_REQUEST = np.dtype(
+    [
+        ("prefill", "i8"),  # instances and slots; NONE
+        ("prefill_slot", "i8"),
+        ("decode", "i8"),
+        ("decode_slot", "i8"),
+        ("scheduled_s", "f8"),  # of the prefill leg
+        ("prefilled_s", "f8"),  # when it ended
+        ("fetched_s", "f8"),
+        ("hit_tokens", "i8"),  # of the prefill leg
+    ],
+    align=True,
+)
+
+SLOT = np.dtype(
+    [
+        ("number", "i8"),
+        ("visible_s", "f8"),
+        ("log_median", "f8"),
+        ("spread", "f8"),
+        ("is_awaited", "i8"),  # a decode leg that has not arrived
+        ("due_s", "f8"),  # when it is predicted to arrive; of a prefill leg, for how long its blocks will be held
+    ],
+    align=True,
+)
 
 INSTANCE = np.dtype(
     [
@@ -62,6 +87,9 @@ INSTANCE = np.dtype(
         ("hit_share", "f8"),  # share of prompt tokens found cached, averaged over the last finished requests
         ("first_noise", "i8"),
         ("deterministic", "i8"),  # its forecasts are exact until another request joins
+        ("role", "i8"),  # index in `scheduler.instances.ROLES`
+        ("num_underway", "i8"),
+        ("lease_s", "f8"),  # for how long the blocks of a prefill leg are held if nothing else is known
         ("has_lookahead", "i8"),  # the workspace holds a state of it that runs ahead: see forecast_kernels.py
     ],
     align=True,
@@ -71,7 +99,7 @@ INSTANCE = np.dtype(
 INDICATORS = (
     "num_running", "num_waiting", "num_reserved", "num_total_blocks", "num_free_blocks", "num_reserved_blocks",
     "num_waiting_blocks", "queued_prefill_tokens", "context_tokens", "remaining_tokens", "kv_hit_ratio", "pace",
-    "step_s", "num_preemptions_total", "num_finished_total",
+    "step_s", "num_preemptions_total", "num_finished_total", "num_fetching", "num_held_blocks",
 )  # fmt: skip
 
 SENT, FULL = 0, 1  # what `send` returns
@@ -86,6 +114,7 @@ class EngineArrays(NamedTuple):
     instances: np.recarray[Any, Any]
     slots: np.recarray[Any, Any]
     free_slots: np.ndarray
+    underway: np.ndarray  # slots of legs that concern another engine, in any order: see coupled.py
     noise: np.ndarray  # factors of successive step times; a single 1 without noise
     residual: np.ndarray  # the table of `predicted_tokens`; empty for the rule `plus_ten`
 
@@ -96,6 +125,7 @@ class Requests(NamedTuple):
     facts: np.recarray[Any, Any]
     contents: np.ndarray
     outcomes: np.recarray[Any, Any]
+    legs: np.recarray[Any, Any]
 
 
 RESIDUAL_LOW, RESIDUAL_HIGH = -8.0, 8.0
@@ -161,6 +191,8 @@ def is_quiet(fleet: EngineArrays, index: int, until_s: float) -> bool:
     if engine.num_in_flight + engine.num_running + engine.num_waiting > 0:
         return False
     pending = fleet.stack.pending[index, engine.pending_head]
+    if engine.next_transfer_s <= until_s:
+        return False
     return engine.num_pending == 0 or fleet.stack.requests[index, pending].arrival_s > until_s
 
 
@@ -209,6 +241,19 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
             fleet.stack.hashes[index, slot, position] = requests.contents[facts.first_content + position]
 
 
+@small_kernel
+def as_prefill_leg(request: np.record, held_s: float) -> None:
+    """Make a request that is in a slot its prefill leg."""
+    request.leg, request.transfer_s = PREFILL_LEG, held_s
+    request.final_tokens = request.expected_tokens = request.max_tokens = 1
+
+
+@small_kernel
+def as_decode_leg(request: np.record) -> None:
+    """Make a request that is in a slot its decode leg, whose transfer takes as long as the engine says."""
+    request.leg, request.stage, request.transfer_s = DECODE_LEG, TO_FETCH, np.nan
+
+
 @kernel
 def collect_finished(fleet: EngineArrays, requests: Requests, index: int) -> None:
     """Record the outcomes of the requests that an engine has finished, and free their slots."""
@@ -218,7 +263,10 @@ def collect_finished(fleet: EngineArrays, requests: Requests, index: int) -> Non
         request = fleet.stack.requests[index, slot]
         if entry.number < 0 or request.status != FINISHED or request.in_flight_tokens > 0:
             continue
-        write_outcome(requests.outcomes[entry.number], request)
+        if request.stage != NO_TRANSFER:
+            continue  # its blocks are held
+        if request.leg != PREFILL_LEG:
+            write_outcome(requests.outcomes[entry.number], request)
         share = (1.0 - HIT_SHARE_DECAY) * request.hit_tokens / request.prompt_tokens
         instance.hit_share = HIT_SHARE_DECAY * instance.hit_share + share
         instance.num_finished += 1
@@ -242,22 +290,32 @@ def write_outcome(outcome: np.record, request: np.record) -> None:
 @kernel
 def send(fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float) -> int:
     """Send a request to an engine, whose indicators count it from `visible_s` on; return FULL if no slot is free."""
+    slot = take_slot(fleet, requests, index, number, visible_s)
+    if slot == NONE:
+        return FULL
+    fill_slot(fleet, requests, index, slot, number, arrives_s)
+    queues.announce(engine_at(fleet.stack, fleet.stack.costs, index), slot)
+    return SENT
+
+
+@kernel
+def take_slot(fleet: EngineArrays, requests: Requests, index: int, number: int, visible_s: float) -> int:
+    """Take a free slot of an engine for a request; return NONE if no slot is free."""
     instance = fleet.instances[index]
     if instance.num_free_slots == 0:
         collect_finished(fleet, requests, index)
         if instance.num_free_slots == 0:
-            return FULL
+            return NONE
     instance.num_free_slots -= 1
+    instance.changed = 1
     slot = fleet.free_slots[index, instance.num_free_slots]
     entry = fleet.slots[index, slot]
     entry.number = number
     entry.visible_s = visible_s
     entry.log_median = requests.facts[number].log_median
     entry.spread = requests.facts[number].spread
-    fill_slot(fleet, requests, index, slot, number, arrives_s)
-    queues.announce(engine_at(fleet.stack, fleet.stack.costs, index), slot)
-    instance.changed = 1
-    return SENT
+    entry.is_awaited = 0
+    return int(slot)
 
 
 @kernel
@@ -294,15 +352,25 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
         tokens = request.prompt_tokens + request.output_tokens
-        queued_tokens += tokens
-        waiting_blocks += blocks.blocks_for(tokens, engine.block_size)
+        queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
+        waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
+    for position in range(fleet.instances[index].num_underway):
+        slot = fleet.underway[index, position]
+        if slots[slot].is_awaited and slots[slot].visible_s <= now_s:
+            reserved += 1
+            reserved_blocks += blocks.blocks_for(np.int64(requests[slot].prompt_tokens), engine.block_size)
+            remaining += remaining_tokens_of(fleet, requests[slot], slots[slot])
+    held_blocks = 0
+    for position in range(engine.num_transfers):
+        request = requests[fleet.stack.transfers[index, position]]
+        held_blocks += request.num_blocks if request.stage == HELD else 0
     for position in range(engine.num_pending):
         slot = fleet.stack.pending[index, queues.at(engine.pending_head, position, fleet.slots.shape[1])]
         request = requests[slot]
         if slots[slot].visible_s > now_s:
             continue
-        queued_tokens += request.prompt_tokens
+        queued_tokens += request.prompt_tokens if request.stage == NO_TRANSFER else 0
         remaining += remaining_tokens_of(fleet, request, slots[slot])
         needed = blocks.blocks_for(np.int64(request.prompt_tokens), engine.block_size)
         if request.arrival_s > now_s:
@@ -330,6 +398,8 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     indicators[rows[12]] = step_s
     indicators[rows[13]] = engine.num_preemptions
     indicators[rows[14]] = instance.num_finished
+    indicators[rows[15]] = engine.num_fetching
+    indicators[rows[16]] = held_blocks
 
 
 @small_kernel
@@ -378,6 +448,25 @@ def count_late(fleet: EngineArrays, requests: Requests, now_s: float, limit_s: f
                 first_s = fleet.stack.requests[index, slot].first_token_s
                 num_late += (first_s if first_s >= 0 else now_s) - requests.facts[number].arrival_s > limit_s
     return num_late
+
+
+@kernel
+def count_missed(fleet: EngineArrays, requests: Requests, now_s: float) -> int:
+    """Count the requests with a token that came after its deadline, or whose first token is late and missing."""
+    num_missed = 0
+    for number in range(len(requests.outcomes)):
+        outcome = requests.outcomes[number]
+        num_missed += outcome.finished_s >= 0 and outcome.tokens_on_time < outcome.produced_tokens
+    for index in range(len(fleet.instances)):
+        for slot in range(1, fleet.slots.shape[1]):
+            if fleet.slots[index, slot].number < 0:
+                continue
+            request = fleet.stack.requests[index, slot]
+            is_late = (
+                request.output_tokens == 0 and now_s > request.arrival_s + fleet.stack.facts[index, slot].ttft_slo_s
+            )
+            num_missed += is_late or request.tokens_on_time < request.output_tokens
+    return num_missed
 
 
 refresh_directly, count_hits_directly = direct(refresh), direct(count_hits)

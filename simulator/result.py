@@ -21,6 +21,7 @@ DECISION = np.dtype(
         ("scheduler", "i4"),
         ("status", "i4"),
         ("num_sends", "i4"),
+        ("prefill_instance", "i4"),  # of the prefill leg; NONE where the request was served whole
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
     ],
@@ -48,6 +49,7 @@ class RunResult:
     policy: str
     outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
     decisions: np.recarray[Any, Any]  # DECISION
+    legs: np.recarray[Any, Any]  # kernels.LEGS_OF_REQUEST
     samples: list[ClusterSample]
     end_s: float
     up_s: float  # total seconds that instances were up

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.state import NONE
+from predictor.state import NONE, PREFILL_LEG, SERVE_LEG
 from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
 from scheduler.indicators import INDEX_OF, Column
@@ -96,19 +96,19 @@ class Simulation:
         """Copy what each decision needs out of records, whose fields are slow to read."""
         policy = self.schedulers[0].policy
         self.holds = policy.holds
-        self.sees_now = self.conditions.has_fresh_indicators or policy.needs_forecast
+        self._needs_forecast = any(part.needs_forecast for part in policy.parts)
+        self._needs_prefix = any(part.needs_prefix for part in policy.parts)
+        self.sees_now = self.conditions.has_fresh_indicators or self._needs_forecast
         lengths, median = self.work.lengths, self.work.tag_median
         self.prompt_tokens = lengths.prompt_tokens.tolist()
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
         self.queue_order.mean_step_s = lambda: float(self.reported[STEP_S].mean())
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
-        self._needs_forecast, self._needs_prefix = policy.needs_forecast, policy.needs_prefix
-        self._needs_tpot = "predicted_tpot_s" in policy.forecast_fields
+        needed = {name for part in policy.parts for name in part.forecast_fields} | {"predicted_e2e_s"}
+        self._needs_tpot = "predicted_tpot_s" in needed
         self._forecast_columns = {
-            name: self.results[field_name]
-            for name, field_name in FORECAST_FIELDS.items()
-            if name in policy.forecast_fields or name == "predicted_e2e_s"
+            name: self.results[field_name] for name, field_name in FORECAST_FIELDS.items() if name in needed
         }
         self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
@@ -202,20 +202,24 @@ class Simulation:
         self.fleet.instances[index].up = 0
         self.up_s += time_s - self.up_since.pop(index)
         self.update_rows()
-        rows = self.fleet.stack.requests[index]
-        started = {int(row.serial): row.first_token_s >= 0 for row in rows}
-        produced = {int(row.serial): row.copy() for row in rows}
-        for number in sorted(restart(self.fleet, index, self.specs[index], time_s)):
-            row = produced[number]
-            outcome = self.requests.outcomes[number]
-            if started[number]:  # its client has received a part of the response
-                self.decisions[number].status = STATUSES.index(LOST)
-                outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
-                outcome.num_preemptions += row.num_preemptions
-                outcome.produced_tokens, outcome.tokens_on_time = row.output_tokens, row.tokens_on_time
-            else:
-                outcome.num_preemptions += row.num_preemptions
-                self._decide(number, time_s)
+        slots = np.flatnonzero(self.fleet.slots.number[index] != NONE)
+        lost = {int(self.fleet.slots.number[index, slot]): self.fleet.stack.requests[index, slot].copy()
+                for slot in slots}  # fmt: skip
+        restart(self.fleet, index, self.specs[index], time_s)
+        for number in sorted(lost):
+            self.lose(number, lost[number], index, time_s)
+
+    def lose(self, number: int, row: Any, index: int, time_s: float) -> None:
+        """Start a request again that an instance has lost, unless its client has received a part of the response."""
+        del index
+        outcome = self.requests.outcomes[number]
+        outcome.num_preemptions += row.num_preemptions
+        if row.first_token_s >= 0:
+            self.decisions[number].status = STATUSES.index(LOST)
+            outcome.scheduled_s, outcome.first_token_s = row.scheduled_s, row.first_token_s
+            outcome.produced_tokens, outcome.tokens_on_time = row.output_tokens, row.tokens_on_time
+        else:
+            self._decide(number, time_s)
 
     def _back(self, time_s: float, index: int) -> None:
         self.refresh(time_s)
@@ -246,6 +250,10 @@ class Simulation:
             self.workspace = None
         if number >= 0:
             self.unsent = (NONE, 0, 0.0, 0.0)
+        self.observe(now_s)
+
+    def observe(self, now_s: float) -> None:
+        """Write the indicators that need more than an engine's state."""
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
@@ -259,7 +267,7 @@ class Simulation:
         request = PlacementRequest(
             number=number, indicators=indicators, any_model=True, arrived_s=self._arrival_s[number]
         )
-        decision = Decision(core, request, core.policy)
+        decision = core.decision(request)
         if self._prepare(decision, which, now_s, refresh=not (self.holds and core.num_waiting)):
             self._drive(decision, decision.start(now_s), which, now_s)
 
@@ -372,13 +380,15 @@ class Simulation:
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _forecast(self, among: Candidates, number: int, now_s: float, with_delays: bool) -> dict[str, Column]:
-        """Forecast a request on some instances, in one call of compiled code."""
+    def _forecast(
+        self, among: Candidates, number: int, now_s: float, with_delays: bool, leg: int = SERVE_LEG, in_s: float = 0.0
+    ) -> dict[str, Column]:
+        """Forecast a request, or a leg that arrives in `in_s`, on some instances, in one call of compiled code."""
         rows = np.arange(len(among)) if among.rows is None else among.rows
         num = len(rows)
         results = self.results[:num]
         forecast_kernels.forecast_directly(
-            self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, results
+            self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, leg, in_s, results
         )
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:
@@ -407,13 +417,20 @@ class Simulation:
 
     # The end.
 
+    def run_out(self) -> None:
+        """Advance all engines until nothing is left to do."""
+        kernels.advance(self.fleet, FOREVER)
+
     def _end(self) -> RunResult:
         self.refresh(self.now_s)
-        kernels.advance(self.fleet, FOREVER)
+        self.run_out()
         for index in range(len(self.specs)):
             kernels.collect_finished(self.fleet, self.requests, index)
-            for number in self.fleet.slots.number[index]:
-                if number != NONE:  # it can never be served: it waits for blocks that no request will free
+            legs = self.fleet.stack.requests.leg[index]
+            for number, leg in zip(self.fleet.slots.number[index], legs, strict=True):
+                if (
+                    number != NONE and leg != PREFILL_LEG
+                ):  # it can never be served: it waits for blocks that no request will free
                     self.requests.outcomes[number].finished_s = NONE
         finished = self.requests.outcomes.finished_s >= 0
         self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)
@@ -426,6 +443,7 @@ class Simulation:
             policy=self.schedulers[0].policy.text,
             outcomes=self.requests.outcomes,
             decisions=self.decisions,
+            legs=self.requests.legs,
             samples=self.samples,
             end_s=end_s,
             up_s=up_s,

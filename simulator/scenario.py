@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from predictor.batching import settled
-from predictor.config import FIELD_NAMES, EngineConfig, require_count
+from predictor.config import CONSUMER, FIELD_NAMES, PRODUCER, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
+from predictor.step_time import StepTime
+from scheduler.instances import BOTH, PREFILL_ROLE, ROLES
 from simulator.conditions import CONDITION_NAMES, Conditions, Outage
-from simulator.fleet import InstanceSpec
+from simulator.fleet import InstanceSpec, has_roles
 from simulator.hybrid_load import BestEffort
 from simulator.metrics import SloTarget
 from simulator.mix import Mix, as_tables, mix_from, mixed_workload
@@ -30,7 +32,9 @@ SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_to
 class Instances:
     """`count` equal instances; `foreseen` is the profile that their predictors use, if it is another one.
 
-    With `pooled`, each instance is one engine as large and as fast as that many: a bound for every placement.
+    With `pooled`, each instance is one engine as large and as fast as that many: a bound for every placement. All have
+    the same `role`, except that the first `num_prefill` have the role prefill; `prefill_engine` has the settings in
+    which these differ. `added_step_s` makes every step longer than in the profile.
     """
 
     profile: str = "llama-3.1-8b-h100"
@@ -40,30 +44,53 @@ class Instances:
     foreseen: str = ""
     foreseen_pace: float = 1.0
     pooled: int = 1
+    role: str = BOTH
+    num_prefill: int = 0
+    prefill_engine: tuple[tuple[str, Any], ...] = ()
+    added_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
         require_count("instances.count", self.count)
         require_count("instances.pooled", self.pooled)
+        require_name(self.role, ROLES, "instances.role")
+        require_count("instances.num_prefill", self.num_prefill, at_least=0)
+        if self.num_prefill > self.count:
+            raise ValueError(f"instances.num_prefill: {self.num_prefill} are more than the {self.count} instances")
+        if not 0 <= self.added_step_s < math.inf:
+            raise ValueError(f"instances.added_step_s: must be a time from 0 on, not {self.added_step_s}")
         for name in ("pace", "foreseen_pace"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"instances.{name}: must be a number above 0, not {getattr(self, name)}")
-        for name, _ in self.engine:
+        for name, _ in (*self.engine, *self.prefill_engine):
             require_name(name, FIELD_NAMES, "instances.engine")
 
-    def instance_spec(self) -> InstanceSpec:
-        """Describe one of these instances."""
+    def instance_specs(self) -> list[InstanceSpec]:
+        """Describe these instances, those with the role prefill first."""
+        num_others = self.count - self.num_prefill
+        prefill = [self.instance_spec(PREFILL_ROLE)] * self.num_prefill if self.num_prefill else []
+        return prefill + ([self.instance_spec()] * num_others if num_others else [])
+
+    def instance_spec(self, role: str = "") -> InstanceSpec:
+        """Describe one of these instances, with its own role or another one."""
+        role = role or self.role
         profile = _profile(self.profile)
         suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
-        config = settled(EngineConfig(**{**suggested, **dict(self.engine)}))
-        predicted = pooled_step_time(_profile(self.foreseen).step_time, self.pooled) if self.foreseen else None
+        given = dict(self.engine) | (dict(self.prefill_engine) if role == PREFILL_ROLE else {})
+        config = settled(EngineConfig(**{**suggested, **given}))
+        predicted = self._slowed(_profile(self.foreseen).step_time) if self.foreseen else None
         return InstanceSpec(
             config=pooled_config(config, self.pooled),
-            step_time=pooled_step_time(profile.step_time, self.pooled),
+            step_time=self._slowed(profile.step_time),
             predicted_step_time=predicted,
             pace=self.pace,
             predicted_pace=self.foreseen_pace,
+            role=role,
         )
+
+    def _slowed(self, step_time: StepTime) -> StepTime:
+        slowed = replace(step_time, constant_s=step_time.constant_s + self.added_step_s)
+        return pooled_step_time(slowed if self.added_step_s else step_time, self.pooled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +110,8 @@ class Scenario:
 
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe all instances."""
-        return [spec for kind in self.instances for spec in [kind.instance_spec()] * kind.count]
+        specs = [spec for kind in self.instances for spec in kind.instance_specs()]
+        return [_connected(spec) for spec in specs] if has_roles(specs) else specs
 
     def workload(self, rate: float | None, seed: int) -> Workload:
         """Draw the traffic: the same seed gives the same requests in the same pattern at any rate.
@@ -100,6 +128,14 @@ class Scenario:
     def changed(self, **changes: Any) -> Scenario:
         """Return a copy with the changes of a nested table."""
         return scenario_from(_merged(as_table(self), changes))
+
+
+def _connected(spec: InstanceSpec) -> InstanceSpec:
+    """Give an engine among others with roles the part of the KV connector that its role needs."""
+    if spec.config.kv_role:
+        return spec
+    kv_role = PRODUCER if spec.role == PREFILL_ROLE else CONSUMER
+    return replace(spec, config=replace(spec.config, kv_role=kv_role))
 
 
 @functools.lru_cache(maxsize=32)
@@ -141,9 +177,11 @@ def scenario_from(table: Mapping[str, Any]) -> Scenario:
 
 
 def _instances(table: Mapping[str, Any]) -> Instances:
-    engine = table.get("engine", {})
-    pairs = engine.items() if isinstance(engine, Mapping) else engine
-    return _made(Instances, {**table, "engine": tuple(sorted(pairs))}, "instances")
+    settings = {}
+    for name in ("engine", "prefill_engine"):
+        engine = table.get(name, {})
+        settings[name] = tuple(sorted(engine.items() if isinstance(engine, Mapping) else engine))
+    return _made(Instances, {**table, **settings}, "instances")
 
 
 def as_table(scenario: Scenario) -> dict[str, Any]:
@@ -159,8 +197,9 @@ def as_table(scenario: Scenario) -> dict[str, Any]:
 
 def _plain(value: Any) -> dict[str, Any]:
     plain = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-    if "engine" in plain:
-        plain["engine"] = dict(plain["engine"])
+    for name in ("engine", "prefill_engine"):
+        if name in plain:
+            plain[name] = dict(plain[name])
     if "outages" in plain:
         plain["outages"] = [_plain(outage) for outage in plain["outages"]]
     return {name: kept for name, kept in plain.items() if kept is not None}

@@ -136,7 +136,6 @@ def _rank(recommendation: Recommendation) -> tuple[bool, int, float, str]:
 
 
 def _smallest(policy: str, used: Callable[[str, int], float], start: int, max_instances: int) -> Recommendation:
-    """Search from a first guess in growing strides, then by bisection."""
     known: dict[int, float] = {}
 
     def share(num: int) -> float:
@@ -144,21 +143,34 @@ def _smallest(policy: str, used: Callable[[str, int], float], start: int, max_in
             known[num] = used(policy, num)
         return known[num]
 
-    num, stride = min(start, max_instances), 1
+    num = smallest_size(share, start, max_instances)
+    if num is None:
+        return Recommendation(policy=policy, num_instances=None, used=share(max_instances), used_with_one_less=None)
+    less = share(num - 1) if num > 1 else None
+    return Recommendation(policy=policy, num_instances=num, used=share(num), used_with_one_less=less)
+
+
+def smallest_size(share: Callable[[int], float], start: int, most: int, least: int = 1) -> int | None:
+    """Find the smallest number whose share of the limit is at most 1; None if not even that of `most` is.
+
+    The search goes from a first guess in growing strides, then by bisection. A number may be asked for several times.
+    """
+    num, stride = max(least, min(start, most)), 1
     if share(num) <= 1:
         high = num
-        while num > 1 and share(num) <= 1:
-            high, num, stride = num, max(1, num - stride), stride * 2
-        low = 0 if share(num) <= 1 else num
-        high = num if low == 0 else high
+        while num > least and share(num) <= 1:
+            high, num, stride = num, max(least, num - stride), stride * 2
+        if share(num) <= 1:
+            return num
+        low = num
     else:
-        while share(num) > 1 and num < max_instances:
-            num, stride = min(max_instances, num + stride), stride * 2
+        low = num
+        while share(num) > 1 and num < most:
+            low, num, stride = num, min(most, num + stride), stride * 2
         if share(num) > 1:
-            return Recommendation(policy=policy, num_instances=None, used=share(num), used_with_one_less=None)
-        low, high = max(one for one, value in known.items() if value > 1), num
+            return None
+        high = num
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if share(middle) <= 1 else (middle, high)
-    less = share(high - 1) if high > 1 else None
-    return Recommendation(policy=policy, num_instances=high, used=share(high), used_with_one_less=less)
+    return high

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 
 from services.cli.simulate_options import bar, runner_for
 from services.result_files import ResultCache, write_report
-from simulator.experiments.experiment import experiment_named, experiment_names
+from simulator.experiments.experiment import (
+    Experiment,
+    ExperimentSetting,
+    experiment_named,
+    experiment_names,
+)
 from simulator.experiments.findings import measure
 from simulator.experiments.report import as_json as findings_json
 from simulator.experiments.report import as_markdown
@@ -20,7 +26,13 @@ from simulator.experiments.report import as_markdown
 @click.argument("name", required=False)
 @click.option("--out", "folder", metavar="DIR", default=None, help="Folder of the report.  [default: experiments/NAME]")
 @click.option("--seeds", type=int, default=None, help="Number of seeds.  [default: the experiment's]")
-@click.option("--only", "settings", multiple=True, metavar="SETTING", help="Run this setting only. Repeatable.")
+@click.option(
+    "--only",
+    "settings",
+    multiple=True,
+    metavar="SETTING",
+    help="Run this setting only, or those that a pattern such as `*_10ms` matches. Repeatable.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
@@ -49,11 +61,7 @@ def experiment(
         if seeds < 1:
             raise ValueError(f"seeds: must be at least 1, not {seeds}")
         wanted = replace(wanted, seeds=seeds)
-    if settings:
-        unknown = set(settings) - {setting.name for setting in wanted.settings}
-        if unknown:
-            raise ValueError(f"--only: {', '.join(sorted(unknown))}: no such setting")
-        wanted = replace(wanted, settings=tuple(one for one in wanted.settings if one.name in settings))
+    wanted = replace(wanted, settings=_chosen(wanted, settings))
     target = Path(folder or f"experiments/{wanted.name}")
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -68,3 +76,15 @@ def experiment(
     else:
         print(as_markdown(wanted, findings))
         click.echo(f"written to {target}/report.html, report.md, results.json", err=True)
+
+
+def _chosen(experiment: Experiment, patterns: tuple[str, ...]) -> tuple[ExperimentSetting, ...]:
+    """Return the settings that patterns match; without any, those that are not optional."""
+    if not patterns:
+        return tuple(one for one in experiment.settings if not one.optional)
+    chosen = {
+        pattern: [one.name for one in experiment.settings if fnmatchcase(one.name, pattern)] for pattern in patterns
+    }
+    if unknown := sorted(pattern for pattern, names in chosen.items() if not names):
+        raise ValueError(f"--only: {', '.join(unknown)}: no such setting")
+    return tuple(one for one in experiment.settings if any(one.name in names for names in chosen.values()))

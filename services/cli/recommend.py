@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from services.cli.recommend_pools import recommend_by_pools
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
 from simulator.sizing import Recommendation, Target, recommend
@@ -61,6 +62,17 @@ ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filte
     show_default=True,
     help="Number of samples of traffic, in each of which the SLO must hold.",
 )
+@click.option(
+    "--pools", is_flag=True, help="Size pools of prefill and decode instances, and compare them with co-located ones."
+)
+@click.option(
+    "--instance-price",
+    "price",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="With --pools: cost per instance-hour.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def recommend_command(
@@ -75,11 +87,17 @@ def recommend_command(
     percentile: float,
     max_instances: int,
     seeds: int,
+    pools: bool,
+    price: float,
     workers: int | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Rank policies, with tuned parameters, by the smallest cluster with which the SLO holds."""
+    """Rank policies, with tuned parameters, by the smallest cluster with which the SLO holds.
+
+    With --pools it says how many instances should prefill and how many decode, or whether co-located ones do it with
+    fewer.
+    """
     chosen = policies_in(policies or (ALL,))
     for name, value in (("seeds", seeds), ("max_instances", max_instances)):
         if value < 1:
@@ -94,6 +112,17 @@ def recommend_command(
     if base.traffic.trace and rate is None and flags["arrivals"] is None and not base.traffic.schedule:
         base = replace(base, traffic=replace(base.traffic, arrivals=TRACE))
     base.workload(rate, 0)  # a bad trace is refused here, before any process starts
+    if not price > 0:
+        raise ValueError(f"instance_price: must be above 0, not {price}")
+    if pools:
+        if profiles:
+            raise ValueError("--also-profile: cannot be combined with --pools")
+        with runner_for(workers, None) as runner:
+            recommend_by_pools(
+                base, policies_in(policies) if policies else (), target, rate=rate, seeds=seeds,
+                max_instances=max_instances, price=price, runner=runner, as_json=as_json,
+            )  # fmt: skip
+        return
     kinds = {base.instances[0].profile: base}
     for profile in profiles:
         kinds[profile] = base.changed(instances={"profile": profile})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from simulator.experiments import autoscaling_shapes
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
 
-CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY = (
-    "capacity", "sweep", "forecasts", "provisioning", "hybrid", "urgency",
+CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY, GOODPUT = KINDS = (
+    "capacity", "sweep", "forecasts", "provisioning", "hybrid", "urgency", "goodput",
 )  # fmt: skip
-KINDS = (CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY)
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
+    "attained", "axes", "default_settings",
 )  # fmt: skip
 
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
@@ -97,18 +98,25 @@ OWN_PLOTS = {FORECASTS: tuple(FORECAST_METRICS), HYBRID: HYBRID_PLOTS, URGENCY: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with its changes to the scenario, or these alone; one curve or row of a report."""
+    """A policy with its changes to the scenario, or these alone; one curve or row of a report.
+
+    `splits` are the shares of the instances that may have the role prefill, of which an experiment of kind goodput
+    chooses the best; `split_of` names the variant whose choice is taken over.
+    """
 
     name: str
     policy: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    splits: tuple[float, ...] = ()
+    split_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentSetting:
     """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`.
 
-    With a `saturated_rate` in requests/s, the rates are loads: multiples of it.
+    With a `saturated_rate` in requests/s, the rates are loads: multiples of it. One that is `optional` is measured only
+    where it is asked for.
     """
 
     name: str
@@ -118,6 +126,7 @@ class ExperimentSetting:
     saturated_rate: float | None = None
     variants: tuple[str, ...] = ()
     baseline: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +156,7 @@ class Experiment:
     bound: bool = False  # report also the upper bound for any placement
     rivals: tuple[str, ...] = ()  # the variants whose best the others are compared with, at each setting and rate
     rival_metric: str = "tdg_ratio"  # by which the best is chosen; more is better
+    attained: float = 0.9  # the share of the requests that goodput requires
 
     def baseline_of(self, setting: ExperimentSetting) -> str:
         """Return the variant that gains are relative to."""
@@ -202,9 +212,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     baseline = table.get("baseline", variants[0].name)
     if baseline not in [one.name for one in variants]:
         raise ValueError(f"baseline: {baseline!r} is none of the variants")
-    settings = tuple(
-        _setting(key, dict(changes), base, table) for key, changes in table.get("settings", {"all": {}}).items()
-    )
+    settings = _settings(base, table)
     _require_rates(kind, settings)
     require_count("seeds", table.get("seeds", 5))
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
@@ -220,6 +228,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     for rival in rivals:
         if rival not in names:
             raise ValueError(f"rivals: {rival!r} is none of the variants")
+    _require_splits(variants)
     if rivals and rival_metric not in metrics_of(kind):
         raise ValueError(f"rival_metric: {rival_metric!r} is none of {', '.join(metrics_of(kind))}")
     return Experiment(
@@ -244,7 +253,21 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         bound=bool(table.get("bound", False)),
         rivals=rivals,
         rival_metric=rival_metric,
+        attained=_share(table.get("attained", 0.9)),
     )
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"attained: must be a share above 0, at most 1, not {value!r}")
+    return float(value)
+
+
+def _require_splits(variants: Sequence[Variant]) -> None:
+    split = [one.name for one in variants if one.splits]
+    for one in variants:
+        if one.split_of and one.split_of not in split:
+            raise ValueError(f"policies.split_of: {one.split_of!r} is no variant with splits")
 
 
 def _require_rates(kind: str, settings: Sequence[ExperimentSetting]) -> None:
@@ -260,15 +283,40 @@ def metrics_of(kind: str) -> Mapping[str, Callable[[dict[str, Any]], float | Non
 
 
 def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
-    table = {"policy": given} if isinstance(given, str) else dict(given)
+    table: dict[str, Any] = {"policy": given} if isinstance(given, str) else dict(given)
     variant = Variant(
         name=str(table.get("name", table.get("policy", ""))),
         policy=str(table.get("policy", "")),
-        changes={key: value for key, value in table.items() if key not in ("name", "policy")},
+        changes={key: value for key, value in table.items() if key not in ("name", "policy", "splits", "split_of")},
+        splits=tuple(table.get("splits", ())),
+        split_of=str(table.get("split_of", "")),
     )
+    if not all(isinstance(share, int | float) and 0 < share < 1 for share in variant.splits):
+        raise ValueError(f"policies.splits: must be shares between 0 and 1, not {variant.splits}")
     if kind not in (HYBRID, URGENCY):  # which have one instance
         policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
+
+
+def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetting, ...]:
+    """Make the settings: those of the table, each with every combination of one value of each axis.
+
+    Where `default_settings` names some, the others are optional.
+    """
+    default = table.get("default_settings", ())
+    found = []
+    for key, changes in table.get("settings", {"all": {}}).items():
+        setting = _setting(key, dict(changes), base, table)
+        for values in itertools.product(*(axis.items() for axis in table.get("axes", ()))):
+            scenario = setting.scenario
+            for _, more in values:
+                scenario = scenario.changed(**more)
+            name = "_".join([key, *(value for value, _ in values)])
+            optional = setting.optional or (bool(default) and name not in default)
+            found.append(replace(setting, name=name, scenario=scenario, optional=optional))
+    if unknown := set(default) - {one.name for one in found}:
+        raise ValueError(f"default_settings: {', '.join(sorted(unknown))}: no such setting")
+    return tuple(found)
 
 
 def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[str, Any]) -> ExperimentSetting:
@@ -278,6 +326,7 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
     if saturated_rate is not None and not (isinstance(saturated_rate, int | float) and 0 < saturated_rate < math.inf):
         raise ValueError(f"saturated_rate: must be a number above 0, not {saturated_rate!r}")
     variants = changes.pop("only", [])
+    optional = bool(changes.pop("optional", False))
     baseline = str(changes.pop("baseline", table.get("baseline", "")))
     return ExperimentSetting(
         name=name,
@@ -287,4 +336,5 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
         saturated_rate=saturated_rate,
         variants=tuple(variants),
         baseline=baseline,
+        optional=optional,
     )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from simulator.assembly import simulate
 from simulator.capacity import Capacity, Search, capacities, gain, half_width
-from simulator.experiments import autoscaling_comparison, autoscaling_shapes
+from simulator.experiments import autoscaling_comparison, autoscaling_shapes, goodput_comparison
 from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluate, turning_points
 from simulator.experiments.experiment import (
     CAPACITY,
     FORECASTS,
+    GOODPUT,
     HYBRID,
     PROVISIONING,
     URGENCY,
@@ -78,6 +79,7 @@ class Findings:
     curves: Mapping[str, Mapping[str, Mapping[str, list[tuple[float, float, float]]]]]
     claims: Sequence[tuple[Claim, Sequence[ClaimResult]]] = ()
     best_rivals: Sequence[BestRival] = ()
+    goodput: goodput_comparison.Found = field(default_factory=dict)
 
 
 def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
@@ -85,7 +87,8 @@ def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> 
     runner = _from_seed(experiment.first_seed, runner)
     if experiment.kind == PROVISIONING:
         return _provisioning(experiment, runner, on_progress)
-    return (_capacities if experiment.kind == CAPACITY else _sweep)(experiment, runner, on_progress)
+    kinds = {CAPACITY: _capacities, GOODPUT: _goodput}
+    return kinds.get(experiment.kind, _sweep)(experiment, runner, on_progress)
 
 
 def _from_seed(first_seed: int, runner: Runner) -> Runner:
@@ -167,6 +170,29 @@ def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress)
         }
     on_progress(estimate, estimate)
     return Findings(rows=rows, curves={"capacity": bars})
+
+
+def _goodput(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
+    found = goodput_comparison.compare(experiment, runner, on_progress)
+    units = {"goodput_qps": "requests/s", "num_prefill": "instances"}
+    rows = [
+        _mean_row(f"{metric}.{slug(variant)}.{setting}", values, units.get(metric, "ratio"))
+        for (metric, variant, setting), values in goodput_comparison.numbers_of(found).items()
+    ]
+    if experiment.rivals:
+        gains = goodput_comparison.gains_over_best(experiment, found)
+        for (setting, variant), values in gains.items():
+            rows.append(_mean_row(f"goodput_over_best_fixed.{slug(variant)}.{setting}", values, "ratio"))
+        for variant in dict.fromkeys(variant for _, variant in gains):
+            each = np.array([values for (_, other), values in gains.items() if other == variant]).mean(axis=0)
+            rows.append(_mean_row(f"goodput_over_best_fixed.{slug(variant)}.mean", each.tolist(), "ratio"))
+    curves: Curves = {"goodput": {}}
+    for setting, variants in found.items():
+        curves["goodput"][setting] = {
+            name: [(0.0, float(np.mean(one.rates)), half_width(one.rates) if len(one.rates) > 1 else 0.0)]
+            for name, one in variants.items()
+        }
+    return Findings(rows=rows, curves=curves, goodput=found)
 
 
 def _bound(experiment: Experiment, setting: ExperimentSetting) -> Capacity:

@@ -15,8 +15,9 @@ from simulator.capacity import half_width
 from simulator.experiments.autoscaling_shapes import NUMBERS, OVER_TIME
 from simulator.experiments.charts import dot_chart, line_chart
 from simulator.experiments.claims import Claim, ClaimResult
-from simulator.experiments.experiment import CAPACITY, PROVISIONING, Experiment
+from simulator.experiments.experiment import CAPACITY, GOODPUT, PROVISIONING, Experiment
 from simulator.experiments.findings import BOUND, URGENCY_OVER_TIME, Findings, Row, slug
+from simulator.experiments.goodput_comparison import goodput_tables
 from simulator.scenario import as_table
 
 STYLE = (
@@ -48,6 +49,7 @@ TITLES = {
     "e2e_p99_s": "P99 e2e, s",
     "requests_per_s": "throughput, requests/s",
     "capacity": "capacity, requests/s",
+    "goodput": "goodput, requests/s",
     "free_blocks_mean": "free blocks, mean",
     "free_blocks_variance": "free blocks, variance between instances",
     "hit_ratio": "share of prompt tokens found cached",
@@ -232,6 +234,8 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
 
 
 def _tables(experiment: Experiment, findings: Findings) -> list[str]:
+    if experiment.kind == GOODPUT:
+        return goodput_tables(experiment, findings.goodput)
     kinds = {CAPACITY: _capacity_tables, PROVISIONING: _provisioning_tables}
     tables = kinds.get(experiment.kind, _sweep_tables)(experiment, findings)
     return turning_tables(experiment, findings) + tables
