@@ -23,8 +23,6 @@ from simulator.workload import Workload
 
 T = TypeVar("T")
 
-SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
@@ -54,8 +52,7 @@ class Instances:
     def instance_spec(self) -> InstanceSpec:
         """Describe one of these instances."""
         profile = _profile(self.profile)
-        suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
-        config = settled(EngineConfig(**{**suggested, **dict(self.engine)}))
+        config = settled(EngineConfig(**{**profile.suggested_settings, **dict(self.engine)}))
         predicted = pooled_step_time(_profile(self.foreseen).step_time, self.pooled) if self.foreseen else None
         return InstanceSpec(
             config=pooled_config(config, self.pooled),
