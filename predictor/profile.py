@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -100,11 +101,12 @@ class KvTransferTime:
         """Refuse values that no transfer can have."""
         if self.kv_bytes_per_token is not None:
             require_count("kv_bytes_per_token", self.kv_bytes_per_token)
-        for name in ("kv_transfer_base_s", "kv_transfer_block_s", "kv_transfer_bytes_per_s"):
+        for name in ("kv_transfer_base_s", "kv_transfer_block_s"):
             if getattr(self, name) is not None:
                 require_seconds(name, getattr(self, name))
-        if self.kv_transfer_bytes_per_s == 0:
-            raise ValueError("kv_transfer_bytes_per_s: must be above 0")
+        rate = self.kv_transfer_bytes_per_s
+        if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate) and rate > 0):
+            raise ValueError(f"kv_transfer_bytes_per_s: must be a number above 0, not {rate!r}")
 
 
 UNKNOWN_TRANSFER = KvTransferTime()

@@ -15,7 +15,8 @@ from predictor.profile import KvTransferTime
 MIN_TRANSFERS = 6
 MIN_RATIO = 2.0  # of the largest to the smallest transfer
 LEAST_BYTE_S = 1e-15  # where the number of descriptors explains all
-VARIES = 0.1  # coefficient of variation of descriptors per byte from which their own cost can be told
+LEAST_SHARE = 0.1  # of the median: errors of quicker transfers count relative to this
+VARIES = 0.3  # coefficient of variation of descriptors per byte from which their own cost can be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class FittedTransfers:
 
 
 def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> FittedTransfers:
-    """Fit to the medians of equal transfers by relative errors; ValueError if they are too few or too much alike.
+    """Fit to the medians of equal transfers, by relative errors; ValueError if they are too few or too much alike.
 
     The cost of a descriptor can be told only where their number does not grow with the bytes: blocks that lie side by
     side need fewer. Otherwise it is a part of the bandwidth, and kv_transfer_block_s is 0.
@@ -57,7 +58,8 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> Fit
         columns.append(descriptors)
     table = np.column_stack(columns)
     scale = table.max(axis=0)
-    solved, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))
+    weights = 1 / np.maximum(seconds, LEAST_SHARE * np.median(seconds))
+    solved, _ = nnls(table / scale * weights[:, None], seconds * weights)
     base_s, byte_s, *descriptor_s = (solved / scale).tolist()
     per_block = float(np.median(descriptors / blocks))
     return FittedTransfers(

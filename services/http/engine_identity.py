@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.http.client import Headers, HttpClient, Origin
@@ -14,11 +14,12 @@ WITHIN_S = 30.0  # for each of an engine's two replies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """The version of an engine, and its model: the name that clients use, and the files."""
+    """The version of an engine, and its model: the name that clients use, the files, and the longest request."""
 
     version: str
     model: str
     files: str
+    max_model_len: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """Write both as a part of a sentence."""
@@ -35,7 +36,13 @@ async def engine_identity(
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, Mapping) or "version" not in version:
         raise ValueError("/version and /v1/models do not answer as vLLM's")
-    return EngineIdentity(version=str(version["version"]), model=str(first.get("id")), files=str(first.get("root", "")))
+    longest = first.get("max_model_len")
+    return EngineIdentity(
+        version=str(version["version"]),
+        model=str(first.get("id")),
+        files=str(first.get("root", "")),
+        max_model_len=longest if type(longest) is int else None,
+    )
 
 
 def difference(identities: Mapping[str, EngineIdentity]) -> str:
