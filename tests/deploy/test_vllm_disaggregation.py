@@ -268,11 +268,31 @@ async def is_used(pools: Pools) -> bool:
     return await pools.metric(PREFILL, "vllm:kv_cache_usage_perc") > 0
 
 
-def test_a_decode_engine_killed_before_its_first_byte(pools: Pools) -> None:
+def test_a_decode_engine_killed_before_it_has_the_request(pools: Pools) -> None:
     """Another decode engine fetches the same blocks: the prompt is prefilled once."""
 
     async def test() -> None:
         prompt, legs = prompt_of(21), await pools.held_legs()
+        with pools.stopped(PREFILL) as go_on:
+            answering = asyncio.create_task(pools.answer(prompt))
+            chosen = await pools.chosen_of(DECODES)
+            pools.signal(chosen, signal.SIGKILL)
+            await until(lambda: not pools.cluster.children[chosen].serves, what="it has ended")
+            go_on(PREFILL)
+            answer = await answering
+        other = next(name for name in DECODES if name != chosen)
+        assert (answer.instance, answer.prefill_instance) == (other, PREFILL)
+        assert await pools.held_legs() == legs + 1
+        assert answer.text == (await pools.whole(prompt))["choices"][0]["text"]
+
+    pools.run(test())
+
+
+def test_a_decode_engine_killed_before_its_first_byte(pools: Pools) -> None:
+    """The prompt is prefilled again: the killed engine may have fetched the blocks, which frees them."""
+
+    async def test() -> None:
+        prompt, legs = prompt_of(26), await pools.held_legs()
         with pools.stopped(*DECODES) as go_on:
             answering = asyncio.create_task(pools.answer(prompt))
             chosen = await pools.chosen_of(DECODES)
@@ -282,7 +302,7 @@ def test_a_decode_engine_killed_before_its_first_byte(pools: Pools) -> None:
             go_on(other)
             answer = await answering
         assert (answer.instance, answer.prefill_instance) == (other, PREFILL)
-        assert await pools.held_legs() == legs + 1
+        assert await pools.held_legs() == legs + 2
         assert answer.text == (await pools.whole(prompt))["choices"][0]["text"]
 
     pools.run(test())
