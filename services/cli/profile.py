@@ -15,6 +15,7 @@ import click
 
 from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
+from predictor.request import LEGS
 from services.cli.engine_options import profile_named
 from services.profiling.kernels_command import KernelOptions, kernel_profile
 from services.profiling.measure_command import MeasureOptions, measured_profile
@@ -101,6 +102,13 @@ def _line(chosen: Profile) -> str:
     default=default_of(MeasureOptions, "seed"),
     show_default=True,
     help="Seed of the lengths in mixed batches.",
+)
+@click.option(
+    "--leg",
+    type=click.Choice(LEGS),
+    default=default_of(MeasureOptions, "leg"),
+    show_default=True,
+    help="What the engine is measured for: whole requests, or one leg of disaggregated prefill and decode.",
 )
 @click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
 @click.option("--json", "as_json", is_flag=True, help="Print the measurement and the profile as one JSON object.")
