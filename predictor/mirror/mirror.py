@@ -42,7 +42,6 @@ MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
 SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
-SUGGESTED_SETTINGS = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
 class NoModelError(Exception):
@@ -327,9 +326,8 @@ class EngineMirror:
     # The models.
 
     def _config(self) -> EngineConfig:
-        suggested = self._options.profile.engine
-        settings = {name: value for name in SUGGESTED_SETTINGS if (value := getattr(suggested, name)) is not None}
-        return EngineConfig(**{**settings, **self._engine_settings, **self._options.engine})
+        suggested = self._options.profile.suggested_settings
+        return EngineConfig(**{**suggested, **self._engine_settings, **self._options.engine})
 
     def _discard_outdated_models(self) -> None:
         """Discard the models if the engine's settings have changed."""

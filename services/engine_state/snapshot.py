@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +20,17 @@ from services.engine_state.identity import client_id
 from services.engine_state.view import Contents, View
 
 NO_TAGS: Mapping[str, Tag] = {}
+NO_SETTINGS: Mapping[str, Any] = {}
 
 
-def config_of(view: View) -> EngineConfig:
-    """Return the engine's configuration."""
+def config_of(view: View, suggested: Mapping[str, Any] = NO_SETTINGS) -> EngineConfig:
+    """Return the engine's configuration; `suggested` are settings that hold where the engine does not know them."""
     settings = view.settings.get("engine")
     if not isinstance(settings, dict):
         raise ValueError("settings.engine: is missing from the state file")
     try:
         require_known(settings, FIELD_NAMES, "engine setting")
-        return EngineConfig(**settings)
+        return EngineConfig(**{**suggested, **settings})
     except ValueError as error:
         raise ValueError(f"settings.engine.{error}") from None
 

@@ -223,8 +223,8 @@ class ExportedEngine:
 
     def _start(self, view: View) -> FollowedEngine:
         """Make a replica for an engine that is new, or has changed the size of its file."""
-        config = config_of(view)
         profile = self._profile or _profile_of(view)
+        config = config_of(view, profile.transfer_settings)
         if self._profile is not None:
             _require(require_possible, profile, config)
         self._transit = profile.transit
