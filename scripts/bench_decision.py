@@ -23,16 +23,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from predictor.config import EngineConfig
+from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER, EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.profile import load_profile
-from predictor.request import DECODE, PREFILL, RequestFacts
+from predictor.request import LEGS, RequestFacts
 from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
@@ -165,9 +164,7 @@ LEG_POLICIES = {
 }
 CLUSTERS = {"both16": {"both": 16}, "prefill8_decode8": {"prefill": 8, "decode": 8}}
 NUM_RUNNING = {"both": 24, "prefill": 2, "decode": 24}
-LEG_CONFIG = EngineConfig(
-    max_num_seqs=64, max_num_batched_tokens=512, num_gpu_blocks=2000, max_model_len=2048, enable_prefix_caching=False
-)
+KV_ROLES = {"both": PRODUCER_AND_CONSUMER, "prefill": PRODUCER, "decode": CONSUMER}
 
 
 def measured_legs(rounds: int, requests: int) -> Iterator[dict[str, object]]:
@@ -201,16 +198,13 @@ def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callab
     for name in roles:
         directory.table.replace(name, reported(rng), now_s=0.0)
     core = SchedulerCore(text, directory, random=rng.random, seed=1)
-    forecasters = {name: Forecaster(loaded(NUM_RUNNING[role], rng)) for name, role in roles.items()} if made else {}
-    values = {name: forecast(rng) for name in roles}
+    forecasters = {name: Forecaster(loaded(role, rng)) for name, role in roles.items()} if made else {}
+    known = {leg: {name: Answer(CandidateStatus.FORECAST, forecast(rng)) for name in roles} for leg in LEGS}
     indicators = RequestIndicators(prompt_tokens=800)
 
     def answer(name: str, ask: Ask) -> Answer:
         if not made:
-            later_s = 0.3 if ask.leg == DECODE else 0.0
-            value = values[name] if ask.leg != PREFILL else replace(values[name], e2e_s=values[name].ttft_s)
-            value = replace(value, e2e_s=value.e2e_s + later_s, ttft_s=value.ttft_s + later_s)
-            return Answer(CandidateStatus.FORECAST, value)
+            return known[ask.leg][name]
         forecaster = forecasters[name]
         now_s = forecaster.engine.now_s
         facts = RequestFacts(
@@ -234,10 +228,18 @@ def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callab
     return decide
 
 
-def loaded(num_running: int, rng: random.Random) -> Engine:
+def loaded(role: str, rng: random.Random) -> Engine:
     """An engine in the middle of requests."""
-    engine = Engine(LEG_CONFIG, load_profile("llama-2-7b-a30").step_time)
-    for number in range(num_running):
+    config = EngineConfig(
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        num_gpu_blocks=2000,
+        max_model_len=2048,
+        kv_role=KV_ROLES[role],
+        kv_bytes_per_token=524_288,
+    )
+    engine = Engine(config, load_profile("llama-2-7b-a30").step_time)
+    for number in range(NUM_RUNNING[role]):
         prompt_tokens, output_tokens = rng.randint(50, 800), rng.randint(20, 600)
         engine.add(RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens))
     engine.advance(1.0)
