@@ -61,6 +61,7 @@ PAIR_ALWAYS = "pair_always"
 WHOLE_BY_FORECAST = "whole_by_forecast"
 WHOLE_BY_CONDITION = "whole_by_condition"
 WHOLE_NEVER = "whole_never"
+WHOLE_BY_REQUEST = "whole_by_request"
 WHOLE_NO_PREFILL = "whole_no_prefill"  # no instance of the model has role prefill
 WHOLE_NO_DECODE = "whole_no_decode"  # none has role decode or both
 WHOLE_PREFILL_DOWN = "whole_prefill_down"  # none with role prefill takes the request now
@@ -72,6 +73,7 @@ REASONS = (
     WHOLE_BY_FORECAST,
     WHOLE_BY_CONDITION,
     WHOLE_NEVER,
+    WHOLE_BY_REQUEST,
     WHOLE_NO_PREFILL,
     WHOLE_NO_DECODE,
     WHOLE_PREFILL_DOWN,
@@ -226,8 +228,8 @@ class DisaggregatedDecision(Decision):
         self._has_prefill = not _is_empty(instances.rows_in_pool(rows, Pool.PREFILL))
         if _is_empty(instances.rows_in_pool(rows, Pool.DECODE)):
             return self._without_decode(WHOLE_NO_DECODE, now_s)
-        if self._rules.disaggregate == NEVER:
-            return self._attempt_whole(WHOLE_NEVER, now_s)
+        if self._has_one_leg():
+            return self._attempt_whole(WHOLE_BY_REQUEST if self.request.undivided else WHOLE_NEVER, now_s)
         if not self._has_prefill:
             return self._without_prefill(WHOLE_NO_PREFILL, now_s)
         if self.policy.needs_forecast:
@@ -515,8 +517,12 @@ class DisaggregatedDecision(Decision):
         if self._pool is not Pool.DECODE:
             return False
         if self.core.rules.without_pool == REFUSE:
-            return self._rules.disaggregate != NEVER
+            return not self._has_one_leg()
         return self._has_prefill
+
+    def _has_one_leg(self) -> bool:
+        """Return whether the request is served as a whole, whatever the instances report."""
+        return self.request.undivided or self._rules.disaggregate == NEVER
 
     def _with_left(self, now_s: float) -> Candidate | None:
         """Return the best of both pools that no policy compared."""

@@ -53,6 +53,7 @@ class RequestForwarder:
     attainment: StreamAttainment | None = None  # of a request with targets
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
+    _disaggregation: str = ""  # why the request has two legs, or one
 
     async def run(self) -> None:
         """Forward the request, and pass the response on."""
@@ -113,6 +114,8 @@ class RequestForwarder:
         attempt = UpstreamAttempt(
             context=self.context, incoming=self.incoming, destination=destination, attainment=self.attainment
         )
+        if destination.decision is not None and self._held is None:  # that of a decode leg alone says nothing new
+            self._disaggregation = destination.decision.disaggregation
         try:
             if destination.prefill is not None and not await self._prefilled(destination.prefill, attempt):
                 return attempt
@@ -265,8 +268,8 @@ class RequestForwarder:
                 (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
                 (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
             )
-        if destination.decision is not None and destination.decision.disaggregation:
-            headers.append((b"x-block-disaggregation", destination.decision.disaggregation.encode("ascii", "replace")))
+        if self._disaggregation:
+            headers.append((b"x-block-disaggregation", self._disaggregation.encode("ascii", "replace")))
         if attempt.held is not None:
             headers.append((b"x-block-prefill-instance", attempt.held.instance_id.encode("ascii", "replace")))
         if self.incoming.explain and destination.decision is not None:

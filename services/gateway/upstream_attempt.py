@@ -13,12 +13,13 @@ from services.gateway.incoming import Incoming
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
-from services.http.proxying import is_event_stream
+from services.http.proxying import RETRIED, is_event_stream
 from services.http.sse import Ending, StreamReader, ending_of
 
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 FAILED = common_pb2.FINISH_REASON_FAILED
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
+REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
 OK, SERVER_ERROR = 200, 500
 
@@ -65,7 +66,7 @@ class UpstreamAttempt:
             self.hand_over_s = connection.sent_s - held.replied_s
             self.context.metrics.hand_over.observe(self.hand_over_s)
         self.status, self.headers = connection.status, connection.headers
-        self.is_stream = self.status == 200 and is_event_stream(self.headers)
+        self.is_stream = self.status == OK and is_event_stream(self.headers)
         if not self.is_stream:
             body = await connection.read_all(max(MIN_WAIT_S, until_s - now_s()), settings.max_answer_bytes)
             self.body = self._corrected(body)
@@ -145,9 +146,9 @@ class UpstreamAttempt:
     def _ending(self) -> Ending:
         if self.is_stream:
             return self._reader.ending()
-        if self.status == 200:
+        if self.status == OK:
             return ending_of(self.body)
-        return NOTHING
+        return NOTHING if self.status in RETRIED or not self.status else REFUSED
 
     def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
         """Write the outcome, and count it."""

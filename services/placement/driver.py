@@ -148,6 +148,7 @@ class PlacementDriver:
                 waited_s=request.waited_s,
                 patience_s=patience_s,
                 leg=LEG_NAMES.get(request.leg, SERVE),
+                undivided=request.leg == common_pb2.LEG_SERVE,
             ),
             policy,
         )

@@ -413,6 +413,7 @@ def test_another_decode_instance_fetches_the_blocks() -> None:
             here.scheduler.instances[1].engine_url = unreachable()
             response = await here.post()
             assert (response.json(), response.headers["x-block-instance"]) == (COMPLETION, "d1")
+            assert response.headers["x-block-disaggregation"] == "pair"
             first, second = here.scheduler.asked
             assert (first.request.leg, second.request.leg) == (common_pb2.LEG_UNSPECIFIED, common_pb2.LEG_DECODE)
             assert excluded(here) == [[], ["d0"]]
