@@ -164,10 +164,16 @@ def _kv_cache(contents: Contents) -> KvCache:
     )
 
 
-def reported_state(
-    view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray, remembers: bool
+def reported_state(  # noqa: PLR0913 - what is expected of requests
+    view: View,
+    *,
+    known_tokens: np.ndarray,
+    tag_median: np.ndarray,
+    tag_spread: np.ndarray,
+    remembers: bool,
+    held_s: np.ndarray | None = None,
 ) -> ReportedState:
-    """Convert a view for an engine replica; the lengths of responses are given by slot.
+    """Convert a view for an engine replica; what is expected of requests is given by slot.
 
     `remembers` says whether the engine's local scheduler remembers anything between steps.
     """
@@ -187,6 +193,8 @@ def reported_state(
         known_tokens=known_tokens,
         tag_median=tag_median,
         tag_spread=tag_spread,
+        held=view.held.astype(np.int64),
+        held_s=held_s,
         contents=None
         if contents is None
         else ReportedContents(
