@@ -47,7 +47,7 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
     names = {slot: _name(view, slot) for slot in view.slots.tolist()}
     config = config_of(view)
     items = [
-        _live(view, config, slot, tags, table, hashes)
+        _live(view, config, slot, tags=tags, table=table, hashes=hashes)
         for slot, table, hashes in zip(
             view.slots.tolist(),
             contents.tables if contents else no_rows,
@@ -92,7 +92,7 @@ def _name(view: View, slot: int) -> str:
 
 
 def _live(  # noqa: PLR0913 - what a request consists of
-    view: View, config: EngineConfig, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
+    view: View, config: EngineConfig, slot: int, *, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
 ) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
