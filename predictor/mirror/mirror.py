@@ -383,6 +383,8 @@ class EngineMirror:
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
         values["num_unknown"] = float(self.num_unknown)
+        if self._metrics is not None and self._metrics.fetching is not None:
+            values["num_fetching"] = self._metrics.fetching
         return values
 
     def _overdue_s(self, models: EngineModels, now_s: float, at_s: float) -> float:

@@ -17,6 +17,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 METRIC_NAMES = {
     "running": ("num_requests_running",),
     "waiting": ("num_requests_waiting",),
+    "fetching": ("num_requests_kv_fetch_by_stage",),  # the sum of its stages
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "prompt_tokens": ("prompt_tokens_total",),
     "generation_tokens": ("generation_tokens_total",),
@@ -38,6 +39,7 @@ class ScrapedMetrics:
 
     running: float | None = None
     waiting: float | None = None
+    fetching: float | None = None
     kv_usage: float | None = None
     prompt_tokens: float | None = None
     generation_tokens: float | None = None
