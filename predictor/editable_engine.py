@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from predictor import remote_kv
+from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import ReportedState, ReportedStep
@@ -30,6 +31,8 @@ from predictor.state import (
 )
 from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
+
+end_transfer = direct(remote_kv.end_transfer)
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
 # Of the `live` records: not read where blocks are not tracked, or set from transfers.
@@ -236,7 +239,8 @@ class EditableEngine(Engine):
     def correct_prompt(self, request_id: str, prompt_tokens: int) -> None:
         """Set the prompt length of a request that still computes its prompt; no step may be under way."""
         row = self._row(request_id)
-        computed_tokens = min(int(row.computed_tokens), prompt_tokens - 1)
+        is_fetching = remote_kv.is_under_way(int(row.stage))  # all of the prompt
+        computed_tokens = prompt_tokens if is_fetching else min(int(row.computed_tokens), prompt_tokens - 1)
         row.prompt_tokens = prompt_tokens
         row.computed_tokens = computed_tokens
         row.num_blocks = -(-computed_tokens // self.config.block_size)
@@ -250,6 +254,9 @@ class EditableEngine(Engine):
         state, slot = self.state, self.slots[request_id]
         head, row = state.engine[0], state.requests[slot]
         if row.status != RUNNING:
+            if remote_kv.is_under_way(int(row.stage)):
+                end_transfer(state, slot, float(head.now_s))
+            row.stage = NO_TRANSFER
             self._remove_from_queues(slot)
             if row.status in (PENDING, WAITING, FINISHED):
                 state.running[head.num_running] = slot
@@ -271,7 +278,7 @@ class EditableEngine(Engine):
             row.first_token_s = head.now_s
 
     def demote_to_waiting(self, request_id: str) -> None:
-        """Put a running request at the front of the waiting queue; no step may be under way."""
+        """Put a running request before all that wait without blocks; no step may be under way."""
         state, slot = self.state, self.slots[request_id]
         head, row = state.engine[0], state.requests[slot]
         if row.status != RUNNING:
@@ -280,8 +287,10 @@ class EditableEngine(Engine):
         row.status = WAITING
         row.computed_tokens = row.num_blocks = row.placeholders = row.stale_tokens = 0
         head.waiting_head = (int(head.waiting_head) - 1) % len(state.waiting)
-        state.waiting[head.waiting_head] = slot
         head.num_waiting += 1
+        places = (int(head.waiting_head) + np.arange(int(head.num_holding) + 1)) % len(state.waiting)
+        state.waiting[places[:-1]] = state.waiting[places[1:]]
+        state.waiting[places[-1]] = slot
 
     def _row(self, request_id: str) -> np.record:
         row: np.record = self.state.requests[self.slots[request_id]]
@@ -293,15 +302,19 @@ class EditableEngine(Engine):
         running = [int(one) for one in state.running[: head.num_running] if one != slot]
         state.running[: len(running)] = running
         head.num_running = len(running)
+        holding = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        head.num_holding -= np.count_nonzero(holding == slot)
         head.num_waiting = _remove_from_ring(state.waiting, int(head.waiting_head), int(head.num_waiting), slot)
         head.num_pending = _remove_from_ring(state.pending, int(head.pending_head), int(head.num_pending), slot)
 
     # KV blocks.
 
     def num_held_blocks(self) -> int:
-        """Return how many blocks the running requests hold."""
-        state = self.state
-        return int(state.requests["num_blocks"][state.running[: state.engine[0].num_running]].sum())
+        """Return how many blocks the known requests hold: those that run, and those whose blocks are fetched."""
+        state, head = self.state, self.state.engine[0]
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        slots = np.concatenate((state.running[: head.num_running], waiting))
+        return int(state.requests["num_blocks"][slots].sum())
 
     def recount_blocks(self, num_held_elsewhere: int) -> int:
         """Set the number of free blocks from what running requests hold, and unknown holders; return the former.

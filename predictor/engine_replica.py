@@ -313,7 +313,7 @@ class EngineReplica:
         if contents is None or len(contents.content) != len(self._content):
             return
         changed = np.flatnonzero(contents.content != self._content)
-        slots = (*reported.running.tolist(), *reported.waiting.tolist())
+        slots = (*reported.running.tolist(), *reported.waiting.tolist(), *reported.held.tolist())
         rows = [row for slot, row in zip(slots, contents.hashes, strict=True) if self._hashes.get(slot) is not row]
         hashes = np.concatenate((contents.content[changed], *rows))
         if not len(hashes):

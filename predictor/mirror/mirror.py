@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from predictor.config import EngineConfig
+from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
@@ -34,7 +34,7 @@ from predictor.mirror.tracker import Tracker
 from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
-from predictor.request import RequestFacts
+from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 
@@ -103,7 +103,7 @@ class EngineMirror:
         self._reports: list[MirrorReport] = []
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
-        self._engine_settings: dict[str, int | bool] = {}  # that the engine reported
+        self._engine_settings: dict[str, int | bool | str] = {}  # that the engine reported
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -234,6 +234,8 @@ class EngineMirror:
             max_tokens=max(1, min(room, arrival.max_tokens or room)),
             priority=arrival.priority,
             arrival_s=now_s,
+            # the metrics show how many blocks are held after a prefill leg
+            leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
         )
         tracker.add(request, streamed=arrival.streamed)
 
@@ -383,6 +385,8 @@ class EngineMirror:
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
         values["num_unknown"] = float(self.num_unknown)
+        if self._metrics is not None and self._metrics.fetching is not None:
+            values["num_fetching"] = self._metrics.fetching
         return values
 
     def _overdue_s(self, models: EngineModels, now_s: float, at_s: float) -> float:

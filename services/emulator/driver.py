@@ -16,7 +16,7 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FETCHING, FINISHED, HELD, NONE, STEP, TO_FETCH, WAITING
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
@@ -29,6 +29,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
+NUM_STAGES = LOST + 1
 MAX_LAG_S = 1.0  # of wall clock; a process that was stopped for longer does not catch up
 
 # the fields of a step that a state file records
@@ -99,7 +100,7 @@ class Driver:
             kv_cache_usage=1 - int(head["num_free_blocks"][0]) / num_blocks,
             num_preemptions=int(head["num_preemptions"][0]),
             lag_s=late_s,
-            num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=HELD + 1)),
+            num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=NUM_STAGES)),
             num_held=0 if self.connector is None else len(self.connector.leases),
         )
 

@@ -205,6 +205,7 @@ class ExportedEngine:
                 tag_median=followed.tag_median,
                 tag_spread=followed.tag_spread,
                 remembers=followed.replica.engine.batcher.estimates,
+                held_s=followed.held_s,
             )
         )
         self._counters.update(view.state, time.monotonic())

@@ -85,9 +85,7 @@ def _prefill(
     return {number: time_s for number, time_s in outcomes.items() if time_s is not None}
 
 
-def _decode_all(
-    specs: list[InstanceSpec], work: Workload, legs: list[Legs], ended: list[float]
-) -> dict[int, Times]:
+def _decode_all(specs: list[InstanceSpec], work: Workload, legs: list[Legs], ended: list[float]) -> dict[int, Times]:
     times: dict[int, Times] = {}
     for index, spec in enumerate(specs):
         engine = Engine(spec.config, spec.step_time)
