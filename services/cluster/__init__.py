@@ -20,7 +20,7 @@ from services.cluster.pools import BOTH, emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.rpc.channels import refuse_taken
 
-__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
+__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running", "write_instances"]
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where processes of one machine share memory
 AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only compete for the CPU
@@ -160,7 +160,7 @@ def _engine_flag(cluster: Cluster, number: int) -> str:
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     if settings.instance_range is None:
-        _write_instances(cluster)
+        write_instances(cluster)
     return [
         Child(
             f"scheduler-{policy}-{number}", "scheduler", *_common(settings), *_decision_flags(cluster, policy, number)
@@ -209,7 +209,7 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="block-", dir=MEMORY if MEMORY.is_dir() else None))
 
 
-def _write_instances(cluster: Cluster) -> None:
+def write_instances(cluster: Cluster) -> None:
     """Write the list of instances; the file is replaced as a whole."""
     instances = [
         {

@@ -25,16 +25,9 @@ from predictor.fitting.kv_transfers import FittedTransfers, MeasuredTransfer, fi
 from predictor.fitting.measurement_batches import BatchItem
 from services.http.client import Origin, origin_of
 from services.http.engine_identity import difference
+from services.http.kv_transfer import KV_TRANSFER_PARAMS, REMOTE_DECODE
 from services.profiling.prompt_sender import PromptSender
 
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 SIZES = 8  # different lengths of prompts
 MIN_BUDGET_S = 5.0
 SHORTEST_BLOCKS = 4  # that the longest prompt must have
@@ -179,15 +172,15 @@ class _Transfers:
     async def _fetch(self, num_blocks: int) -> tuple[MeasuredTransfer, float]:
         """Prefill a prompt on one engine, fetch its blocks to the other, and send it there again."""
         prompt = self._prefill.prompt(num_blocks * self._block_size + 1)
-        reply = await self._prefill.answer(prompt, 1, {"kv_transfer_params": REMOTE_DECODE})
-        params = reply.get("kv_transfer_params")
+        reply = await self._prefill.answer(prompt, 1, {KV_TRANSFER_PARAMS: REMOTE_DECODE})
+        params = reply.get(KV_TRANSFER_PARAMS)
         if not isinstance(params, dict) or not params.get("remote_block_ids"):
             raise ValueError(
                 "prefill_url: it answers without kv_transfer_params; start it with --kv-transfer-config, as a producer"
             )
         before = totals(await self._decode.metrics())
         item = BatchItem(prompt_tokens=len(prompt), output_tokens=1)
-        fetched = await self._decode.send(item, prompt, {"kv_transfer_params": params})
+        fetched = await self._decode.send(item, prompt, {KV_TRANSFER_PARAMS: params})
         after = await self._counted(before)
         cached = await self._decode.send(item, prompt)
         seconds = max(SHORTEST_FETCH_S, (fetched.first_s - fetched.sent_s) - (cached.first_s - cached.sent_s))

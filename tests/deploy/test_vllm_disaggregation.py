@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from predictor.profile import profile_to_json
 from services.cluster import Cluster, ClusterSettings, VllmSettings, running
+from services.http.kv_transfer import REMOTE_DECODE
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import ENGINE_FLAGS, MODEL, PROFILE, START_S, need_vllm, random_weights, tiny_model
 from tests.deploy.installing import PLUGIN, pip_install
@@ -249,9 +250,7 @@ def test_blocks_that_nobody_fetches_are_held_for_the_lease(pools: Pools) -> None
 
     async def test() -> None:
         before = await pools.metric(PREFILL, "vllm:nixl_num_kv_expired_reqs_total")
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
-        params |= dict.fromkeys(("remote_block_ids", "remote_host", "remote_port"))
-        reply = await pools.whole(prompt_of(11), kv_transfer_params=params, max_tokens=1)
+        reply = await pools.whole(prompt_of(11), kv_transfer_params=REMOTE_DECODE, max_tokens=1)
         assert len(reply["kv_transfer_params"]["remote_block_ids"][0]) > 1
         await until(lambda: is_used(pools), what="blocks are held")
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cluster import Cluster, ClusterSettings, VllmSettings, running
+from services.cluster import Child, Cluster, ClusterSettings, VllmSettings, running, write_instances
 from services.cluster.engines import engines_of
 from services.cluster.pools import CONNECTOR_FLAG, pass_blocks_on, planned_engines
 from services.cluster.programs import VllmServer
@@ -141,6 +141,19 @@ def test_engines_that_differ_serve_whole_requests(
     assert all(
         line.startswith(reason) and line.endswith("; every engine serves whole requests meanwhile") for line in lines
     )
+
+
+@pytest.mark.parametrize("legs_apart", [True, False])
+def test_the_list_of_instances_has_roles_only_where_they_work(tmp_path: Path, legs_apart: bool) -> None:
+    """Otherwise every instance has both, so that requests are served whole."""
+    settings = ClusterSettings(prefill=1, decode=1)
+    children = {
+        name: Child(name, port=number) for number, name in enumerate(("prefill-0", "decode-0", "predictor-0"), 1)
+    }
+    cluster = Cluster(settings=settings, folder=tmp_path, children=children, legs_apart=legs_apart)
+    write_instances(cluster)
+    roles = [one.role for one in instances_from_file(str(cluster.instances_file))]
+    assert roles == (["prefill", "decode"] if legs_apart else ["both", "both"])
 
 
 def test_an_engine_that_does_not_say_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
