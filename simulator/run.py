@@ -29,9 +29,13 @@ from simulator.workload import Workload
 FOREVER = math.inf
 ROWS = np.array([INDEX_OF[name] for name in kernels.INDICATORS], np.int64)
 PER_MINUTE, DRAINED = INDEX_OF["requests_per_minute"], INDEX_OF["drained_s"]
-FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
-    INDEX_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
-)
+FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S, FETCHING, HELD_BLOCKS = (
+    INDEX_OF[name]
+    for name in (
+        "num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s", "num_fetching",
+        "num_held_blocks",
+    )
+)  # fmt: skip
 
 # The kinds of events besides arrivals, in the order in which they are processed at one moment.
 BACK, OUT, TICK, REPORT, WAKE, SAMPLE, CALL = range(7)
@@ -179,6 +183,8 @@ class Simulation:
                 num_running=reported[RUNNING],
                 num_waiting=reported[WAITING],
                 num_preemptions=float(reported[PREEMPTIONS].sum()),
+                num_fetching=reported[FETCHING],
+                held_blocks=reported[HELD_BLOCKS],
             )
         )
 
