@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.state import NONE, PREFILL_LEG, SERVE_LEG
-from scheduler.candidates import Candidates, RequestIndicators
+from predictor.request import LEGS
+from predictor.state import NONE, PREFILL_LEG
+from scheduler.candidates import RequestIndicators
 from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import PlacementRequest
@@ -314,7 +315,7 @@ class Simulation:
                 decision.reserved(0.0, now_s)
                 break
             if isinstance(intention, Ask):
-                columns = self._forecast(intention.candidates, decision.request.number, now_s, intention.with_delays)
+                columns = self._forecast(intention, decision.request.number, now_s)
                 intention = decision.answers_in_columns((columns,), now_s)
             else:
                 assert isinstance(intention, Wait)
@@ -386,15 +387,14 @@ class Simulation:
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _forecast(
-        self, among: Candidates, number: int, now_s: float, with_delays: bool, leg: int = SERVE_LEG, in_s: float = 0.0
-    ) -> dict[str, Column]:
-        """Forecast a request, or a leg that arrives in `in_s`, on some instances, in one call of compiled code."""
+    def _forecast(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
+        """Forecast a request, or a leg of it, on some instances, in one call of compiled code."""
+        among, leg = ask.candidates, LEGS.index(ask.leg)
         rows = np.arange(len(among)) if among.rows is None else among.rows
         num = len(rows)
         results = self.results[:num]
         forecast_kernels.forecast_directly(
-            self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, leg, in_s, results
+            self.fleet, self.requests, self._room(), number, rows, now_s, ask.with_delays, leg, ask.in_s, results
         )
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:
