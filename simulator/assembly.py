@@ -21,10 +21,10 @@ from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator import kernels
 from simulator.conditions import FIRST_COME, Conditions, require_outages
+from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
-from simulator.coupled_run import CoupledSimulation
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
 from simulator.scheduler_view import SchedulerView
 from simulator.workload import LONGEST, RequestLengths, Workload

@@ -59,7 +59,7 @@ class CoupledSimulation(Simulation):
 
     def _forecast_legs(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
         """Forecast a leg on some instances; keep what may be needed for the one that will be chosen."""
-        found = self._forecast(ask.candidates, number, now_s, ask.with_delays, LEGS.index(ask.leg), ask.in_s)
+        found = self._forecast(ask, number, now_s)
         columns = {name: column.copy() for name, column in found.items()}  # the next forecasts overwrite them
         rows = range(len(self.specs)) if ask.candidates.rows is None else ask.candidates.rows.tolist()
         results = self.results[: len(rows)]

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from predictor.gain import EQUAL_WEIGHTS, GainWeights, ServedRequests, attainment_report, default_levels
 from predictor.request import CLASSES
 from predictor.step_time import Costs, step_seconds, tabulate
-from simulator.fleet import instance_names
+from simulator.fleet import has_roles, instance_names
+from simulator.pool_metrics import pool_summary
 from simulator.result import STATUSES, RunResult
 
 Floats = npt.NDArray[np.float64]
@@ -96,6 +97,7 @@ def summary(
     if np.isfinite(predicted).any():
         errors = np.abs(predicted / took.e2e_s - 1)[np.isfinite(predicted) & finished]
         totals["e2e_error"] = spread_of(errors)
+    totals |= pool_summary(result)
     if slo is not None:
         totals["slo_attainment"] = attainment(took, slo)
     if result.work.service is not None:
@@ -204,7 +206,18 @@ def request_table(result: RunResult) -> dict[str, np.ndarray]:
         "predicted_e2e_s": np.asarray(result.decisions.predicted_e2e_s),
         "num_preemptions": np.asarray(result.outcomes.num_preemptions),
         "prefix_hit_tokens": np.asarray(result.outcomes.hit_tokens),
+        **_leg_columns(result, names),
         **_service_columns(result),
+    }
+
+
+def _leg_columns(result: RunResult, names: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of prefill legs, where instances have roles."""
+    if not has_roles(result.specs):
+        return {}
+    return {
+        "prefill_instance": names[result.decisions.prefill_instance],
+        **{name: np.where(result.legs[name] >= 0, result.legs[name], np.nan) for name in ("prefilled_s", "fetched_s")},
     }
 
 

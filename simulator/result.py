@@ -38,6 +38,8 @@ class ClusterSample:
     num_running: npt.NDArray[np.float64]
     num_waiting: npt.NDArray[np.float64]
     num_preemptions: float
+    num_fetching: npt.NDArray[np.float64]
+    held_blocks: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.state import NONE, PREFILL_LEG, SERVE_LEG
-from scheduler.candidates import Candidates, RequestIndicators
+from predictor.request import LEGS
+from predictor.state import NONE, PREFILL_LEG
+from scheduler.candidates import RequestIndicators
 from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import PlacementRequest
@@ -29,9 +30,13 @@ from simulator.workload import Workload
 FOREVER = math.inf
 ROWS = np.array([INDEX_OF[name] for name in kernels.INDICATORS], np.int64)
 PER_MINUTE, DRAINED = INDEX_OF["requests_per_minute"], INDEX_OF["drained_s"]
-FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S = (
-    INDEX_OF[name] for name in ("num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s")
-)
+FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S, FETCHING, HELD_BLOCKS = (
+    INDEX_OF[name]
+    for name in (
+        "num_free_blocks", "num_running", "num_waiting", "num_preemptions_total", "step_s", "num_fetching",
+        "num_held_blocks",
+    )
+)  # fmt: skip
 
 # The kinds of events besides arrivals, in the order in which they are processed at one moment.
 BACK, OUT, TICK, REPORT, WAKE, SAMPLE, CALL = range(7)
@@ -179,6 +184,8 @@ class Simulation:
                 num_running=reported[RUNNING],
                 num_waiting=reported[WAITING],
                 num_preemptions=float(reported[PREEMPTIONS].sum()),
+                num_fetching=reported[FETCHING],
+                held_blocks=reported[HELD_BLOCKS],
             )
         )
 
@@ -308,7 +315,7 @@ class Simulation:
                 decision.reserved(0.0, now_s)
                 break
             if isinstance(intention, Ask):
-                columns = self._forecast(intention.candidates, decision.request.number, now_s, intention.with_delays)
+                columns = self._forecast(intention, decision.request.number, now_s)
                 intention = decision.answers_in_columns((columns,), now_s)
             else:
                 assert isinstance(intention, Wait)
@@ -380,15 +387,14 @@ class Simulation:
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
-    def _forecast(
-        self, among: Candidates, number: int, now_s: float, with_delays: bool, leg: int = SERVE_LEG, in_s: float = 0.0
-    ) -> dict[str, Column]:
-        """Forecast a request, or a leg that arrives in `in_s`, on some instances, in one call of compiled code."""
+    def _forecast(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
+        """Forecast a request, or a leg of it, on some instances, in one call of compiled code."""
+        among, leg = ask.candidates, LEGS.index(ask.leg)
         rows = np.arange(len(among)) if among.rows is None else among.rows
         num = len(rows)
         results = self.results[:num]
         forecast_kernels.forecast_directly(
-            self.fleet, self.requests, self._room(), number, rows, now_s, with_delays, leg, in_s, results
+            self.fleet, self.requests, self._room(), number, rows, now_s, ask.with_delays, leg, ask.in_s, results
         )
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:

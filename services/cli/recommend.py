@@ -98,22 +98,14 @@ def recommend_command(
     With --pools it says how many instances should prefill and how many decode, or whether co-located ones do it with
     fewer.
     """
-    chosen = policies_in(policies or (ALL,))
     for name, value in (("seeds", seeds), ("max_instances", max_instances)):
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, not {value}")
-    for name, limit in (("slo_ttft_s", slo_ttft_s), ("slo_tpot_s", slo_tpot_s), ("slo_e2e_s", slo_e2e_s)):
-        if limit is not None and not limit > 0:
-            raise ValueError(f"{name}: must be a time above 0, not {limit}")
-    if slo_ttft_s is None and slo_tpot_s is None and slo_e2e_s is None:
-        slo_ttft_s = 3.0
-    target = Target(percentile=percentile, ttft_s=slo_ttft_s, tpot_s=slo_tpot_s, e2e_s=slo_e2e_s)
+    target = _target(percentile, slo_ttft_s, slo_tpot_s, slo_e2e_s)
     base = scenario_of(trace, flags)
     if base.traffic.trace and rate is None and flags["arrivals"] is None and not base.traffic.schedule:
         base = replace(base, traffic=replace(base.traffic, arrivals=TRACE))
     base.workload(rate, 0)  # a bad trace is refused here, before any process starts
-    if not price > 0:
-        raise ValueError(f"instance_price: must be above 0, not {price}")
     if pools:
         if profiles:
             raise ValueError("--also-profile: cannot be combined with --pools")
@@ -123,6 +115,7 @@ def recommend_command(
                 max_instances=max_instances, price=price, runner=runner, as_json=as_json,
             )  # fmt: skip
         return
+    chosen = policies_in(policies or (ALL,))
     kinds = {base.instances[0].profile: base}
     for profile in profiles:
         kinds[profile] = base.changed(instances={"profile": profile})
@@ -141,6 +134,16 @@ def recommend_command(
         print(json.dumps({"target": asdict(target), "seeds": seeds, "ranking": rows}))
         return
     _print_table(found, target, several=len(kinds) > 1)
+
+
+def _target(percentile: float, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Target:
+    """Return the limits; TTFT below 3 s if there is none."""
+    for name, limit in (("slo_ttft_s", ttft_s), ("slo_tpot_s", tpot_s), ("slo_e2e_s", e2e_s)):
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name}: must be a time above 0, not {limit}")
+    if ttft_s is None and tpot_s is None and e2e_s is None:
+        ttft_s = 3.0
+    return Target(percentile=percentile, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 
 def _show(profile: str, what: str) -> None:

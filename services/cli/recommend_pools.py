@@ -1,4 +1,4 @@
-"""Output of `block recommend --pools`: sizes of prefill and decode pools, or of co-located instances, and their cost."""
+"""`block recommend --pools`: sizes of prefill and decode pools, or of co-located instances, and their cost."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def recommend_by_pools(
     price: float, runner: Runner, as_json: bool,
 ) -> None:  # fmt: skip
     """Find and print the smallest cluster of each policy."""
+    if not price > 0:
+        raise ValueError(f"instance_price: must be above 0, not {price}")
     work = scenario.workload(rate, 0)
     span_s = float(work.arrival_s[-1] - work.arrival_s[0])
     tokens = int((work.lengths.prompt_tokens + work.lengths.output_tokens).sum())

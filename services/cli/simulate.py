@@ -135,6 +135,26 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
             notes.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
         if notes:
             print(f"{one['policy']}: {', '.join(notes)}")
+    _print_pools([one for one in summaries if "pools" in one], width)
     for one in summaries:
         if lines := list(attainment_table(one)):
             print("\n".join((lines[0], one["policy"], *lines[1:])))
+
+
+def _print_pools(summaries: Sequence[Mapping[str, Any]], width: int) -> None:
+    """Print the pools of clusters with roles: what share of the time and of the blocks they use, and the legs."""
+    titles = ("busy", "blocks", "held", "link busy")
+    names = ("busy_share", "used_blocks_share", "held_blocks_share", "link_busy_share")
+    if summaries:
+        print(f"{'pools':{width}}  {'':14}" + "".join(f"{title:>11}" for title in titles))
+    for one in summaries:
+        for role, pool in one["pools"].items():
+            row = "".join(f"{pool[name]:>11.1%}" if name in pool else f"{'':>11}" for name in names)
+            print(f"{one['policy']:{width}}  {pool['num_instances']:3} {role:10}{row}")
+        legs = one["legs"]
+        if legs["held_s"] is not None:
+            print(
+                f"{one['policy']:{width}}  {legs['disaggregated']:.1%} with two legs: prefilled after"
+                f" {legs['prefill_s']:.3f} s, fetched {legs['held_s']:.3f} s later, first token"
+                f" {legs['first_step_s']:.3f} s after that"
+            )
