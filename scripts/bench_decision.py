@@ -67,9 +67,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=2000, help="of a round")
     parser.add_argument("--legs", action="store_true", help="Requests with two legs, among instances with roles.")
+    parser.add_argument(
+        "--decode-running",
+        type=int,
+        default=24,
+        help="With --legs: requests that a decode instance runs.",
+    )
     arguments = parser.parse_args()
     if arguments.legs:
-        report("decision", list(measured_legs(arguments.rounds, arguments.requests)), as_json=arguments.json)
+        results = list(measured_legs(arguments.rounds, arguments.requests, arguments.decode_running))
+        report("decision", results, as_json=arguments.json)
         return
     results = list(
         measured(
@@ -163,14 +170,16 @@ LEG_POLICIES = {
     "pd_threshold": "pd_threshold",
 }
 CLUSTERS = {"both16": {"both": 16}, "prefill8_decode8": {"prefill": 8, "decode": 8}}
-NUM_RUNNING = {"both": 24, "prefill": 2, "decode": 24}
+NUM_RUNNING = {"both": 24, "prefill": 2}
 KV_ROLES = {"both": PRODUCER_AND_CONSUMER, "prefill": PRODUCER, "decode": CONSUMER}
 
 
-def measured_legs(rounds: int, requests: int) -> Iterator[dict[str, object]]:
+def measured_legs(rounds: int, requests: int, decode_running: int) -> Iterator[dict[str, object]]:
     """Measure both clusters in turns."""
     cases = [(name, kind, made) for name in LEG_POLICIES for kind in CLUSTERS for made in (False, True)]
-    deciders = {case: legs_decider(LEG_POLICIES[case[0]], CLUSTERS[case[1]], made=case[2]) for case in cases}
+    deciders = {
+        case: legs_decider(LEG_POLICIES[case[0]], CLUSTERS[case[1]], decode_running, made=case[2]) for case in cases
+    }
     times: dict[tuple[str, str, bool], list[float]] = {case: [] for case in cases}
     for number in range(rounds + 1):
         for case, decide in deciders.items():
@@ -190,7 +199,7 @@ def measured_legs(rounds: int, requests: int) -> Iterator[dict[str, object]]:
             yield {"name": f"{what}_cpu_ratio.{name}", "value": apart / both, "unit": "ratio", "n": n}
 
 
-def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callable[[], None]:
+def legs_decider(text: str, cluster: Mapping[str, int], decode_running: int, *, made: bool) -> Callable[[], None]:
     """Prepare a core over instances with roles, and return a function that decides for one request."""
     rng = random.Random(1)
     roles = {f"{role}{number:02}": role for role, num in cluster.items() for number in range(num)}
@@ -198,9 +207,12 @@ def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callab
     for name in roles:
         directory.table.replace(name, reported(rng), now_s=0.0)
     core = SchedulerCore(text, directory, random=rng.random, seed=1)
-    forecasters = {name: Forecaster(loaded(role, rng)) for name, role in roles.items()} if made else {}
+    num_running = {**NUM_RUNNING, "decode": decode_running}
+    forecasters = (
+        {name: Forecaster(loaded(role, num_running[role], rng)) for name, role in roles.items()} if made else {}
+    )
     known = {leg: {name: Answer(CandidateStatus.FORECAST, forecast(rng)) for name in roles} for leg in LEGS}
-    indicators = RequestIndicators(prompt_tokens=800)
+    indicators, serial = RequestIndicators(prompt_tokens=800), 0
 
     def answer(name: str, ask: Ask) -> Answer:
         if not made:
@@ -210,10 +222,12 @@ def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callab
         facts = RequestFacts(
             request_id="r", prompt_tokens=800, output_tokens=200, arrival_s=now_s, leg=ask.leg, in_s=ask.in_s
         )
-        (value,) = forecaster.forecast([facts], now_s, delays=ask.with_delays)
+        (value,) = forecaster.forecast([facts], now_s, delays=ask.with_delays, serial=serial)
         return Answer(CandidateStatus.FORECAST, value)
 
     def decide() -> None:
+        nonlocal serial
+        serial += 1  # engines report between two decisions, and do not during one
         decision = core.decision(PlacementRequest(indicators=indicators))
         intention = decision.start(0.0)
         while not isinstance(intention, Placed):
@@ -228,7 +242,7 @@ def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callab
     return decide
 
 
-def loaded(role: str, rng: random.Random) -> Engine:
+def loaded(role: str, num_running: int, rng: random.Random) -> Engine:
     """An engine in the middle of requests."""
     config = EngineConfig(
         max_num_seqs=64,
@@ -239,7 +253,7 @@ def loaded(role: str, rng: random.Random) -> Engine:
         kv_bytes_per_token=524_288,
     )
     engine = Engine(config, load_profile("llama-2-7b-a30").step_time)
-    for number in range(NUM_RUNNING[role]):
+    for number in range(num_running):
         prompt_tokens, output_tokens = rng.randint(50, 800), rng.randint(20, 600)
         engine.add(RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens))
     engine.advance(1.0)
