@@ -50,7 +50,7 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> Fit
     for one in transfers:
         by_size.setdefault((one.blocks, one.bytes, one.descriptors), []).append(one.seconds)
     blocks, num_bytes, descriptors = np.array(sorted(by_size), float).T
-    if num_bytes.max() < MIN_RATIO * num_bytes.min():
+    if blocks.max() < MIN_RATIO * blocks.min():
         raise ValueError("transfers: all are about equally large; measure prompts of more different lengths")
     seconds = np.array([median(by_size[size]) for size in sorted(by_size)])
     columns = [np.ones(len(seconds)), num_bytes]
@@ -64,7 +64,7 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> Fit
     per_block = float(np.median(descriptors / blocks))
     return FittedTransfers(
         time=KvTransferTime(
-            kv_bytes_per_token=round(float(np.median(num_bytes / (blocks * block_size)))),
+            kv_bytes_per_token=round(_slope(blocks, num_bytes) / block_size),
             kv_transfer_base_s=rounded(base_s),
             kv_transfer_bytes_per_s=rounded(1 / max(byte_s, LEAST_BYTE_S)),
             kv_transfer_block_s=rounded(descriptor_s[0] * per_block) if descriptor_s else 0.0,
@@ -72,6 +72,12 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> Fit
         median_error=float(np.median(np.abs(table @ (solved / scale) / seconds - 1))),
         num_transfers=len(transfers),
     )
+
+
+def _slope(blocks: np.ndarray, num_bytes: np.ndarray) -> float:
+    """Return the bytes of a block: the last one of a prompt may be copied in part."""
+    least, most = blocks.argmin(), blocks.argmax()
+    return float((num_bytes[most] - num_bytes[least]) / (blocks[most] - blocks[least]))
 
 
 def _varies(per_byte: np.ndarray) -> bool:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from services.profiling.transfers import (
     with_counted_seconds,
 )
 from tests.services.cli.running import block, refusal
+from tests.services.emulator.running import CONFIG, emulated
 
 BLOCK_SIZE, BLOCK_BYTES = 32, 2**19
 BASE_S, BYTES_PER_S = 0.004, 2e9
@@ -122,6 +124,23 @@ def test_bandwidth_is_that_of_the_counted_transfers() -> None:
     assert found.block_size == BLOCK_SIZE
     assert len(set(decode.fetched)) >= 6
     assert max(decode.fetched) * BLOCK_SIZE <= 1024
+
+
+def test_emulated_engines_have_the_transfers_of_their_settings(tmp_path: Path) -> None:
+    """Bandwidth and bytes are found, and a base that has at least theirs."""
+    settings = {"kv_transfer_base_s": BASE_S, "kv_transfer_bytes_per_s": BYTES_PER_S, "kv_bytes_per_token": 2**17}
+    config = replace(CONFIG, **settings)
+    for name in ("prefill", "decode"):
+        (tmp_path / name).mkdir()
+    with (
+        emulated(tmp_path / "prefill", replace(config, kv_role="kv_producer"), speed=1.0) as prefill,
+        emulated(tmp_path / "decode", replace(config, kv_role="kv_consumer"), speed=1.0) as decode,
+    ):
+        urls = {"prefill_url": str(prefill.client.base_url), "decode_url": str(decode.client.base_url)}
+        found = asyncio.run(measured_transfers(TransferOptions(**urls, budget_s=5.0), lambda _: None)).fitted.time
+    assert found.kv_bytes_per_token == config.kv_bytes_per_token
+    assert found.kv_transfer_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.01)
+    assert (found.kv_transfer_base_s or 0) >= 0.9 * BASE_S
 
 
 def test_engines_that_count_no_bytes_need_them_given() -> None:
