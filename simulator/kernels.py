@@ -355,16 +355,11 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
-    for position in range(fleet.instances[index].num_underway):
-        slot = fleet.underway[index, position]
-        if slots[slot].is_awaited and slots[slot].visible_s <= now_s:
-            reserved += 1
-            reserved_blocks += blocks.blocks_for(np.int64(requests[slot].prompt_tokens), engine.block_size)
-            remaining += remaining_tokens_of(fleet, requests[slot], slots[slot])
-    held_blocks = 0
-    for position in range(engine.num_transfers):
-        request = requests[fleet.stack.transfers[index, position]]
-        held_blocks += request.num_blocks if request.stage == HELD else 0
+    if fleet.instances[index].num_underway > 0:
+        awaited, awaited_blocks, awaited_tokens = count_awaited(fleet, index, now_s)
+        reserved += awaited
+        reserved_blocks += awaited_blocks
+        remaining += awaited_tokens
     for position in range(engine.num_pending):
         slot = fleet.stack.pending[index, queues.at(engine.pending_head, position, fleet.slots.shape[1])]
         request = requests[slot]
@@ -399,7 +394,31 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     indicators[rows[13]] = engine.num_preemptions
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
-    indicators[rows[16]] = held_blocks
+    indicators[rows[16]] = count_held_blocks(fleet, index)
+
+
+@kernel
+def count_awaited(fleet: EngineArrays, index: int, now_s: float) -> tuple[int, int, int]:
+    """Count the decode legs that are reserved and have not arrived, their blocks, and the tokens of their responses."""
+    awaited = num_blocks = tokens = 0
+    for position in range(fleet.instances[index].num_underway):
+        slot = fleet.underway[index, position]
+        entry, request = fleet.slots[index, slot], fleet.stack.requests[index, slot]
+        if entry.is_awaited and entry.visible_s <= now_s:
+            awaited += 1
+            num_blocks += blocks.blocks_for(np.int64(request.prompt_tokens), fleet.stack.engine[index, 0].block_size)
+            tokens += remaining_tokens_of(fleet, request, entry)
+    return awaited, num_blocks, tokens
+
+
+@kernel
+def count_held_blocks(fleet: EngineArrays, index: int) -> int:
+    """Count the blocks of finished prefill legs that have not been fetched."""
+    held_blocks = 0
+    for position in range(fleet.stack.engine[index, 0].num_transfers):
+        request = fleet.stack.requests[index, fleet.stack.transfers[index, position]]
+        held_blocks += request.num_blocks if request.stage == HELD else 0
+    return held_blocks
 
 
 @small_kernel
