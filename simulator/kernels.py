@@ -347,7 +347,9 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         context += request.computed_tokens
         queued_tokens += max(0, request.prefill_tokens - request.computed_tokens)
         remaining += remaining_tokens_of(fleet, request, slots[slot])
-    waiting, waiting_blocks, reserved, reserved_blocks = engine.num_waiting, 0, 0, 0
+    waiting, waiting_blocks = engine.num_waiting, 0
+    reserved, reserved_blocks, awaited_tokens = count_awaited(fleet, index, now_s)
+    remaining += awaited_tokens
     for position in range(engine.num_waiting):
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
@@ -355,11 +357,6 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
-    if fleet.instances[index].num_underway > 0:
-        awaited, awaited_blocks, awaited_tokens = count_awaited(fleet, index, now_s)
-        reserved += awaited
-        reserved_blocks += awaited_blocks
-        remaining += awaited_tokens
     for position in range(engine.num_pending):
         slot = fleet.stack.pending[index, queues.at(engine.pending_head, position, fleet.slots.shape[1])]
         request = requests[slot]
@@ -374,10 +371,6 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         else:
             waiting += 1
             waiting_blocks += needed
-    step_s = 0.0
-    if engine.num_in_flight > 0:
-        step = fleet.stack.steps[index, engine.oldest]
-        step_s = step.end_s - step.start_s
     indicators[rows[0]] = engine.num_running
     indicators[rows[1]] = waiting
     indicators[rows[2]] = reserved
@@ -390,11 +383,19 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     indicators[rows[9]] = remaining
     indicators[rows[10]] = instance.hit_share
     indicators[rows[11]] = instance.pace
-    indicators[rows[12]] = step_s
+    indicators[rows[12]] = step_in_flight_s(fleet, index)
     indicators[rows[13]] = engine.num_preemptions
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
     indicators[rows[16]] = count_held_blocks(fleet, index)
+
+
+@small_kernel
+def step_in_flight_s(fleet: EngineArrays, index: int) -> float:
+    """Return how long the oldest step in flight takes; 0 without one."""
+    engine = fleet.stack.engine[index, 0]
+    step = fleet.stack.steps[index, engine.oldest]
+    return float(step.end_s - step.start_s) if engine.num_in_flight > 0 else 0.0
 
 
 @kernel
