@@ -8,20 +8,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from predictor import remote_kv
+from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import ReportedState, ReportedStep
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
-from predictor.state import FINISHED, NONE, PENDING, RUNNING, WAITING
+from predictor.state import (
+    FETCH_FAILED,
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    NO_TRANSFER,
+    NONE,
+    PENDING,
+    RUNNING,
+    TO_FETCH,
+    WAITING,
+)
 from predictor.step_time import StepTime
 from predictor.transfer import snapshot_of
 
+end_transfer = direct(remote_kv.end_transfer)
+
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
-UNUSED_COUNTS = ("serial", "num_hashes", "reserved")  # of the `live` records; not read where blocks are not tracked
-FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens")
+# Of the `live` records: not read where blocks are not tracked, or set from transfers.
+OTHER_COLUMNS = ("serial", "num_hashes", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
+FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens", "leg")
 NO_LENGTH: Length = (0, None)
+
+REPORTED_STAGES = np.array([NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING])
 
 
 class PlannedStep(NamedTuple):
@@ -220,7 +239,8 @@ class EditableEngine(Engine):
     def correct_prompt(self, request_id: str, prompt_tokens: int) -> None:
         """Set the prompt length of a request that still computes its prompt; no step may be under way."""
         row = self._row(request_id)
-        computed_tokens = min(int(row.computed_tokens), prompt_tokens - 1)
+        is_fetching = remote_kv.is_under_way(int(row.stage))  # all of the prompt
+        computed_tokens = prompt_tokens if is_fetching else min(int(row.computed_tokens), prompt_tokens - 1)
         row.prompt_tokens = prompt_tokens
         row.computed_tokens = computed_tokens
         row.num_blocks = -(-computed_tokens // self.config.block_size)
@@ -234,6 +254,9 @@ class EditableEngine(Engine):
         state, slot = self.state, self.slots[request_id]
         head, row = state.engine[0], state.requests[slot]
         if row.status != RUNNING:
+            if remote_kv.is_under_way(int(row.stage)):
+                end_transfer(state, slot, float(head.now_s))
+            row.stage = NO_TRANSFER
             self._remove_from_queues(slot)
             if row.status in (PENDING, WAITING, FINISHED):
                 state.running[head.num_running] = slot
@@ -255,7 +278,7 @@ class EditableEngine(Engine):
             row.first_token_s = head.now_s
 
     def demote_to_waiting(self, request_id: str) -> None:
-        """Put a running request at the front of the waiting queue; no step may be under way."""
+        """Put a running request before all that wait without blocks; no step may be under way."""
         state, slot = self.state, self.slots[request_id]
         head, row = state.engine[0], state.requests[slot]
         if row.status != RUNNING:
@@ -264,8 +287,10 @@ class EditableEngine(Engine):
         row.status = WAITING
         row.computed_tokens = row.num_blocks = row.placeholders = row.stale_tokens = 0
         head.waiting_head = (int(head.waiting_head) - 1) % len(state.waiting)
-        state.waiting[head.waiting_head] = slot
         head.num_waiting += 1
+        places = (int(head.waiting_head) + np.arange(int(head.num_holding) + 1)) % len(state.waiting)
+        state.waiting[places[:-1]] = state.waiting[places[1:]]
+        state.waiting[places[-1]] = slot
 
     def _row(self, request_id: str) -> np.record:
         row: np.record = self.state.requests[self.slots[request_id]]
@@ -277,15 +302,19 @@ class EditableEngine(Engine):
         running = [int(one) for one in state.running[: head.num_running] if one != slot]
         state.running[: len(running)] = running
         head.num_running = len(running)
+        holding = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        head.num_holding -= np.count_nonzero(holding == slot)
         head.num_waiting = _remove_from_ring(state.waiting, int(head.waiting_head), int(head.num_waiting), slot)
         head.num_pending = _remove_from_ring(state.pending, int(head.pending_head), int(head.num_pending), slot)
 
     # KV blocks.
 
     def num_held_blocks(self) -> int:
-        """Return how many blocks the running requests hold."""
-        state = self.state
-        return int(state.requests["num_blocks"][state.running[: state.engine[0].num_running]].sum())
+        """Return how many blocks the known requests hold: those that run, and those whose blocks are fetched."""
+        state, head = self.state, self.state.engine[0]
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        slots = np.concatenate((state.running[: head.num_running], waiting))
+        return int(state.requests["num_blocks"][slots].sum())
 
     def recount_blocks(self, num_held_elsewhere: int) -> int:
         """Set the number of free blocks from what running requests hold, and unknown holders; return the former.
@@ -308,12 +337,18 @@ class EditableEngine(Engine):
         running = state.running[: head.num_running]
         waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
         pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
-        slots = np.concatenate((running, waiting, pending))[:max_requests].astype(np.int64)
+        transfers = state.transfers[: head.num_transfers]
+        held = transfers[rows["status"][transfers] == FINISHED]
+        slots = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
+        num = len(slots)
+        slots = np.concatenate((slots, held))[:max_requests]
+        num_held = len(slots) - num
         num = len(slots)
         live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
         for name in records.live.names or ():
-            if name not in UNUSED_COUNTS:
+            if name not in OTHER_COLUMNS:
                 live[name] = rows[name][slots]
+        self._show_transfers(live, slots, now_s)
         for name in FACTS:
             facts[name] = rows[name][slots]
         for name in self.state.facts.dtype.names or ():
@@ -330,7 +365,8 @@ class EditableEngine(Engine):
             num_free_blocks=int(head.num_free_blocks),
             decodes_since_look=int(head.decodes_since_look),
             running=np.arange(len(running)),
-            waiting=np.arange(len(running), num),
+            waiting=np.arange(len(running), num - num_held),
+            held=np.arange(num - num_held, num),
             steps=tuple(self._shown_step(ahead, indices) for ahead in range(int(head.num_in_flight))),
             live=live,
             facts=facts,
@@ -338,6 +374,24 @@ class EditableEngine(Engine):
             tag_median=median,
             tag_spread=spread,
         )
+
+    def _show_transfers(self, live: np.ndarray, slots: np.ndarray, now_s: float) -> None:
+        """Write the stages of transfers, and their times so that they end as in the model."""
+        rows = self.state.requests
+        live["stage"] = REPORTED_STAGES[rows["stage"][slots]]
+        for name in ("fetch_started_s", "fetch_ended_s", "held_until_s"):
+            live[name] = NONE
+        num_fetching = max(1, int(self.state.engine[0].num_fetching))
+        for index in np.flatnonzero(live["stage"] > TO_FETCH).tolist():
+            slot = int(slots[index])
+            end_s = float(remote_kv.end_s(self.state, slot))
+            if live["stage"][index] == FETCHING:
+                got_s = remote_kv.missing_seconds(self.state, slot) - max(0.0, end_s - now_s) / num_fetching
+                live["fetch_started_s"][index] = max(0.0, now_s - got_s * num_fetching)
+            elif live["stage"][index] == HELD:
+                live["held_until_s"][index] = end_s
+            else:
+                live["fetch_ended_s"][index] = end_s
 
     def _shown_step(self, ahead: int, indices: np.ndarray) -> ReportedStep:
         entries = self._entries(ahead)

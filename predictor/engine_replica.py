@@ -11,17 +11,36 @@ from typing import NamedTuple
 
 import numpy as np
 
-from predictor import steps
+from predictor import remote_kv, steps
 from predictor.blocks import chain_same
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
-from predictor.request import CLASSES, MAX_PRIORITY
-from predictor.state import NO_CONTENT, NONE, PENDING, RUNNING, WAITING, State
+from predictor.request import CLASSES, LEGS, MAX_PRIORITY
+from predictor.state import (
+    ARRIVED,
+    DECODE_LEG,
+    FETCH_FAILED,
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    LOST,
+    NO_CONTENT,
+    NO_TRANSFER,
+    NONE,
+    PENDING,
+    PREFILL_LEG,
+    RUNNING,
+    TO_FETCH,
+    WAITING,
+    State,
+)
 from predictor.step_time import StepTime, step_seconds
 
-NUM_CLASSES = len(CLASSES)
+NUM_CLASSES, NUM_LEGS = len(CLASSES), len(LEGS)
+NO_SLOTS = np.empty(0, np.int64)
 
 # Errors in a reported state, by the number that the kernels below return; 0 is none.
 ERRORS = (
@@ -88,6 +107,10 @@ class ReportedState(NamedTuple):
     with `arrival_s`, `priority`, `prompt_tokens`, `max_tokens` and the fields of `state.FACTS`. The length of a
     response is `known_tokens` where it is certain (else 0), or is predicted by a tag's median and spread (NaN without a
     tag).
+
+    `facts` has the `leg` of each request, and `live` the `stage` of its transfer, with `fetch_started_s`,
+    `fetch_ended_s` and `held_until_s` (negative: not yet). `held` are the slots of requests that have ended, and whose
+    blocks are held until they are fetched; `held_s` says for how long that is predicted, by slot, NaN where it is not.
     """
 
     now_s: float
@@ -103,6 +126,8 @@ class ReportedState(NamedTuple):
     tag_spread: np.ndarray
     contents: ReportedContents | None = None
     memory: ReportedMemory | None = None
+    held: np.ndarray = NO_SLOTS
+    held_s: np.ndarray | None = None
 
 
 class EngineReplica:
@@ -141,9 +166,13 @@ class EngineReplica:
         state = self.engine.state
         head = state.engine[0]
         head.num_running = head.num_waiting = head.num_in_flight = head.waiting_head = head.oldest = 0
+        head.num_holding = head.num_transfers = head.num_fetching = 0
+        head.next_transfer_s = math.inf
         self._require_possible(reported)
-        slots = np.concatenate((reported.running, reported.waiting)).astype(np.int64)
-        _require_ok(put(state, slots, len(reported.running), self.num_slots, *self._columns(reported, slots)))
+        slots = np.concatenate((reported.running, reported.waiting, reported.held)).astype(np.int64)
+        counts = len(reported.running), len(reported.waiting)
+        _require_ok(put(state, slots, *counts, self.num_slots, *self._columns(reported, slots)))
+        self._put_transfers(reported, slots)
         if self.engine.tracks_blocks:
             self._update_blocks(reported, slots)
         head.num_free_blocks = reported.num_free_blocks
@@ -166,6 +195,17 @@ class EngineReplica:
                 self._predicted_end_s = float(state.steps[0].end_s)
         self.wait_until(reported.now_s)
         head.num_running, head.num_waiting = len(reported.running), len(reported.waiting)
+
+    def _put_transfers(self, reported: ReportedState, slots: np.ndarray) -> None:
+        """Continue the transfers; the blocks of a prefill leg are held as predicted, else while the lease lasts."""
+        config = self.engine.config
+        if not config.kv_role:
+            return
+        held_s = np.full(len(slots), np.nan) if reported.held_s is None else reported.held_s[slots]
+        put_transfers(
+            self.engine.state, slots, len(reported.running), len(reported.waiting), _read_only(reported.live),
+            np.asarray(held_s, np.float64), float(config.kv_lease_s), float(reported.now_s),
+        )  # fmt: skip
 
     def wait_until(self, now_s: float) -> None:
         """Advance the clock without an event: a step whose predicted end has passed ends now at the earliest."""
@@ -208,7 +248,7 @@ class EngineReplica:
     def _require_possible(self, reported: ReportedState) -> None:
         if len(reported.running) > self.engine.config.max_num_seqs:
             raise ValueError(f"running: {len(reported.running)} requests are more than max_num_seqs allows")
-        if len(reported.running) + len(reported.waiting) > self.num_slots:
+        if len(reported.running) + len(reported.waiting) + len(reported.held) > self.num_slots:
             raise ValueError(ERRORS[BAD_SLOT])
         if len(reported.steps) > 2:
             raise ValueError(f"steps: at most 2 can be in flight, not {len(reported.steps)}")
@@ -273,7 +313,7 @@ class EngineReplica:
         if contents is None or len(contents.content) != len(self._content):
             return
         changed = np.flatnonzero(contents.content != self._content)
-        slots = (*reported.running.tolist(), *reported.waiting.tolist())
+        slots = (*reported.running.tolist(), *reported.waiting.tolist(), *reported.held.tolist())
         rows = [row for slot, row in zip(slots, contents.hashes, strict=True) if self._hashes.get(slot) is not row]
         hashes = np.concatenate((contents.content[changed], *rows))
         if not len(hashes):
@@ -298,8 +338,8 @@ class EngineReplica:
 
 
 @small_kernel
-def error_in(engine: np.record, reported: np.record, fact: np.record, runs: bool) -> int:
-    """Return what is wrong with one reported request."""
+def error_in(engine: np.record, reported: np.record, fact: np.record, holds: bool, has_ended: bool) -> int:
+    """Return what is wrong with one reported request, which may hold blocks, or have ended."""
     if (
         reported.output_tokens < 0 or reported.computed_tokens < 0 or reported.placeholders < 0
         or reported.in_flight_tokens < 0 or reported.stale_tokens < 0 or reported.num_blocks < 0
@@ -310,12 +350,12 @@ def error_in(engine: np.record, reported: np.record, fact: np.record, runs: bool
     if prompt <= 0 or prompt >= engine.max_model_len:
         return BAD_PROMPT
     max_tokens = min(np.int64(fact.max_tokens), engine.max_model_len - prompt)
-    if reported.output_tokens >= max_tokens:
+    if reported.output_tokens >= max_tokens and not has_ended:
         return TOO_MANY_OUTPUT
     if reported.computed_tokens > prompt + reported.output_tokens + reported.placeholders:
         return TOO_MANY_COMPUTED
-    num_blocks = np.int64(reported.num_blocks) if runs else 0
-    if runs and num_blocks * engine.block_size < reported.computed_tokens:
+    num_blocks = np.int64(reported.num_blocks) if holds else 0
+    if holds and not has_ended and num_blocks * engine.block_size < reported.computed_tokens:
         return TOO_FEW_BLOCKS
     if max(num_blocks, np.int64(reported.full_blocks)) * engine.block_size >= prompt + max_tokens + engine.block_size:
         return TOO_MANY_BLOCKS
@@ -334,10 +374,10 @@ def put_facts(facts: np.record, reported: np.record) -> None:
 
 @kernel
 def put_requests(
-    state: State, slots: np.ndarray, num_running: int, num_slots: int, live: np.ndarray, facts: np.ndarray,
-    lengths: np.ndarray,
+    state: State, slots: np.ndarray, num_running: int, num_waiting: int, num_slots: int, live: np.ndarray,
+    facts: np.ndarray, lengths: np.ndarray,
 ) -> int:  # fmt: skip
-    """Fill the slots and queues with the reported requests; the first `num_running` of them run."""
+    """Fill the slots and queues with the reported requests; the first `num_running` of them run, the next ones wait."""
     engine = state.engine[0]
     for slot in range(num_slots):
         state.requests[slot].status = PENDING
@@ -346,14 +386,15 @@ def put_requests(
         request, reported, fact = state.requests[slot], live[slot], facts[slot]
         if request.status != PENDING:
             return BAD_SLOT
-        runs = index < num_running
-        error = error_in(engine, reported, fact, runs)
+        runs, has_ended = index < num_running, index >= num_running + num_waiting
+        holds = runs or has_ended or engine.fetches
+        error = error_in(engine, reported, fact, holds, has_ended)
         if error != OK:
             return error
         prompt = fact.prompt_tokens
         max_tokens = min(np.int64(fact.max_tokens), engine.max_model_len - prompt)
         known = np.int64(prompt) + reported.output_tokens
-        request.status = RUNNING if runs else WAITING
+        request.status = RUNNING if runs else (FINISHED if has_ended else WAITING)
         request.prompt_tokens = prompt
         request.output_tokens = reported.output_tokens
         request.computed_tokens = reported.computed_tokens
@@ -363,7 +404,7 @@ def put_requests(
         length = lengths[index]
         request.final_tokens = np.int64(length) if length < max_tokens else max_tokens
         request.max_tokens = max_tokens
-        request.num_blocks = reported.num_blocks if runs else 0
+        request.num_blocks = reported.num_blocks if holds else 0
         request.full_blocks = reported.full_blocks
         request.num_hashes = 0
         request.scheduled_s = reported.scheduled_s if reported.scheduled_s >= 0 else float(NONE)
@@ -376,6 +417,9 @@ def put_requests(
         request.expected_tokens = request.final_tokens
         request.num_preemptions = reported.num_preemptions
         request.hit_tokens = reported.hit_tokens
+        request.leg = fact.leg if 0 <= fact.leg < NUM_LEGS else 0
+        request.stage = NO_TRANSFER
+        request.transfer_s = 0.0
         put_facts(state.facts[slot], fact)
         request.tokens_on_time = NONE if np.isnan(state.facts[slot].ttft_slo_s) else 0  # counted from here on
         if reported.prefill_tokens >= 0:
@@ -385,9 +429,52 @@ def put_requests(
             request.prefill_tokens = 0 if decodes else known
         if runs:
             state.running[index] = slot
-        else:
+        elif not has_ended:
             state.waiting[index - num_running] = slot
     return OK
+
+
+@kernel
+def put_transfers_of(
+    state: State, slots: np.ndarray, num_running: int, num_waiting: int, live: np.ndarray, held_s: np.ndarray,
+    lease_s: float, now_s: float,
+) -> None:  # fmt: skip
+    """Continue the transfers of reported requests; a fetch has got the share of the link that it would get now."""
+    engine = state.engine[0]
+    engine.link_s, engine.link_at_s = 0.0, now_s
+    for index in range(len(slots)):
+        if index >= num_running and live[slots[index]].stage == FETCHING:
+            engine.num_fetching += 1
+    is_first = True
+    for index in range(len(slots)):
+        slot = slots[index]
+        request, reported = state.requests[slot], live[slot]
+        if request.leg == PREFILL_LEG:
+            request.transfer_s = lease_s if np.isnan(held_s[index]) else held_s[index]
+        waits = num_running <= index < num_running + num_waiting
+        if index < num_running:
+            continue
+        is_first = is_first and waits and request.num_blocks > 0
+        engine.num_holding += is_first
+        stage = reported.stage
+        if stage in (ARRIVED, LOST):  # the engine knows it before its next step
+            stage = FETCHED if stage == ARRIVED else FETCH_FAILED
+        if waits and TO_FETCH <= stage <= FETCH_FAILED and engine.fetches and request.leg == DECODE_LEG:
+            request.stage = stage
+            request.transfer_s = np.nan  # of one that has not begun: as configured
+            if request.stage in (FETCHED, FETCH_FAILED):
+                request.transfer_s = reported.fetch_ended_s
+        if stage == FETCHING:
+            request.stage = FETCHING
+            request.transfer_s = remote_kv.left_to_fetch(state, slot, reported.fetch_started_s, now_s)
+            remote_kv.add_transfer(state, slot)
+        elif not waits:
+            request.stage = HELD
+            until_s = max(now_s, reported.held_until_s)
+            if not np.isnan(held_s[index]):
+                until_s = min(until_s, max(now_s, reported.held_until_s - lease_s + held_s[index]))
+            request.transfer_s = until_s
+            remote_kv.add_transfer(state, slot)
 
 
 @kernel
@@ -452,7 +539,9 @@ def put_blocks(
             if position < request.num_blocks:
                 num_held += state.blocks[index].num_refs == 0
                 state.blocks[index].num_refs += 1
-    if num_held + len(order) != len(state.blocks):
+    num_known = num_held + len(order)
+    # an engine that fetches can hold blocks of requests that have ended until its step ends
+    if num_known > len(state.blocks) or (num_known < len(state.blocks) and not state.engine[0].fetches):
         return WRONG_REUSE
     return chain_free(state, order)
 
@@ -476,6 +565,7 @@ def chain_free(state: State, order: np.ndarray) -> int:
 
 
 put, put_in_flight, put_contents = direct(put_requests), direct(put_step), direct(put_blocks)
+put_transfers = direct(put_transfers_of)
 
 
 def _require_memory(memory: ReportedMemory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -88,6 +89,30 @@ NO_TRANSIT = Transit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferTime:
+    """How long KV blocks take from one engine to another, under the names of EngineConfig; None where not known."""
+
+    kv_bytes_per_token: int | None = None  # of one rank, which has a link of its own
+    kv_transfer_base_s: float | None = None
+    kv_transfer_bytes_per_s: float | None = None
+    kv_transfer_block_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that no transfer can have."""
+        if self.kv_bytes_per_token is not None:
+            require_count("kv_bytes_per_token", self.kv_bytes_per_token)
+        for name in ("kv_transfer_base_s", "kv_transfer_block_s"):
+            if getattr(self, name) is not None:
+                require_seconds(name, getattr(self, name))
+        rate = self.kv_transfer_bytes_per_s
+        if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate) and rate > 0):
+            raise ValueError(f"kv_transfer_bytes_per_s: must be a number above 0, not {rate!r}")
+
+
+UNKNOWN_TRANSFER = KvTransferTime()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The latency profile of one model on one kind of GPU."""
 
@@ -104,6 +129,17 @@ class Profile:
     source: str
     engine: SuggestedEngine = field(default_factory=SuggestedEngine)
     transit: Transit = NO_TRANSIT
+    transfer: KvTransferTime = UNKNOWN_TRANSFER
+
+    @property
+    def suggested_settings(self) -> dict[str, Any]:
+        """The engine's settings that go with the profile, by their names in EngineConfig."""
+        return {**_known(self.engine), **self.transfer_settings}
+
+    @property
+    def transfer_settings(self) -> dict[str, Any]:
+        """Those of them that are about transfers of KV blocks."""
+        return _known(self.transfer)
 
     def __post_init__(self) -> None:
         """Refuse another format version, and empty descriptions."""
@@ -183,14 +219,15 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "error": None if profile.error is None else _plain(profile.error),
         "engine": _plain(profile.engine),
         **({} if profile.transit == NO_TRANSIT else {"transit": _plain(profile.transit)}),
+        **({} if profile.transfer == UNKNOWN_TRANSFER else {"transfer": _known(profile.transfer)}),
         "step_time": step_time_to_dict(profile.step_time),
     }
 
 
 def profile_from_dict(data: object) -> Profile:
     """Build a profile from plain data; errors name unknown fields, missing fields and invalid values."""
-    if isinstance(data, Mapping) and "transit" not in data:  # a profile has it only where it was measured
-        data = {**data, "transit": _plain(NO_TRANSIT)}
+    if isinstance(data, Mapping):  # a profile has these only where they were measured
+        data = {"transit": _plain(NO_TRANSIT), "transfer": {}, **data}
     given = _require_fields("", data, [spec.name for spec in fields(Profile)], required_first="version")
     error = given["error"]
     parts = {
@@ -199,6 +236,7 @@ def profile_from_dict(data: object) -> Profile:
         "error": None if error is None else _build("error", HeldOutError, error),
         "engine": _build("engine", SuggestedEngine, given["engine"]),
         "transit": _build("transit", Transit, given["transit"]),
+        "transfer": _build("transfer", KvTransferTime, _with_nulls(KvTransferTime, given["transfer"])),
     }
     return Profile(**{**given, **parts})
 
@@ -232,6 +270,15 @@ def _curve_from_dict(path: str, data: object) -> Curve:
 
 def _plain(value: object) -> dict[str, Any]:
     return {spec.name: getattr(value, spec.name) for spec in fields(value)}  # type: ignore[arg-type]
+
+
+def _known(value: object) -> dict[str, Any]:
+    return {name: given for name, given in _plain(value).items() if given is not None}
+
+
+def _with_nulls(kind: type, data: object) -> object:
+    """Add the fields that are left out, as None."""
+    return {**{spec.name: None for spec in fields(kind)}, **data} if isinstance(data, Mapping) else data
 
 
 def _build(path: str, kind: Callable[..., T], data: object) -> T:

@@ -33,8 +33,7 @@ def start_fetch(state: State, slot: int, num_tokens: int, num_blocks: int) -> No
         start_s = max(start_s, state.steps[engine.oldest].end_s)
     seconds = request.transfer_s
     if np.isnan(seconds):
-        seconds = engine.transfer_base_s + num_tokens * engine.transfer_token_s + num_blocks * engine.transfer_block_s
-        seconds *= engine.transfer_pace
+        seconds = fetch_seconds(engine, num_tokens, num_blocks)
     request.stage = FETCHING
     if engine.transfer_shared:
         advance_link(engine, engine.now_s)
@@ -43,6 +42,32 @@ def start_fetch(state: State, slot: int, num_tokens: int, num_blocks: int) -> No
         request.transfer_s = start_s + seconds
     engine.num_fetching += 1
     add_transfer(state, slot)
+
+
+@small_kernel
+def fetch_seconds(engine: np.record, num_tokens: int, num_blocks: int) -> float:
+    """Return how long blocks take to be fetched, if no other transfer shares the link."""
+    seconds = engine.transfer_base_s + num_tokens * engine.transfer_token_s + num_blocks * engine.transfer_block_s
+    return engine.transfer_pace * seconds
+
+
+@small_kernel
+def missing_seconds(state: State, slot: int) -> float:
+    """Return how long the blocks of a request take to be fetched that were not cached."""
+    engine, request = state.engine[0], state.requests[slot]
+    num_hits = request.hit_tokens // engine.block_size
+    return fetch_seconds(engine, request.prompt_tokens - request.hit_tokens, request.num_blocks - num_hits)
+
+
+@small_kernel
+def left_to_fetch(state: State, slot: int, started_s: float, now_s: float) -> float:
+    """Return `transfer_s` of a fetch that started at a time (negative: now) on a link that is as busy as it is now."""
+    engine = state.engine[0]
+    seconds = missing_seconds(state, slot)
+    since_s = max(0.0, now_s - started_s) if started_s >= 0 else 0.0
+    if engine.transfer_shared:
+        return engine.link_s + max(0.0, seconds - since_s / max(1, engine.num_fetching))
+    return now_s + max(0.0, seconds - since_s)
 
 
 @kernel

@@ -63,6 +63,11 @@ class ReservedRequests:
         self._requests[request.request_id] = reserved
         return True
 
+    def held_s(self, request_id: str) -> float | None:
+        """Return how long the blocks of a reserved prefill leg are expected to be held; None where that is unknown."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.held_s
+
     def withdraw(self, request_id: str, engine: Engine) -> bool:
         """Remove a request from the engine model; return whether it was there."""
         if self._requests.pop(request_id, None) is None:

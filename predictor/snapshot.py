@@ -9,8 +9,10 @@ from typing import ClassVar
 from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
 
-VERSION = 3  # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers
+# 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs
+VERSION = 4
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
+STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
@@ -37,6 +39,9 @@ class LiveRequest:
     prefill_tokens: int | None = None  # to be computed, as of its admission, before it decodes; None: unknown
     first_token_s: float | None = None  # None: not yet, or unknown
     tokens_on_time: int | None = None  # tokens that came by their deadlines; None: no deadlines, or unknown
+    stage: str = ""  # of the transfer of its KV blocks, as in `state.STAGES`
+    # Seconds until its transfer ends, if no other one shares the link, or until its blocks are held no longer.
+    transfer_left_s: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
@@ -53,6 +58,10 @@ class LiveRequest:
                 raise ValueError(f"tokens_on_time: {self.tokens_on_time} are more than its produced_tokens")
         if self.first_token_s is not None and not (math.isfinite(self.first_token_s) and self.first_token_s >= 0):
             raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
+        if self.stage not in STAGES:
+            raise ValueError(f"stage: {self.stage!r} is none of {', '.join(STAGES[1:])}")
+        if self.transfer_left_s is not None and not (math.isfinite(self.transfer_left_s) and self.transfer_left_s >= 0):
+            raise ValueError(f"transfer_left_s: must be a time from 0 on, not {self.transfer_left_s}")
         known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
         if self.computed_tokens > known:
             raise ValueError(f"computed_tokens: {self.computed_tokens} is more than its {known} tokens")
@@ -168,6 +177,7 @@ class TwoEndedBlock:
 class Snapshot:
     """An engine's state at `taken_s`; times are on the engine's clock.
 
+    `held` are requests that have ended, and whose blocks are held until they are fetched, or have been fetched.
     `reserved` are requests that are reserved for the engine and that it does not report yet. Without `kv_cache` the
     contents of blocks are unknown, and forecasts contain no prefix hits. `two_ended_blocks` are those in use with
     kv_layout bidirectional.
@@ -181,6 +191,7 @@ class Snapshot:
     num_free_blocks: int
     running: tuple[LiveRequest, ...] = ()
     waiting: tuple[LiveRequest, ...] = ()
+    held: tuple[LiveRequest, ...] = ()
     reserved: tuple[RequestFacts, ...] = ()
     steps: tuple[StepUnderWay, ...] = ()
     kv_cache: KvCache | None = None
@@ -199,7 +210,7 @@ class Snapshot:
         if len(self.running) > self.config.max_num_seqs:
             raise ValueError(f"running: {len(self.running)} requests are more than max_num_seqs allows")
         seen: set[str] = set()
-        live = [item.request for item in (*self.running, *self.waiting)]
+        live = [item.request for item in (*self.running, *self.waiting, *self.held)]
         for request in (*live, *self.reserved):
             if request.request_id in seen:
                 raise ValueError(f"request_id: {request.request_id!r} is there twice")

@@ -25,10 +25,10 @@ PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
 SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 
-# Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: it has no blocks yet. ARRIVED,
-# LOST: the transfer has ended, or failed, which the engine knows at `transfer_s`. FETCHED, FETCH_FAILED: it knows, and
-# has not scheduled the request. HELD: the prefill has ended, and its blocks wait to be fetched.
-NO_TRANSFER, TO_FETCH, FETCHING, ARRIVED, LOST, FETCHED, FETCH_FAILED, HELD = range(8)
+# Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: it has no blocks yet. FETCHED,
+# FETCH_FAILED: the engine knows that the transfer has ended, and has not scheduled the request. HELD: the prefill has
+# ended, and its blocks wait to be fetched. ARRIVED, LOST: the transfer has ended; the engine knows it at `transfer_s`.
+NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, ARRIVED, LOST = range(8)
 
 # What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
 # down. A block that is not full has no content, because no request can hit it.

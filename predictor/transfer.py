@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from predictor import queues, steps
+from predictor import queues, remote_kv, steps
 from predictor.blocks import OWN_CONTENTS
 from predictor.compiled import direct
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import REAL_TIME
 from predictor.snapshot import (
+    STAGES,
     VERSION,
     KvCache,
     LiveRequest,
@@ -25,11 +26,29 @@ from predictor.snapshot import (
     StepUnderWay,
     TwoEndedBlock,
 )
-from predictor.state import FINISHED, NO_CONTENT, NONE, RUNNING, TWO_ENDED_LAYOUT, WAITING, State
+from predictor.state import (
+    FETCH_FAILED,
+    FETCHED,
+    FETCHING,
+    FINISHED,
+    HELD,
+    NO_CONTENT,
+    NO_TRANSFER,
+    NONE,
+    RUNNING,
+    TO_FETCH,
+    TWO_ENDED_LAYOUT,
+    WAITING,
+    State,
+)
 from predictor.step_time import StepTime
 
 enqueue = direct(queues.enqueue)
 
+add_transfer = direct(remote_kv.add_transfer)
+
+# The stage that a snapshot names, by the engine model's.
+SHOWN_STAGES = (NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING)
 COUNTERS = ("computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_preemptions")
 
 
@@ -49,6 +68,7 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         num_free_blocks=int(head.num_free_blocks),
         running=tuple(_live(engine, slot) for slot in running),
         waiting=tuple(_live(engine, slot) for slot in waiting),
+        held=tuple(_live(engine, slot) for slot in _held(engine)),
         reserved=tuple(engine.request_in(slot) for slot in pending),
         steps=tuple(_in_flight(engine, ahead) for ahead in range(head.num_in_flight)),
         kv_cache=_kv_cache(engine) if head.prefix_caching else None,
@@ -75,11 +95,24 @@ def _memory(engine: Engine) -> Memory:
     )
 
 
+def _held(engine: Engine) -> list[int]:
+    """Return the slots of requests that have ended, and whose blocks are not free yet."""
+    state, head = engine.state, engine.state.engine[0]
+    deferred = []
+    if head.defers_frees and head.num_in_flight:
+        entries = state.batch[head.oldest, : state.steps[head.oldest].num_scheduled]
+        deferred = [int(slot) for slot in entries["slot"] if state.requests[slot].stage == NO_TRANSFER]
+    slots = [*(int(slot) for slot in state.transfers[: head.num_transfers]), *deferred]
+    return [slot for slot in slots if state.requests[slot].status == FINISHED and state.requests[slot].num_blocks > 0]
+
+
 def _live(engine: Engine, slot: int) -> LiveRequest:
     row = engine.state.requests[slot]
     held = 0
     if engine.state.engine[0].prefix_caching:
-        held = int(row.num_blocks) if row.status == RUNNING else int(row.full_blocks)
+        held = int(row.num_blocks) if row.status == RUNNING or row.num_blocks > 0 else int(row.full_blocks)
+    stage, transfer_left_s = _transfer(engine, slot)
+    counters: dict[str, Any] = {name: int(row[name]) for name in COUNTERS}
     return LiveRequest(
         request=engine.request_in(slot),
         produced_tokens=int(row.output_tokens),
@@ -89,8 +122,24 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         first_token_s=float(row.first_token_s) if row.first_token_s >= 0 else None,
         tokens_on_time=int(row.tokens_on_time) if row.tokens_on_time >= 0 else None,
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
-        **{name: int(row[name]) for name in COUNTERS},
+        stage=stage,
+        transfer_left_s=transfer_left_s,
+        **counters,
     )
+
+
+def _transfer(engine: Engine, slot: int) -> tuple[str, float | None]:
+    """Return the stage of a request's transfer, and for how long it goes on: on a shared link, the work left."""
+    state, head, row = engine.state, engine.state.engine[0], engine.state.requests[slot]
+    if row.status == FINISHED and row.stage == NO_TRANSFER:  # its blocks are free once the step in flight has ended
+        return STAGES[HELD], max(0.0, float(state.steps[head.oldest].end_s - head.now_s))
+    left_s = None
+    if row.stage == FETCHING and head.transfer_shared:
+        since_s = max(0.0, float(head.now_s - head.link_at_s))
+        left_s = max(0.0, float(row.transfer_s - head.link_s) - since_s / int(head.num_fetching))
+    elif row.stage == HELD or remote_kv.is_under_way(row.stage):
+        left_s = max(0.0, float(row.transfer_s - head.now_s))
+    return STAGES[SHOWN_STAGES[row.stage]], left_s
 
 
 def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
@@ -155,6 +204,9 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     for position, item in enumerate(snapshot.waiting):
         with _at(f"waiting[{position}]"):
             _put_back(engine, item, WAITING)
+    for position, item in enumerate(snapshot.held):
+        with _at(f"held[{position}]"):
+            _put_back(engine, item, FINISHED)
     _put_back_blocks(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
@@ -164,6 +216,7 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
     for position, step in enumerate(snapshot.steps):
         with _at(f"steps[{position}]"):
             _put_back_step(engine, step, snapshot.taken_s)
+    _put_back_transfers(engine, snapshot)
     for position, request in enumerate(snapshot.reserved):
         with _at(f"reserved[{position}]"):
             engine.add(request)
@@ -182,7 +235,7 @@ def _at(where: str) -> Iterator[None]:
 def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     request, block_size = item.request, engine.config.block_size
     max_tokens = engine.lengths(request)[1]
-    if item.produced_tokens >= max_tokens:
+    if item.produced_tokens >= max_tokens and status != FINISHED:
         raise ValueError(f"produced_tokens: {item.produced_tokens} are not below the request's limit of {max_tokens}")
     if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
@@ -198,17 +251,21 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         request,
         status=status,
         output_tokens=item.produced_tokens,
-        num_blocks=item.num_blocks if status == RUNNING else 0,
+        num_blocks=item.num_blocks if status != WAITING or engine.state.engine[0].fetches else 0,
+        stage=STAGES.index(item.stage),
         prefill_tokens=prefill_tokens,
         scheduled_s=request.arrival_s if was_scheduled else NONE,
         first_token_s=_first_token_s(item),
         tokens_on_time=item.tokens_on_time or 0,
         **{name: getattr(item, name) for name in COUNTERS},
     )
+    head = engine.state.engine[0]
+    if status == FINISHED:
+        return
     if status == WAITING:
+        head.num_holding += item.num_blocks > 0 and bool(head.fetches)
         enqueue(engine.state, slot)
         return
-    head = engine.state.engine[0]
     engine.state.running[head.num_running] = slot
     head.num_running += 1
 
@@ -221,6 +278,19 @@ def _first_token_s(item: LiveRequest) -> float:
         return item.first_token_s
     slo = item.request.slo
     return item.request.arrival_s + (slo.ttft_s or 0.0 if slo is not None else 0.0)
+
+
+def _put_back_transfers(engine: Engine, snapshot: Snapshot) -> None:
+    """Continue the transfers."""
+    head, rows = engine.state.engine[0], engine.state.requests
+    items = [item for item in (*snapshot.waiting, *snapshot.held) if item.stage in ("fetching", "held")]
+    head.link_at_s = head.now_s
+    head.num_fetching = sum(item.stage == "fetching" for item in items)
+    for item in items:
+        slot = engine.slots[item.request.request_id]
+        shares = item.stage == "fetching" and head.transfer_shared
+        rows[slot].transfer_s = (head.link_s if shares else head.now_s) + (item.transfer_left_s or 0.0)
+        add_transfer(engine.state, slot)
 
 
 def _put_back_blocks(engine: Engine, snapshot: Snapshot) -> None:
@@ -283,12 +353,12 @@ def _put_back_two_ended(engine: Engine, snapshot: Snapshot) -> None:
 
 
 def _put_back_tables(engine: Engine, snapshot: Snapshot) -> None:
-    for place, item in enumerate((*snapshot.running, *snapshot.waiting)):
+    for place, item in enumerate((*snapshot.running, *snapshot.held, *snapshot.waiting)):
         name = item.request.request_id
         if any(not 0 <= block < engine.num_blocks for block in item.block_ids):
             raise ValueError(f"block_ids: of {name!r} lie outside the engine's {engine.num_blocks} blocks")
-        is_running = place < len(snapshot.running)  # a former block of a waiting one may have other contents by now
-        if is_running and len(set(item.block_ids)) < len(item.block_ids):
+        holds = place < len(snapshot.running) + len(snapshot.held)  # others may have lost their former blocks
+        if holds and len(set(item.block_ids)) < len(item.block_ids):
             raise ValueError(f"block_ids: of {name!r} hold a block twice")
         if item.full_blocks > len(item.block_ids):
             raise ValueError(f"full_blocks: of {name!r} are more than its block_ids")
@@ -303,7 +373,8 @@ def _put_back_holders(engine: Engine, snapshot: Snapshot) -> None:
     assert snapshot.kv_cache is not None
     blocks, head = engine.state.blocks, engine.state.engine[0]
     num_refs = np.zeros(len(blocks), np.int64)
-    for item in snapshot.running:
+    holding = [item for item in snapshot.waiting if item.num_blocks > 0 and engine.state.engine[0].fetches]
+    for item in (*snapshot.running, *holding, *snapshot.held):
         if len(item.block_ids) != item.num_blocks:
             raise ValueError(f"block_ids: {len(item.block_ids)} are listed, {item.num_blocks} are held")
         np.add.at(num_refs, list(item.block_ids), 1)

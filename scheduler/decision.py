@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 FINISHED = INDEX_OF["num_finished_total"]
 NONE = -1  # no position
-POOL_OF = {SERVE: Pool.ANY, PREFILL: Pool.PREFILL, DECODE: Pool.DECODE}  # where a leg alone is placed
+POOL_OF = {PREFILL: Pool.PREFILL, DECODE: Pool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
@@ -178,6 +178,12 @@ class Decision:
     _indicators: Mapping[str, tuple[Mapping[str, float], float, float, int]] = EMPTY  # age, time, `num_unseen`
     _indicators_s = 0.0  # the time at which these were kept
 
+    # What instances are asked about.
+    _pool: Pool | None = None  # of all instances
+    _leg = SERVE
+    _in_s = 0.0  # until it arrives
+    _forecasts_anyway = False  # the chosen instance, where the policy does without forecasts
+
     # The decision's state.
     disaggregation = ""  # why the request has two legs, or not; empty where no instance has a role
     num_conflicts = 0
@@ -197,7 +203,8 @@ class Decision:
         self.request = request
         self.policy = policy
         self._number = request.number
-        self._pool = POOL_OF[request.leg]
+        if request.leg != SERVE:
+            self._pool, self._leg = POOL_OF[request.leg], request.leg
 
     def _reset(self) -> None:
         """Forget an attempt."""
@@ -384,7 +391,7 @@ class Decision:
                 rows = instances.rows_of_model(request.model)
             except (ValueError, NoInstanceError) as error:
                 return self._shed(error, now_s)
-        if self._pool is not Pool.ANY:
+        if self._pool is not None:
             rows = instances.rows_in_pool(rows, self._pool)
         if instances.suspects or request.excluded:
             unhealthy = instances.unhealthy(rows, request.excluded, now_s)
@@ -418,7 +425,7 @@ class Decision:
         if self._others:
             others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.NOT_QUERIED]
         if len(shortlisted) or others:
-            self._asked = Ask(shortlisted, others, self.policy.needs_delays, *self._asked_leg())
+            self._asked = Ask(shortlisted, others, self.policy.needs_delays, self._leg, self._in_s)
             return self._asked
         self._compared = shortlisted
         return self._decide(now_s)
@@ -492,22 +499,14 @@ class Decision:
             instances.by_id[instance_id].engine.allows(now_s)
         if self._num_failed >= self.core.rules.max_failed_reservations:
             return self._placed(None, now_s)
-        if self._forecasts_chosen and not self.policy.needs_forecast and instance_id not in self._answers:
+        asks = self.core.rules.forecast_always or self._forecasts_anyway
+        if asks and not self.policy.needs_forecast and instance_id not in self._answers:
             return Ask(compared.only(np.array([best], np.intp)), (), False, *self._leg_at(best))
         return self._reserve(instance_id, compared.row(best))
 
-    @property
-    def _forecasts_chosen(self) -> bool:
-        """Whether the chosen instance forecasts the request also where the policy does without."""
-        return self.core.rules.forecast_always
-
-    def _asked_leg(self) -> tuple[str, float]:
-        """Return the leg that instances are asked about, and in how many seconds it arrives there."""
-        return self.request.leg, self.request.in_s
-
     def _leg_at(self, _position: int) -> tuple[str, float]:
-        """Return the same of the leg that the instance at a position would serve; -1 for one that is not compared."""
-        return self.request.leg, self.request.in_s
+        """Return the leg of the instance at a position, and when it arrives there; -1 for one that is not compared."""
+        return self._leg, self._in_s
 
     def _reserve(self, instance_id: str, row: int) -> Reserve:
         if_version = if_epoch = forecast = None
@@ -522,7 +521,7 @@ class Decision:
                 if_version, if_epoch = answer.version + since, answer.epoch
         elif self._answers:
             forecast = self._answers[instance_id].forecast
-        return Reserve(instance_id, row, if_version, if_epoch, forecast, *self._leg_at(self.position))
+        return Reserve(instance_id, row, if_version, if_epoch, forecast, self._leg, self._in_s)
 
     def _choose_fallback(self, candidate: Candidate, now_s: float) -> Intention:
         self._chosen = candidate

@@ -61,6 +61,7 @@ PAIR_ALWAYS = "pair_always"
 WHOLE_BY_FORECAST = "whole_by_forecast"
 WHOLE_BY_CONDITION = "whole_by_condition"
 WHOLE_NEVER = "whole_never"
+WHOLE_BY_REQUEST = "whole_by_request"
 WHOLE_NO_PREFILL = "whole_no_prefill"  # no instance of the model has role prefill
 WHOLE_NO_DECODE = "whole_no_decode"  # none has role decode or both
 WHOLE_PREFILL_DOWN = "whole_prefill_down"  # none with role prefill takes the request now
@@ -72,6 +73,7 @@ REASONS = (
     WHOLE_BY_FORECAST,
     WHOLE_BY_CONDITION,
     WHOLE_NEVER,
+    WHOLE_BY_REQUEST,
     WHOLE_NO_PREFILL,
     WHOLE_NO_DECODE,
     WHOLE_PREFILL_DOWN,
@@ -101,12 +103,8 @@ class PrefillDecision(Decision):
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy, *, forecasts: bool) -> None:
         """Prepare it; with `forecasts` the chosen instance forecasts the leg whatever the policy reads."""
-        super().__init__(core, replace(request, leg=PREFILL, in_s=0.0, dry_run=False), policy)
+        super().__init__(core, replace(request, leg=PREFILL, dry_run=False), policy)
         self._forecasts_anyway = forecasts
-
-    @property
-    def _forecasts_chosen(self) -> bool:
-        return self._forecasts_anyway or super()._forecasts_chosen
 
     def leg(self) -> Leg:
         """Return the leg as it is placed."""
@@ -126,12 +124,12 @@ class DisaggregatedDecision(Decision):
     _awaits = Awaits.NOTHING
     _why_whole = ""  # no decode leg is considered any more
     _is_decode: npt.NDArray[np.bool_] | None = None  # by position among the compared
-    _asks_decode = False  # of all candidates
     _to_decode: Candidates | None = None  # those that are asked about a decode leg only
-    _end_s = _in_s = 0.0  # until the prefill leg ends, and until the decode leg arrives
+    _end_s = _arrives_s = 0.0  # until the prefill leg ends, and until the decode leg arrives
     _has_prefill = False
     _decode_reserved_s: float | None = None  # while the prefill leg is being reserved
     _left: Mapping[str, Candidate] = NO_CANDIDATES  # of the decode pool, before prefill instances were considered
+    _given_up: Mapping[str, Candidate] = NO_CANDIDATES  # all that were considered before, for the explanation
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
         """Prepare the decision for a request by a policy."""
@@ -144,8 +142,8 @@ class DisaggregatedDecision(Decision):
         super()._reset()
         self._pool = Pool.DECODE
         self._prefill = self._is_decode = self._to_decode = self._decode_reserved_s = None
-        self._awaits, self._why_whole, self._asks_decode = Awaits.NOTHING, "", False
-        self._end_s = self._in_s = 0.0
+        self._awaits, self._why_whole = Awaits.NOTHING, ""
+        self._leg, self._in_s, self._end_s, self._arrives_s = SERVE, 0.0, 0.0, 0.0
 
     # Events.
 
@@ -221,6 +219,7 @@ class DisaggregatedDecision(Decision):
     def _attempt(self, now_s: float) -> Intention:
         """Compare the instances of both pools as they are now, or ask them first."""
         self._reset()
+        self._left = self._given_up = NO_CANDIDATES
         instances, request = self.core.instances, self.request
         try:
             rows = request.rows if request.any_model else instances.rows_of_model(request.model)
@@ -229,8 +228,8 @@ class DisaggregatedDecision(Decision):
         self._has_prefill = not _is_empty(instances.rows_in_pool(rows, Pool.PREFILL))
         if _is_empty(instances.rows_in_pool(rows, Pool.DECODE)):
             return self._without_decode(WHOLE_NO_DECODE, now_s)
-        if self._rules.disaggregate == NEVER:
-            return self._attempt_whole(WHOLE_NEVER, now_s)
+        if self._has_one_leg():
+            return self._attempt_whole(WHOLE_BY_REQUEST if self.request.undivided else WHOLE_NEVER, now_s)
         if not self._has_prefill:
             return self._without_prefill(WHOLE_NO_PREFILL, now_s)
         if self.policy.needs_forecast:
@@ -246,10 +245,11 @@ class DisaggregatedDecision(Decision):
 
     def _without_prefill(self, why: str, now_s: float) -> Intention:
         """Go on without prefill instances, if that is allowed."""
-        failed = self._prefill
+        failed = [] if self._prefill is None else self._prefill.candidates()
         self._reset()
         if self.core.rules.without_pool == REFUSE:
-            return self._refuse(Pool.PREFILL, [] if failed is None else failed.candidates(), now_s)
+            return self._refuse(Pool.PREFILL, failed, now_s)
+        self._given_up = {one.instance_id: one for one in failed}
         return self._attempt_whole(why, now_s)
 
     def _without_decode(self, why: str, now_s: float) -> Intention:
@@ -259,6 +259,7 @@ class DisaggregatedDecision(Decision):
         if self.core.rules.without_pool == REFUSE:
             return self._refuse(Pool.DECODE, list(left.values()), now_s)
         self._pool, self._left = Pool.PREFILL, left
+        self._given_up = {**self._given_up, **left}
         return self._attempt_whole(why, now_s)
 
     def _refuse(self, pool: Pool, candidates: Sequence[Candidate], now_s: float) -> Intention:
@@ -326,7 +327,7 @@ class DisaggregatedDecision(Decision):
                 self._order = None
             known = {name: column for name, column in candidates.columns.items() if name not in PREDICTED}
             candidates = replace(candidates, columns=known)
-            self._asked = Ask(candidates, (), self.policy.needs_delays, DECODE, self._in_s)
+            self._asked = Ask(candidates, (), self.policy.needs_delays, DECODE, self._arrives_s)
             self._awaits = Awaits.DECODE
             return self._asked
         self._rank(now_s)
@@ -384,7 +385,7 @@ class DisaggregatedDecision(Decision):
         end_s = self._prefill.predicted("predicted_e2e_s") if isinstance(prefill, Reserve) else None
         if end_s is None or not math.isfinite(end_s):
             return False
-        self._end_s, self._in_s = end_s, end_s + self.core.hand_over_s
+        self._end_s, self._arrives_s = end_s, end_s + self.core.hand_over_s
         return True
 
     def _complete(self, compared: Candidates) -> None:
@@ -401,13 +402,13 @@ class DisaggregatedDecision(Decision):
             if name == "delay_worst_s":
                 both = np.maximum(column, value)
             elif name == "predicted_queue_s":
-                both = value + np.maximum(column - self._in_s, 0.0)
+                both = value + np.maximum(column - self._arrives_s, 0.0)
             else:
                 both = column + value
             columns[name] = np.where(is_decode, both, column)
 
     def _decode_positions(self) -> npt.NDArray[np.bool_] | None:
-        if self._asks_decode and self._compared is not None:
+        if self._leg == DECODE and self._compared is not None:
             return np.ones(len(self._compared), np.bool_)
         return self._is_decode
 
@@ -428,7 +429,7 @@ class DisaggregatedDecision(Decision):
         if self.policy.needs_forecast:
             if not arrives:
                 return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
-            self._asks_decode = True
+            self._leg, self._in_s = DECODE, self._arrives_s
             return super()._attempt(now_s)
         if not isinstance(prefill, Reserve):
             return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
@@ -437,12 +438,12 @@ class DisaggregatedDecision(Decision):
         if not self._prefill.applies(self._rules):
             self._prefill = None
             return self._attempt_whole(WHOLE_BY_CONDITION, now_s)
-        self._asks_decode = True
+        self._leg, self._in_s = DECODE, self._arrives_s
         return super()._attempt(now_s)
 
     def _admit(self, best: int, now_s: float) -> Intention:
         """Decide whether the request has two legs on the chosen instance, if forecasts did not."""
-        if not (self._why_whole or self._asks_decode or self.policy.needs_forecast):
+        if not (self._why_whole or self._leg == DECODE or self.policy.needs_forecast):
             assert self._compared is not None
             if self._is_decode is None:
                 self._is_decode = self._rules.applies_to(self._compared)
@@ -450,16 +451,17 @@ class DisaggregatedDecision(Decision):
                 return self._choose_prefill(now_s)
         return super()._admit(best, now_s)
 
-    def _asked_leg(self) -> tuple[str, float]:
-        return (DECODE, self._in_s) if self._asks_decode else (SERVE, 0.0)
-
     def _leg_at(self, position: int) -> tuple[str, float]:
-        return (DECODE, self._in_s) if self._is_decode_at(position) else (SERVE, 0.0)
+        return (DECODE, self._arrives_s) if self._is_decode_at(position) else (SERVE, 0.0)
+
+    def _reserve(self, instance_id: str, row: int) -> Reserve:
+        leg, in_s = self._leg_at(self.position)
+        return super()._reserve(instance_id, row)._replace(leg=leg, in_s=in_s)
 
     def _is_decode_at(self, position: int) -> bool:
         if position == NONE or self._why_whole or self._prefill is None:
             return False
-        return self._asks_decode or (self._is_decode is not None and bool(self._is_decode[position]))
+        return self._leg == DECODE or (self._is_decode is not None and bool(self._is_decode[position]))
 
     # Both reservations.
 
@@ -515,8 +517,12 @@ class DisaggregatedDecision(Decision):
         if self._pool is not Pool.DECODE:
             return False
         if self.core.rules.without_pool == REFUSE:
-            return self._rules.disaggregate != NEVER
+            return not self._has_one_leg()
         return self._has_prefill
+
+    def _has_one_leg(self) -> bool:
+        """Return whether the request is served as a whole, whatever the instances report."""
+        return self.request.undivided or self._rules.disaggregate == NEVER
 
     def _with_left(self, now_s: float) -> Candidate | None:
         """Return the best of both pools that no policy compared."""
@@ -549,14 +555,19 @@ class DisaggregatedDecision(Decision):
 
     def skipped(self) -> list[Candidate]:
         """Return the instances that could not be compared, each with the reason."""
-        return [*super().skipped(), *([] if self._prefill is None else self._prefill.skipped())]
+        skipped = [*super().skipped(), *([] if self._prefill is None else self._prefill.skipped())]
+        named = {one.instance_id for one in self._considered()}
+        failed = (one for one in self._given_up.values() if one.instance_id not in named)
+        return [*skipped, *(one for one in failed if one.status is not CandidateStatus.NOT_SHORTLISTED)]
 
     def candidates(self) -> list[Candidate]:
         """Return all instances as the decision saw them, by id; those asked about the prefill leg with that."""
-        found = {one.instance_id: one for one in super().candidates()}
-        for one in [] if self._prefill is None else self._prefill.candidates():
-            found.setdefault(one.instance_id, one)
+        found = {one.instance_id: one for one in [*self._given_up.values(), *self._considered()]}
         return sorted(found.values(), key=lambda one: one.instance_id)
+
+    def _considered(self) -> list[Candidate]:
+        """Return the instances of this attempt."""
+        return [*super().candidates(), *([] if self._prefill is None else self._prefill.candidates())]
 
     def forecasts(self) -> list[tuple[str, Forecast]]:
         """Return the forecasts of all compared instances: of those asked about two legs, that which ends earlier."""

@@ -39,7 +39,6 @@ NOT_READY: Mapping[str, tuple[CandidateStatus, str]] = {
 class Pool(Enum):
     """The instances that may serve a leg, by their roles."""
 
-    ANY = "any"
     PREFILL = "prefill"  # these and no others serve prefill legs
     DECODE = "decode"  # role decode or both: decode legs, and whole requests
 
@@ -149,6 +148,7 @@ class InstanceDirectory:
         }
         self.suspects: set[str] = set()
         self._rows_of_model: dict[str, Rows | None] = {}
+        self.has_roles = False  # whether any instance serves only one leg
         self._is_prefill: npt.NDArray[np.bool_] | None = None  # by row; None where no instance has a role
         self._rows_in_pool: dict[tuple[int, Pool], tuple[Rows | None, Rows]] = {}
         self._versions = [one.versions for one in self.by_id.values()]  # by row
@@ -169,21 +169,15 @@ class InstanceDirectory:
     def _take_roles(self) -> None:
         roles = [one.role for one in self.by_id.values()]
         is_prefill = np.array([role == PREFILL_ROLE for role in roles], np.bool_)
-        self._is_prefill = None if all(role == BOTH for role in roles) else is_prefill
+        self.has_roles = any(role != BOTH for role in roles)
+        self._is_prefill = is_prefill if self.has_roles else None
         self._rows_in_pool.clear()
-
-    @property
-    def has_roles(self) -> bool:
-        """Whether any instance serves only one leg."""
-        return self._is_prefill is not None
 
     def rows_in_pool(self, rows: Rows | None, pool: Pool) -> Rows | None:
         """Return those of some rows whose roles serve the legs of a pool."""
         is_prefill = self._is_prefill
         if is_prefill is None:
             return rows if pool is not Pool.PREFILL else NO_ROWS
-        if pool is Pool.ANY:
-            return rows
         known = self._rows_in_pool.get((id(rows), pool))
         if known is not None and known[0] is rows:
             return known[1]

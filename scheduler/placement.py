@@ -50,7 +50,7 @@ class PlacementRequest:
     patience_s: float = math.inf  # how long the caller waits for the decision
     number: int = -1
     leg: str = SERVE  # prefill or decode: only this leg is placed
-    in_s: float = 0.0  # until that leg arrives at its instance
+    undivided: bool = False  # one instance serves it, whatever the policy says
 
 
 class Leg(NamedTuple):

@@ -45,6 +45,11 @@ class LegRules:
     condition: Expression | None
     order: str
 
+    @property
+    def described(self) -> str:
+        """Which requests have two legs, in one word or as a condition."""
+        return self.disaggregate or (self.condition.text if self.condition is not None else "")
+
     def applies_to(self, candidates: Candidates) -> npt.NDArray[np.bool_]:
         """Return for which candidates the condition is true; an unknown one counts as false."""
         if self.condition is None:
@@ -171,6 +176,13 @@ def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Poli
         sample = spec.sample or cheap.sample
         spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=sample, **legs)
     return Policy(spec, np.random.default_rng(seed))
+
+
+def rules_of(name: str) -> LegRules:
+    """Return how a policy places requests that may have two legs, unless its options say otherwise."""
+    rules = policy_from(name).legs
+    assert rules is not None
+    return rules
 
 
 def _entry_of(spec: PolicySpec) -> PolicyEntry:

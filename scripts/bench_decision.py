@@ -8,6 +8,12 @@ table: `bench_predictor.py` measures what it takes to make them, `bench_schedule
 - `decision_served_cpu_us.{policy}.{instances}`: the same as live schedulers need it: forecasts come as one answer for
   each instance, and what an explanation needs is kept.
 - `decision_cpu_growth.{policy}`: the cost with the most instances over the cost with the fewest.
+
+With `--legs`, decisions among 8 prefill and 8 decode instances beside those among 16 that do both:
+
+- `legs_core_cpu_us.{policy}.{cluster}`: the decision alone, as above with one answer for each instance.
+- `legs_cpu_us.{policy}.{cluster}`: with the forecasts, made in this process on engines with requests.
+- `legs_core_cpu_ratio.{policy}`, `legs_cpu_ratio.{policy}`: of both clusters.
 """
 
 from __future__ import annotations
@@ -16,15 +22,20 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER, EngineConfig
+from predictor.engine import Engine
+from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
+from predictor.profile import load_profile
+from predictor.request import LEGS, RequestFacts
 from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, Reserve
+from scheduler.decision import Answer, Ask, AskLegs, Placed, Reserve
 from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory
 from scheduler.placement import PlacementRequest
@@ -55,7 +66,11 @@ def main() -> None:
     parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12, 64 and 256 by default.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=2000, help="of a round")
+    parser.add_argument("--legs", action="store_true", help="Requests with two legs, among instances with roles.")
     arguments = parser.parse_args()
+    if arguments.legs:
+        report("decision", list(measured_legs(arguments.rounds, arguments.requests)), as_json=arguments.json)
+        return
     results = list(
         measured(
             arguments.policy or list(POLICIES), arguments.instances or INSTANCES, arguments.rounds, arguments.requests
@@ -136,6 +151,99 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         return row
 
     return decide
+
+
+# Requests with two legs.
+
+LEG_POLICIES = {
+    "block": "block",
+    "block-decode_first": "block: order = 'decode-first'",
+    "block-always": "block: disaggregate = 'always'",
+    "pd_least": "pd_least",
+    "pd_threshold": "pd_threshold",
+}
+CLUSTERS = {"both16": {"both": 16}, "prefill8_decode8": {"prefill": 8, "decode": 8}}
+NUM_RUNNING = {"both": 24, "prefill": 2, "decode": 24}
+KV_ROLES = {"both": PRODUCER_AND_CONSUMER, "prefill": PRODUCER, "decode": CONSUMER}
+
+
+def measured_legs(rounds: int, requests: int) -> Iterator[dict[str, object]]:
+    """Measure both clusters in turns."""
+    cases = [(name, kind, made) for name in LEG_POLICIES for kind in CLUSTERS for made in (False, True)]
+    deciders = {case: legs_decider(LEG_POLICIES[case[0]], CLUSTERS[case[1]], made=case[2]) for case in cases}
+    times: dict[tuple[str, str, bool], list[float]] = {case: [] for case in cases}
+    for number in range(rounds + 1):
+        for case, decide in deciders.items():
+            num = max(1, requests // 20) if case[2] else requests
+            start_s = time.process_time()
+            for _ in range(num):
+                decide()
+            if number:  # the first round warms up
+                times[case].append(1e6 * (time.process_time() - start_s) / num)
+    medians = {case: statistics.median(values) for case, values in times.items()}
+    for made, what in ((False, "legs_core"), (True, "legs")):
+        n = rounds * (max(1, requests // 20) if made else requests)
+        for name in LEG_POLICIES:
+            both, apart = (medians[name, kind, made] for kind in CLUSTERS)
+            for kind, value in zip(CLUSTERS, (both, apart), strict=True):
+                yield {"name": f"{what}_cpu_us.{name}.{kind}", "value": value, "unit": "us", "n": n}
+            yield {"name": f"{what}_cpu_ratio.{name}", "value": apart / both, "unit": "ratio", "n": n}
+
+
+def legs_decider(text: str, cluster: Mapping[str, int], *, made: bool) -> Callable[[], None]:
+    """Prepare a core over instances with roles, and return a function that decides for one request."""
+    rng = random.Random(1)
+    roles = {f"{role}{number:02}": role for role, num in cluster.items() for number in range(num)}
+    directory = InstanceDirectory(InstanceTable(roles), roles)
+    for name in roles:
+        directory.table.replace(name, reported(rng), now_s=0.0)
+    core = SchedulerCore(text, directory, random=rng.random, seed=1)
+    forecasters = {name: Forecaster(loaded(role, rng)) for name, role in roles.items()} if made else {}
+    known = {leg: {name: Answer(CandidateStatus.FORECAST, forecast(rng)) for name in roles} for leg in LEGS}
+    indicators = RequestIndicators(prompt_tokens=800)
+
+    def answer(name: str, ask: Ask) -> Answer:
+        if not made:
+            return known[ask.leg][name]
+        forecaster = forecasters[name]
+        now_s = forecaster.engine.now_s
+        facts = RequestFacts(
+            request_id="r", prompt_tokens=800, output_tokens=200, arrival_s=now_s, leg=ask.leg, in_s=ask.in_s
+        )
+        (value,) = forecaster.forecast([facts], now_s, delays=ask.with_delays)
+        return Answer(CandidateStatus.FORECAST, value)
+
+    def decide() -> None:
+        decision = core.decision(PlacementRequest(indicators=indicators))
+        intention = decision.start(0.0)
+        while not isinstance(intention, Placed):
+            if isinstance(intention, Ask | AskLegs):
+                answers = {name: answer(name, ask) for ask in intention.asks for name in ask.instance_ids}
+                intention = decision.answers(answers, 0.0)
+            elif isinstance(intention, Reserve):
+                intention = decision.reserved(10.0, 0.0)
+            else:
+                raise TypeError(f"{intention} was not expected")
+
+    return decide
+
+
+def loaded(role: str, rng: random.Random) -> Engine:
+    """An engine in the middle of requests."""
+    config = EngineConfig(
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        num_gpu_blocks=2000,
+        max_model_len=2048,
+        kv_role=KV_ROLES[role],
+        kv_bytes_per_token=524_288,
+    )
+    engine = Engine(config, load_profile("llama-2-7b-a30").step_time)
+    for number in range(NUM_RUNNING[role]):
+        prompt_tokens, output_tokens = rng.randint(50, 800), rng.randint(20, 600)
+        engine.add(RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens))
+    engine.advance(1.0)
+    return engine
 
 
 def prompt(number: int, num_blocks: int) -> PromptBlocks:

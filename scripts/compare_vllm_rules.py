@@ -44,7 +44,7 @@ from services.predictor_server.engine_source import DownError
 from services.predictor_server.exported import ExportedEngine
 from services.profiling.measure_command import MeasureOptions, measured_profile
 from tests.conformance.vllm_side import interpreter
-from tests.deploy.engines import MODEL, PROFILE, START_S, Engine, tiny_model
+from tests.deploy.engines import MODEL, PROFILE, START_S, Engine, random_weights, tiny_model
 from tests.deploy.installing import PLUGIN, pip_install
 
 FCFS = "fcfs"
@@ -160,34 +160,6 @@ def outcomes(answers: Mapping[str, Mapping[str, MixedResult]]) -> Iterator[dict[
                 "unit": "fraction",
                 "n": len(errors),
             }
-
-
-def random_weights(model: Path, seed: int) -> Path:
-    """Give a model weights of the scale of a trained one, so that its text depends on the whole context."""
-    from safetensors.numpy import save_file
-
-    generator = np.random.default_rng(seed)
-    sizes = json.loads((model / "config.json").read_text())
-    hidden, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        numbers = generator.standard_normal((rows, columns), dtype=np.float32)
-        return numbers / np.float32(np.sqrt(columns))
-
-    weights = {
-        "model.embed_tokens.weight": matrix(words, hidden) * np.float32(np.sqrt(hidden)),
-        "model.norm.weight": np.ones(hidden, np.float32),
-        "lm_head.weight": matrix(words, hidden),
-    }
-    for layer in range(sizes["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        weights |= {f"{at}.self_attn.{one}_proj.weight": 2 * matrix(hidden, hidden) for one in "qkvo"}
-        weights |= {f"{at}.mlp.{one}_proj.weight": matrix(inner, hidden) for one in ("gate", "up")}
-        weights[f"{at}.mlp.down_proj.weight"] = matrix(hidden, inner)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{at}.{norm}.weight"] = np.ones(hidden, np.float32)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return model
 
 
 def draw(num_requests: int, seed: int) -> list[MixedRequest]:

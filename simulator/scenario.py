@@ -25,8 +25,6 @@ from simulator.workload import Workload
 
 T = TypeVar("T")
 
-SUGGESTED = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
@@ -75,9 +73,8 @@ class Instances:
         """Describe one of these instances, with its own role or another one."""
         role = role or self.role
         profile = _profile(self.profile)
-        suggested = {name: value for name in SUGGESTED if (value := getattr(profile.engine, name)) is not None}
         given = dict(self.engine) | (dict(self.prefill_engine) if role == PREFILL_ROLE else {})
-        config = settled(EngineConfig(**{**suggested, **given}))
+        config = settled(EngineConfig(**{**profile.suggested_settings, **given}))
         predicted = self._slowed(_profile(self.foreseen).step_time) if self.foreseen else None
         return InstanceSpec(
             config=pooled_config(config, self.pooled),

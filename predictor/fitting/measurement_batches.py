@@ -7,12 +7,13 @@ Randomness comes from a generator that is passed in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
 
 from predictor.config import EngineConfig
+from predictor.request import DECODE, PREFILL
 
 DECODE_STEPS = 12  # approximate number of steps in which all requests of a batch decode
 STEPS_PER_ARRIVAL = 0.5  # requests arrive one by one, and the first must not end before the last has arrived
@@ -143,6 +144,21 @@ def doubled(smallest: int, largest: int) -> list[int]:
     while counts[-1] * 2 < largest:
         counts.append(counts[-1] * 2)
     return counts if counts[-1] >= largest else [*counts, largest]
+
+
+def of_leg(batches: Sequence[Batch], leg: str) -> list[Batch]:
+    """Return what an engine runs that serves only one leg.
+
+    One that only prefills gets every prompt for one token. One that only decodes gets no prompt alone: its KV connector
+    provides the prompts, and it computes one token of each.
+    """
+    if leg == PREFILL:
+        return [replace(batch, streams=tuple(map(_for_one_token, batch.streams))) for batch in batches]
+    return [batch for batch in batches if leg != DECODE or batch.kind != "alone"]
+
+
+def _for_one_token(stream: tuple[BatchItem, ...]) -> tuple[BatchItem, ...]:
+    return tuple(replace(item, output_tokens=1) for item in stream)
 
 
 def extremes_first(items: Sequence[int]) -> list[int]:

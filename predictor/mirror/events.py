@@ -8,6 +8,7 @@ from predictor.config import EngineConfig
 from predictor.engine_view import EndedRequest
 from predictor.lengths import Tag
 from predictor.mirror.scraped_metrics import ScrapedMetrics
+from predictor.request import SERVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class RequestArrived:
     tag: Tag | None = None
     priority: int = 0
     streamed: bool = False
+    leg: str = SERVE  # as far as the request says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from predictor.config import EngineConfig
+from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
@@ -34,7 +34,7 @@ from predictor.mirror.tracker import Tracker
 from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
-from predictor.request import RequestFacts
+from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 
@@ -42,7 +42,6 @@ MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
 SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
-SUGGESTED_SETTINGS = ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
 class NoModelError(Exception):
@@ -104,7 +103,7 @@ class EngineMirror:
         self._reports: list[MirrorReport] = []
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
-        self._engine_settings: dict[str, int | bool] = {}  # that the engine reported
+        self._engine_settings: dict[str, int | bool | str] = {}  # that the engine reported
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -235,6 +234,8 @@ class EngineMirror:
             max_tokens=max(1, min(room, arrival.max_tokens or room)),
             priority=arrival.priority,
             arrival_s=now_s,
+            # the metrics show how many blocks are held after a prefill leg
+            leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
         )
         tracker.add(request, streamed=arrival.streamed)
 
@@ -327,9 +328,8 @@ class EngineMirror:
     # The models.
 
     def _config(self) -> EngineConfig:
-        suggested = self._options.profile.engine
-        settings = {name: value for name in SUGGESTED_SETTINGS if (value := getattr(suggested, name)) is not None}
-        return EngineConfig(**{**settings, **self._engine_settings, **self._options.engine})
+        suggested = self._options.profile.suggested_settings
+        return EngineConfig(**{**suggested, **self._engine_settings, **self._options.engine})
 
     def _discard_outdated_models(self) -> None:
         """Discard the models if the engine's settings have changed."""
@@ -385,6 +385,8 @@ class EngineMirror:
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
         values["num_unknown"] = float(self.num_unknown)
+        if self._metrics is not None and self._metrics.fetching is not None:
+            values["num_fetching"] = self._metrics.fetching
         return values
 
     def _overdue_s(self, models: EngineModels, now_s: float, at_s: float) -> float:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from predictor.config import PRODUCER_AND_CONSUMER
+
 MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
@@ -17,6 +19,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 METRIC_NAMES = {
     "running": ("num_requests_running",),
     "waiting": ("num_requests_waiting",),
+    "fetching": ("num_requests_kv_fetch_by_stage",),  # the sum of its stages
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "prompt_tokens": ("prompt_tokens_total",),
     "generation_tokens": ("generation_tokens_total",),
@@ -38,6 +41,7 @@ class ScrapedMetrics:
 
     running: float | None = None
     waiting: float | None = None
+    fetching: float | None = None
     kv_usage: float | None = None
     prompt_tokens: float | None = None
     generation_tokens: float | None = None
@@ -45,7 +49,7 @@ class ScrapedMetrics:
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     created_s: float | None = None
-    settings: Mapping[str, int | bool] = field(default_factory=dict)
+    settings: Mapping[str, int | bool | str] = field(default_factory=dict)
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
@@ -65,7 +69,7 @@ class ScrapedMetrics:
 def parse_metrics(text: str) -> ScrapedMetrics:
     """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
-    settings: dict[str, int | bool] = {}
+    settings: dict[str, int | bool | str] = {}
     for line in text.splitlines():
         if not line.startswith("vllm:") or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
             continue
@@ -74,6 +78,8 @@ def parse_metrics(text: str) -> ScrapedMetrics:
             settings = _settings(dict(_LABEL.findall(labels)))
         elif math.isfinite(value):
             samples.setdefault(name, []).append(value)
+    if METRIC_NAMES["fetching"][0] in samples:
+        settings["kv_role"] = PRODUCER_AND_CONSUMER  # only engines that fetch have it
     totals: dict[str, float] = {}
     for name, spellings in METRIC_NAMES.items():
         values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
@@ -82,8 +88,8 @@ def parse_metrics(text: str) -> ScrapedMetrics:
     return ScrapedMetrics(**totals, settings=settings)
 
 
-def _settings(labels: Mapping[str, str]) -> dict[str, int | bool]:
-    settings: dict[str, int | bool] = {}
+def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
+    settings: dict[str, int | bool | str] = {}
     for name, parse in SETTINGS.items():
         try:
             if name in labels:

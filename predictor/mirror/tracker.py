@@ -348,7 +348,7 @@ class Tracker:
             return
         kept = []
         for name in self._leaving:
-            if self.engine.is_scheduled(name):
+            if self.engine.is_scheduled(name) or self.engine.fetch_end_s(name) is not None:
                 kept.append(name)
             else:
                 self.engine.remove(name)

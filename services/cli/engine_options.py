@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from predictor.config import SCHEDULING_POLICIES, EngineConfig
@@ -78,11 +78,8 @@ def engine_config(profile: Profile, engine_file: str, given: Mapping[str, Any]) 
     """Settle the engine's settings: flags and environment first, then the file, then those of the profile."""
     from simulator.codec import settings_from_toml
 
-    suggested = {
-        spec.name: value for spec in fields(profile.engine) if (value := getattr(profile.engine, spec.name)) is not None
-    }
     from_file = settings_from_toml(engine_file) if engine_file else {}
     try:
-        return EngineConfig(**{**suggested, **from_file, **given})
+        return EngineConfig(**{**profile.suggested_settings, **from_file, **given})
     except TypeError as error:
         raise ValueError(str(error)) from None

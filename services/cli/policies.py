@@ -18,6 +18,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         return
     from scheduler.policies import POLICIES
+    from scheduler.policy import rules_of
 
     if as_json:
         listed = [
@@ -26,6 +27,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
                 "formula": entry.formula,
                 "source": entry.source,
                 "reads": list(entry.needs),
+                "disaggregate": rules_of(name).described,
                 "parameters": {
                     key: {"default": one.default, "meaning": one.meaning} for key, one in entry.parameters.items()
                 },
@@ -38,6 +40,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
     for name, entry in POLICIES.items():
         click.echo(f"{name:{width}}  {entry.formula}")
         click.echo(f"{'':{width}}  {entry.source}")
+        click.echo(f"{'':{width}}  two legs: {rules_of(name).described}")
         for key, one in entry.parameters.items():
             click.echo(f"{'':{width}}  {key} = {one.default:g}: {one.meaning}")
     example = "expr: p_tokens * batch_size"

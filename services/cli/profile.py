@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,11 @@ import click
 
 from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
+from predictor.request import LEGS
 from services.cli.engine_options import profile_named
 from services.profiling.kernels_command import KernelOptions, kernel_profile
 from services.profiling.measure_command import MeasureOptions, measured_profile
+from services.profiling.transfers import TransferOptions, measured_transfers
 from services.settings import default_of, duration_text, seconds_of
 from simulator.codec import read_json
 
@@ -101,6 +103,13 @@ def _line(chosen: Profile) -> str:
     show_default=True,
     help="Seed of the lengths in mixed batches.",
 )
+@click.option(
+    "--leg",
+    type=click.Choice(LEGS),
+    default=default_of(MeasureOptions, "leg"),
+    show_default=True,
+    help="What the engine is measured for: whole requests, or one leg of disaggregated prefill and decode.",
+)
 @click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
 @click.option("--json", "as_json", is_flag=True, help="Print the measurement and the profile as one JSON object.")
 def measure(output: str | None, *, budget: str, start_timeout: str, as_json: bool, **fields: Any) -> None:
@@ -129,6 +138,65 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
         click.echo(profile_to_json(made), nl=False)
     else:
         click.echo(_line(made))
+
+
+@profile.command()
+@click.option("--prefill-url", default="", envvar="BLOCK_PREFILL_URL", help="URL of the engine that prefills.")
+@click.option("--decode-url", default="", envvar="BLOCK_DECODE_URL", help="URL of the engine that fetches the blocks.")
+@click.option(
+    "--profile",
+    "-p",
+    "known",
+    default=None,
+    metavar="NAME|FILE",
+    help="Profile that the transfer is added to.  [default: print the transfer alone]",
+)
+@click.option(
+    "--budget",
+    default=duration_text(default_of(TransferOptions, "budget_s")),
+    show_default=True,
+    help="Duration of the measurement: 90s, 3m.",
+)
+@click.option(
+    "--kv-bytes-per-token",
+    type=int,
+    default=0,
+    help="Bytes of a token's KV cache, for engines that do not count them.  [default: the profile's]",
+)
+@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@click.option("--json", "as_json", is_flag=True, help="Print the measurement as one JSON object.")
+def transfer(
+    known: str | None, budget: str, kv_bytes_per_token: int, output: str | None, *, as_json: bool, **urls: str
+) -> None:
+    """Measure how long KV blocks take from a prefill engine to a decode engine.
+
+    Both engines must have the same version and model and a KV connector, and serve no other requests meanwhile. The
+    result is the base time of a transfer and its bandwidth, which engines get with the profile as kv_transfer_base_s
+    and kv_transfer_bytes_per_s. An API key is read from BLOCK_ENGINE_API_KEY.
+    """
+    import uvloop
+
+    chosen = None if known is None else profile_named(known)
+    if output is not None and chosen is None:
+        raise ValueError("profile: is missing, the profile that the transfer is added to")
+    options = TransferOptions(
+        **urls,
+        budget_s=seconds_of(budget, "budget"),
+        kv_bytes_per_token=kv_bytes_per_token or (chosen.transfer.kv_bytes_per_token if chosen else None) or 0,
+        api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
+    )
+    _require_folder(output)
+    with _bar() as progress:
+        measured = uvloop.run(measured_transfers(options, progress))
+    made = None if chosen is None else replace(chosen, transfer=measured.fitted.time)
+    if made is not None and output is not None:
+        _save(made, output)
+    if as_json:
+        click.echo(json.dumps(measured.to_dict() | ({} if made is None else {"profile": profile_to_dict(made)})))
+    elif made is not None and output is None:
+        click.echo(profile_to_json(made), nl=False)
+    else:
+        click.echo(measured.line())
 
 
 @profile.command("kernels")

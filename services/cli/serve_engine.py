@@ -21,6 +21,8 @@ def engine(given: SettingValues) -> None:
     The length of a response is what the request asks for (max_tokens with ignore_eos, or the header
     x-block-output-tokens); other requests draw theirs from a seeded distribution. POST /admin/fault, from this machine
     only, injects faults: {"slow": FACTOR}, {"hang": true}, {"refuse": true}, {"crash": true}; {} ends them.
+
+    With --kv-role the engine serves prefill and decode legs (kv_transfer_params) as vLLM with its NIXL connector.
     """
     from services.emulator.server import serve
 

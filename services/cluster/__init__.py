@@ -16,10 +16,11 @@ from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_exported
+from services.cluster.pools import BOTH, emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.rpc.channels import refuse_taken
 
-__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running"]
+__all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running", "write_instances"]
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - where processes of one machine share memory
 AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more would only compete for the CPU
@@ -27,11 +28,15 @@ AT_ONCE = 2 * (os.cpu_count() or 1)  # processes that start at a time: more woul
 
 @dataclass(slots=True)
 class Cluster:
-    """A running cluster: engine-0, …, predictor-0, … (or provisioner), tagger, scheduler-block-0, …, gateway-block."""
+    """A running cluster: engine-0, …, predictor-0, … (or provisioner), tagger, scheduler-block-0, …, gateway-block.
+
+    With pools, the engines are prefill-0, …, decode-0, … and engine-0, … .
+    """
 
     settings: ClusterSettings
     folder: Path
     children: dict[str, Child] = field(default_factory=dict)
+    legs_apart: bool = True  # whether its engines can prefill and decode for each other, if they have roles
 
     @property
     def instances_file(self) -> Path:
@@ -43,7 +48,7 @@ class Cluster:
     @property
     def state_files(self) -> list[Path]:
         """The state file of each engine that is not mirrored."""
-        return [self.folder / f"engine-{number}.state" for number in range(self.settings.instances)]
+        return [self.folder / f"{engine.name}.state" for engine in self.settings.engines]
 
     @property
     def gateway_urls(self) -> Mapping[str, str]:
@@ -75,7 +80,7 @@ class Cluster:
         """The URL of an engine for clients: the proxy of its sidecar, if that mirrors it."""
         proxy_port = self.sidecar_of(number).proxy_port
         if proxy_port is None:
-            return self.url_of(f"engine-{number}")
+            return self.url_of(self.settings.engines[number].name)
         return f"http://{self.settings.host}:{proxy_port}"
 
     def sidecar_of(self, number: int) -> Child:
@@ -97,6 +102,7 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
         if settings.instance_range is None:
             await _start(cluster, _engines_and_tagger(cluster), started)
             require_exported(settings, cluster.state_files)
+            cluster.legs_apart = await pass_blocks_on({name: cluster.url_of(name) for name in _pooled(settings)})
             await _start(cluster, _sidecars(cluster), started)
         else:
             await _start(cluster, _provisioner_and_tagger(cluster), started)
@@ -124,14 +130,15 @@ def _provisioner_and_tagger(cluster: Cluster) -> list[Child]:
 
 def _sidecars(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    numbers = range(settings.instances)
+    numbers = range(len(settings.engines))
     if settings.mirror:
         return [
             Child(
-                f"predictor-{number}", "predictor", *_common(settings), "--instance-id", f"engine-{number}",
-                "--engine-url", cluster.url_of(f"engine-{number}"), *settings.sidecar_flags, proxy_port=0,
+                f"predictor-{number}", "predictor", *_common(settings), "--instance-id", engine.name,
+                "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine), *settings.sidecar_flags,
+                proxy_port=0,
             )
-            for number in numbers
+            for number, engine in enumerate(settings.engines)
         ]  # fmt: skip
     per_sidecar = settings.engines_per_sidecar
     return [
@@ -146,13 +153,14 @@ def _sidecars(cluster: Cluster) -> list[Child]:
 
 def _engine_flag(cluster: Cluster, number: int) -> str:
     """Write the flag of an engine that a sidecar follows."""
-    return f"engine-{number}={cluster.state_files[number]},{cluster.url_of(f'engine-{number}')}"
+    name = cluster.settings.engines[number].name
+    return f"{name}={cluster.state_files[number]},{cluster.url_of(name)}"
 
 
 def _schedulers(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
     if settings.instance_range is None:
-        _write_instances(cluster)
+        write_instances(cluster)
     return [
         Child(
             f"scheduler-{policy}-{number}", "scheduler", *_common(settings), *_decision_flags(cluster, policy, number)
@@ -193,19 +201,24 @@ def _common(settings: ClusterSettings) -> tuple[str, ...]:
     return (*config, "--host", settings.host, "--log-level", level)
 
 
+def _pooled(settings: ClusterSettings) -> list[str]:
+    return [engine.name for engine in settings.engines if engine.kv_role]
+
+
 def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="block-", dir=MEMORY if MEMORY.is_dir() else None))
 
 
-def _write_instances(cluster: Cluster) -> None:
+def write_instances(cluster: Cluster) -> None:
     """Write the list of instances; the file is replaced as a whole."""
     instances = [
         {
-            "instance_id": f"engine-{number}",
+            "instance_id": engine.name,
             "engine_url": cluster.engine_url_of(number),
             "sidecar_address": cluster.address_of(cluster.sidecar_of(number).name),
+            "role": engine.role if cluster.legs_apart else BOTH,
         }
-        for number in range(cluster.settings.instances)
+        for number, engine in enumerate(cluster.settings.engines)
     ]
     complete = cluster.instances_file.with_suffix(".new")
     complete.write_text(json.dumps({"instances": instances}), encoding="utf-8")
@@ -233,5 +246,5 @@ async def _start(cluster: Cluster, children: Sequence[Child], started: Callable[
 async def _stop(cluster: Cluster) -> None:
     """Stop all components from the front to the back, so that requests in progress can finish."""
     names = list(cluster.children)
-    for kind in ("gateway", "scheduler", "tagger", PROVISIONER, "predictor", "engine"):
+    for kind in ("gateway", "scheduler", "tagger", PROVISIONER, "predictor", "prefill", "decode", "engine"):
         await asyncio.gather(*(cluster.children[name].stop() for name in names if name.startswith(kind)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.device_assignment import environments_of
+from services.cluster.pools import connector_environment, connector_flags, emulator_flags
 from services.cluster.programs import VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings
 
@@ -15,7 +17,7 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # output is
 
 
 def engines_of(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
-    """Make an engine for each state file; mirrored engines write none."""
+    """Make the engines, each with its state file; mirrored engines write none."""
     if settings.vllm is None:
         return emulated_engines(settings, common, state_files)
     return vllm_engines(settings, settings.vllm, state_files)
@@ -25,24 +27,28 @@ def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_fil
     """Make emulated engines, each a process."""
     return [
         Child(
-            file.stem, "engine", *common, "--state-file", "none" if settings.mirror else str(file),
-            "--seed", str(number), *settings.engine_flags,
+            engine.name, "engine", *common, "--state-file", "none" if settings.mirror else str(file),
+            "--seed", str(number), *emulator_flags(engine), *settings.engine_flags,
         )
-        for number, file in enumerate(state_files)
+        for number, (engine, file) in enumerate(zip(settings.engines, state_files, strict=True))
     ]  # fmt: skip
 
 
 def vllm_engines(settings: ClusterSettings, vllm: VllmSettings, state_files: Sequence[Path]) -> list[Child]:
     """Make engines that run vLLM with the plug-in, each on its own devices or cores."""
     arguments = (*vllm.arguments, *settings.engine_flags)
+    devices = environments_of(len(state_files), arguments, vllm.devices)
     engines = []
-    for file, device in zip(state_files, environments_of(len(state_files), arguments, vllm.devices), strict=True):
+    for engine, file, device in zip(settings.engines, state_files, devices, strict=True):
+        on_cpu = "CUDA_VISIBLE_DEVICES" not in device
         export = {"BLOCK_EXPORT": "0"} if settings.mirror else {"BLOCK_STATE_FILE": str(file)}
+        connector = connector_environment(engine, settings.host, free_port(settings.host), os.environ, on_cpu=on_cpu)
         program = VllmServer(
-            command=vllm.command, model=vllm.model, host=settings.host, arguments=arguments,
-            environment={**ENVIRONMENT, **device, **export},
+            command=vllm.command, model=vllm.model, host=settings.host,
+            arguments=(*connector_flags(engine, arguments, on_cpu=on_cpu), *arguments),
+            environment={**ENVIRONMENT, **device, **connector, **export},
         )  # fmt: skip
-        engines.append(Child(file.stem, program=program, port=free_port(settings.host)))
+        engines.append(Child(engine.name, program=program, port=free_port(settings.host)))
     return engines
 
 

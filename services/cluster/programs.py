@@ -17,6 +17,8 @@ ERROR_PREFIX = "block: "  # of the one line of a command that fails on bad input
 VLLM_LINE = re.compile(r"(?:\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^]]*\] (.*)")
 VLLM_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ")
 EXCEPTION = re.compile(r"(?:\b[\w.]*(?:Error|Exception|Interrupt)|^vllm[\w ]*: error): \S.*")
+NO_NIXL = "NIXL is not available"
+WHAT_NIXL_NEEDS = "install it in vLLM's environment: pip install nixl"
 FOLLOWING = ("Engine core initialization failed", "WorkerProc initialization failed")  # of an earlier exception
 
 
@@ -122,5 +124,6 @@ class VllmServer:
             found = EXCEPTION.search(events[index])
             if found is not None and not any(one in found[0] for one in FOLLOWING):
                 more = events[index + 1] if "validation error" in found[0] and index + 1 < len(events) else ""
-                return " ".join(f"{found[0]} {more}".split())
+                remedy = f"; {WHAT_NIXL_NEEDS}" if NO_NIXL in found[0] else ""
+                return " ".join(f"{found[0]} {more}".split()) + remedy
         return next((one for one in reversed(events) if one), "no output")

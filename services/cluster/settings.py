@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from predictor.suggestions import require_known
 from scheduler.policy import policy_from
 from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine_capacity_of, instance_range_from
+from services.cluster.pools import PlannedEngine, planned_engines
 from services.logs import LEVELS, LogSettings
 from services.settings import PORTS, TABLES, Option, default_of, settings_of
 from simulator.codec import read_text
@@ -17,6 +18,7 @@ from simulator.codec import read_text
 # flags of `vllm serve` that the cluster sets itself
 RESERVED = ("--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile", "--data-parallel-size", "-dp")
 MAX_SCHEDULERS = 16
+DEFAULT_INSTANCES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,16 @@ class ClusterSettings:
     `tables_file` is a TOML file with a table for each kind of process; each process reads its own.
     """
 
-    instances: Annotated[int, Option("Number of engines, each with a sidecar.", short="-n")] = 4
+    instances: Annotated[
+        int | None,
+        Option(
+            "Number of engines that serve whole requests, each with a sidecar.",
+            short="-n",
+            unset="4; 0 with prefill or decode",
+        ),
+    ] = None
+    prefill: Annotated[int, "Number of engines that only prefill, for engines that decode."] = 0
+    decode: Annotated[int, "Number of engines that decode what others prefilled; they can serve whole requests."] = 0
     provision: Annotated[
         str,
         Option("Have a provisioner run between MIN and MAX instances, in place of a fixed number.", metavar="MIN-MAX"),
@@ -85,15 +96,7 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         """Refuse a cluster that cannot be started."""
-        for name, maximum in (
-            ("instances", MAX_INSTANCES),
-            ("engines_per_sidecar", MAX_INSTANCES),
-            ("schedulers", MAX_SCHEDULERS),
-        ):
-            value = getattr(self, name)
-            minimum = 0 if name == "schedulers" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-                raise ValueError(f"{name}: must be a whole number from {minimum} to {maximum}, not {value!r}")
+        self._check_numbers()
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
         if not isinstance(self.host, str):
@@ -102,6 +105,10 @@ class ClusterSettings:
             raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
         if self.log_level not in LEVELS:
             raise ValueError(f"log_level: {self.log_level!r} is none of {', '.join(LEVELS)}")
+        if self.instance_range is not None and (self.prefill or self.decode):
+            raise ValueError(
+                "provision: goes without prefill and decode: instances that it starts serve whole requests"
+            )
         if self.instance_range is not None and (self.vllm is not None or self.mirror):
             raise ValueError(
                 "provision: is for emulated engines that export their state; see block serve provisioner for others"
@@ -110,6 +117,35 @@ class ClusterSettings:
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
             policy_from(policy)
+
+    def _check_numbers(self) -> None:
+        pooled = self.prefill != 0 or self.decode != 0
+        for name, minimum, maximum in (
+            ("prefill", 0, MAX_INSTANCES),
+            ("decode", 0, MAX_INSTANCES),
+            ("instances", 0 if pooled else 1, MAX_INSTANCES),
+            ("engines_per_sidecar", 1, MAX_INSTANCES),
+            ("schedulers", 0, MAX_SCHEDULERS),
+        ):
+            value = getattr(self, name)
+            if name == "instances" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+                raise ValueError(f"{name}: must be a whole number from {minimum} to {maximum}, not {value!r}")
+        if self.prefill and not (self.decode or self.instances):
+            raise ValueError("decode: must be at least 1 with prefill, or instances must: no engine would decode")
+        if len(self.engines) > MAX_INSTANCES:
+            raise ValueError(
+                f"instances: {len(self.engines)} with prefill and decode are more than {MAX_INSTANCES} engines"
+            )
+
+    @property
+    def engines(self) -> tuple[PlannedEngine, ...]:
+        """The engines, unless a provisioner starts them."""
+        num_both = self.instances
+        if num_both is None:
+            num_both = 0 if self.prefill or self.decode else DEFAULT_INSTANCES
+        return planned_engines(self.prefill, self.decode, num_both)
 
     @property
     def instance_range(self) -> InstanceRange | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
@@ -10,19 +11,33 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.driver import Driver
-from services.emulator.errors import DetailError, VllmError, bad_value, unavailable
+from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
 from services.emulator.jobs import Job
+from services.emulator.kv_transfers import Fetch
 from services.emulator.metrics import Exposition
-from services.emulator.openai import CHAT, COMPLETION, LONGEST_ID, Served, parsed, prompt_of, request_from
+from services.emulator.openai import (
+    CHAT,
+    COMPLETION,
+    LONGEST_ID,
+    ParsedRequest,
+    Served,
+    parsed,
+    prompt_of,
+    remote_blocks_in,
+    request_from,
+)
 from services.emulator.replies import CompletionReply
+from services.emulator.side_channel import TransferError
 from services.emulator.tokens import VOCABULARY, text_of, token_text
+from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.logs import log_event
@@ -141,13 +156,47 @@ class Emulator(Application):
             raise unavailable("The engine refuses requests: the fault `refuse` is set.")
         data = await self._json(call)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
-        job = self.driver.submit(request_from(kind, data, headers, call.request_id, self._served))
         try:
-            with self.admitted():
-                reply = self._stream(call, job) if job.request.stream else self._reply_whole(call, job)
-                await while_client_stays(reply, call.receive)
+            request = request_from(kind, data, headers, call.request_id, self._served)
+            self.driver.require_room(request)
+        except VllmError:
+            self._free_remote(remote_blocks_in(data))
+            raise
+        with self.admitted():
+            await while_client_stays(self._serve(call, request), call.receive)
+
+    async def _serve(self, call: Call, request: ParsedRequest) -> None:
+        fetch = None
+        if request.remote is not None:
+            request, fetch = await self._with_blocks(call, request, request.remote)
+        job = self.driver.submit(request, fetch)
+        try:
+            await (self._stream(call, job) if request.stream else self._reply_whole(call, job))
         finally:
             self.driver.abort(job)
+
+    async def _with_blocks(
+        self, call: Call, request: ParsedRequest, remote: RemoteBlocks
+    ) -> tuple[ParsedRequest, Fetch | None]:
+        """Have the other engine confirm that it holds a request's blocks; without them, fail or compute the prompt."""
+        connector = self.driver.connector
+        assert connector is not None  # or no request would name blocks
+        try:
+            return request, await connector.fetches.open(remote)
+        except TransferError:
+            if connector.recomputes:
+                return replace(request, leg=SERVE, remote=None), None
+            if request.stream:
+                await call.start(200, EVENTS)
+            raise not_fetched() from None
+        except asyncio.CancelledError:
+            self._free_remote(remote)
+            raise
+
+    def _free_remote(self, remote: RemoteBlocks | None) -> None:
+        """Let another engine free the blocks of a request that is not served here, as vLLM does."""
+        if remote is not None and self.driver.connector is not None:
+            self.driver.connector.fetches.free(remote)
 
     async def _stream(self, call: Call, job: Job) -> None:
         reply = CompletionReply(job.request, int(time.time()))
@@ -176,7 +225,8 @@ class Emulator(Application):
         num_tokens = job.request.answer.num_tokens
         await job.more(lambda: job.num_ready < num_tokens)
         if job.num_ready == num_tokens:
-            await call.reply(200, JSON, CompletionReply(job.request, int(time.time())).whole(job.cached_tokens))
+            reply = CompletionReply(job.request, int(time.time())).whole(job.cached_tokens, job.kv_transfer_params)
+            await call.reply(200, JSON, reply)
 
     # Everything else.
 

@@ -14,19 +14,22 @@ from typing import Any
 import numpy as np
 
 from predictor.engine import Engine
+from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FINISHED, NONE, STEP
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
-from services.emulator.errors import VllmError, bad_value, busy
+from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
-from services.emulator.metrics import ABORTED, EngineMetrics, Gauges
+from services.emulator.kv_transfers import Fetch, KvConnector
+from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, ParsedRequest
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
+NUM_STAGES = LOST + 1
 MAX_LAG_S = 1.0  # of wall clock; a process that was stopped for longer does not catch up
 
 # the fields of a step that a state file records
@@ -54,6 +57,7 @@ class Driver:
         metrics: EngineMetrics,
         *,
         max_num_queued_reqs: int,
+        connector: KvConnector | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
@@ -61,17 +65,22 @@ class Driver:
         self.clock = clock
         self.pace = pace
         self.metrics = metrics
+        self.connector = connector
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
         self._max_jobs = max_num_queued_reqs
         self._jobs: dict[int, Job] = {}  # by slot
         self._ending: list[tuple[Job, str]] = []  # removed once no step under way contains them
+        self._held: list[Job] = []  # finished prefills whose blocks are held
         self._serial = 0
         self._next_pace = pace.next()
         self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
         self._wake_up: asyncio.Future[None] | None = None
         self._bind_arrays()
+        if connector is not None:
+            connector.leases.on_extended, connector.leases.on_released = self._extend_lease, self._release_held
+            connector.fetches.on_lost = lambda _: self._wake()
 
     @property
     def num_jobs(self) -> int:
@@ -91,15 +100,34 @@ class Driver:
             kv_cache_usage=1 - int(head["num_free_blocks"][0]) / num_blocks,
             num_preemptions=int(head["num_preemptions"][0]),
             lag_s=late_s,
+            num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=NUM_STAGES)),
+            num_held=0 if self.connector is None else len(self.connector.leases),
         )
 
-    def submit(self, request: ParsedRequest) -> Job:
-        """Add a request now; VllmError where the engine cannot take it."""
+    def require_room(self, request: ParsedRequest) -> None:
+        """Refuse a request that the engine cannot take now."""
         if self.failure is not None:
             raise self.failure
         if self.num_jobs >= self._max_jobs:
             self.metrics.refused(request.priority, self._service_facts(request.facts))
             raise busy()
+
+    def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
+        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served."""
+        try:
+            self.require_room(request)
+            job = self._add(request)
+        except VllmError:
+            if fetch is not None and self.connector is not None:
+                self.connector.fetches.discard(fetch)
+            raise
+        if fetch is not None and self.connector is not None:
+            self.connector.fetches.begin(job.engine_id, fetch)
+        if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
+            self._wake()
+        return job
+
+    def _add(self, request: ParsedRequest) -> Job:
         self._serial += 1
         engine_id = f"chatcmpl-{request.request_id}" if request.kind == CHAT else f"cmpl-{request.request_id}-0"
         engine_id = f"{engine_id}-{self._serial & 0xFFFFFFFF:08x}"
@@ -120,6 +148,7 @@ class Driver:
                     arrival_s=arrival_s,
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
+                    leg=request.leg,
                     **self._service_facts(request.facts),
                 )
             )
@@ -130,8 +159,6 @@ class Driver:
         job = self._jobs[slot] = Job(request=request, engine_id=engine_id, slot=slot, serial=self._serial)
         if self._exporter is not None:
             self._exporter.arrived(job, hashes)
-        if self._head["num_in_flight"][0] < self.engine.config.pipeline_depth:
-            self._wake()
         return job
 
     def _service_facts(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,6 +202,8 @@ class Driver:
         """Remove the state file."""
         if self._exporter is not None:
             self._exporter.close()
+        if self.connector is not None:
+            self.connector.fetches.close()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -182,8 +211,11 @@ class Driver:
             self._wake_up = loop.create_future()
             self._update()
             timer = None
-            if self._head["num_in_flight"][0] and not self.clock.is_held:
-                delay_s = self.clock.wall_s(self._end_of_oldest_s()) - time.monotonic()
+            due_s = (
+                self._end_of_oldest_s() if self._head["num_in_flight"][0] else float(self._head["next_transfer_s"][0])
+            )
+            if due_s < math.inf and not self.clock.is_held:
+                delay_s = self.clock.wall_s(due_s) - time.monotonic()
                 # timers count whole milliseconds; one that fires too early would have to be set again
                 timer = loop.call_later(max(0.0, math.ceil(delay_s * 1000) / 1000), self._wake)
             await self._wake_up
@@ -201,6 +233,8 @@ class Driver:
             self._skip_stopped_time()
             self._advance(self.clock.now_s())
             self._deliver()
+        if self.connector is not None:
+            self._follow_transfers(self.connector)
         self._remove_ended()
         if self._exporter is not None and not self.clock.is_held:
             self._exporter.publish()
@@ -263,14 +297,30 @@ class Driver:
         for slot in changed[rows["status"][changed] == FINISHED].tolist():
             job = self._jobs[slot]
             job.is_over = True
+            if rows["stage"][slot] == HELD and self.connector is not None:
+                job.kv_transfer_params = self.connector.reply_params(
+                    job.engine_id,
+                    block_ids=self._block_ids(slot),
+                    num_tokens=int(rows["computed_tokens"][slot]),
+                    cached_tokens=job.cached_tokens,
+                )
             self._ending.append((job, job.request.answer.finish_reason))
 
     def _note_first(self, slots: np.ndarray) -> None:
         rows = self._rows[slots]
-        for slot, num_hits in zip(slots.tolist(), rows["hit_tokens"].tolist(), strict=True):
-            self._jobs[slot].cached_tokens = num_hits
+        num_fetched_tokens = 0
+        for slot, num_hits, num_prompt in zip(
+            slots.tolist(), rows["hit_tokens"].tolist(), rows["prompt_tokens"].tolist(), strict=True
+        ):
+            job = self._jobs[slot]
+            job.cached_tokens = num_hits
+            if (remote := job.request.remote) is not None:
+                job.cached_tokens = num_prompt if remote.cached_tokens is None else remote.cached_tokens
+                num_fetched_tokens += num_prompt - num_hits
         num_prompt_tokens, num_hit_tokens = int(rows["prompt_tokens"].sum()), int(rows["hit_tokens"].sum())
-        self.metrics.first_tokens(rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens)
+        self.metrics.first_tokens(
+            rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens, num_fetched_tokens
+        )
         if self._exporter is not None:
             self._exporter.started(num_prompt_tokens, num_hit_tokens)
 
@@ -280,16 +330,85 @@ class Driver:
             return
         still = []
         for job, reason in self._ending:
-            if self._rows["in_flight_tokens"][job.slot] > 0:
+            if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.fetch_end_s(job.engine_id) is not None:
                 still.append((job, reason))
                 continue
             facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
-            self.engine.remove(job.engine_id)
             del self._jobs[job.slot]
             self.metrics.ended(facts, outcome, reason, job.request.max_tokens)
             if self._exporter is not None:
                 self._exporter.ended(job, outcome, reason)
+            if self.engine.is_held(job.engine_id):
+                self._held.append(job)
+            else:
+                self._remove(job)
         self._ending = still
+
+    def _remove(self, job: Job) -> None:
+        """Free the slot of a request that has ended, and whose blocks are free."""
+        if self.connector is not None and job.engine_id in self.connector.leases:
+            self.connector.leases.expire(job.engine_id)  # or the other engine would have ended it
+        self.engine.remove(job.engine_id)
+        if self._exporter is not None:
+            self._exporter.removed(job)
+
+    # KV blocks of other engines, and for them.
+
+    def _follow_transfers(self, connector: KvConnector) -> None:
+        """Note fetches that have begun, ended or failed, and leases that have ended."""
+        rows, fetches = self._rows, connector.fetches
+        for request_id, fetch in fetches.all():
+            slot = self.engine.slots[request_id]
+            stage, has_ended = int(rows["stage"][slot]), bool(rows["status"][slot] == FINISHED)
+            if stage == FETCHING and fetch.started_s is None:
+                fetch.started_s = float(self._head["now_s"][0])
+            if fetch.is_lost and (stage == FETCHING or (stage == TO_FETCH and not connector.recomputes)):
+                self._fail_fetch(self._jobs[slot])
+                fetches.fail(request_id)
+            elif not is_under_way(stage) and (stage != TO_FETCH or has_ended):
+                if fetch.started_s is not None:
+                    config, num_tokens = self.engine.config, int(rows["prompt_tokens"][slot] - rows["hit_tokens"][slot])
+                    self.metrics.fetched(
+                        max(0.0, float(rows["transfer_s"][slot]) - fetch.started_s) / self.clock.speed,
+                        num_tokens * config.kv_bytes_per_token,
+                        -(-num_tokens // config.block_size),
+                    )
+                    if self._exporter is not None:
+                        self._exporter.fetched()
+                fetches.end(request_id)
+        for job in [one for one in self._held if not self.engine.is_held(one.engine_id)]:
+            self._held.remove(job)
+            self._remove(job)
+
+    def _fail_fetch(self, job: Job) -> None:
+        """End the fetch of a request whose blocks are lost: it fails, or computes its prompt here."""
+        self.engine.end_fetch(job.engine_id, ok=False, at_s=self.clock.now_s())
+        self._wake()  # it may be scheduled now, or others in its place
+        assert self.connector is not None
+        if self.connector.recomputes or job.is_over:
+            return
+        self.engine.abort(job.engine_id)
+        job.is_over, job.failure = True, not_fetched()
+        job.changed.set()
+        self._ending.append((job, ERROR))
+
+    def _extend_lease(self, request_id: str) -> None:
+        """Hold blocks for longer, as the other engine still needs them."""
+        assert self.connector is not None
+        until_s = self.clock.now_s() + self.connector.extension_s * self.clock.speed
+        self.engine.hold_until(request_id, max(until_s, float(self._rows["transfer_s"][self.engine.slots[request_id]])))
+
+    def _release_held(self, request_id: str) -> None:
+        """Free blocks that the other engine has fetched."""
+        self.engine.release_held(request_id, at_s=self.clock.now_s())
+        self._wake()
+
+    def _block_ids(self, slot: int) -> list[int]:
+        """Return the blocks of a request, as vLLM numbers them: its null block is 0."""
+        num_blocks = int(self._rows["num_blocks"][slot])
+        if not self.engine.tracks_blocks:
+            return list(range(1, num_blocks + 1))
+        return [block + 1 for block in self.engine.state.tables[slot, :num_blocks].tolist()]
 
     def _end_of_oldest_s(self) -> float:
         return float(self._steps["end_s"][int(self._head["oldest"][0])])

@@ -63,6 +63,11 @@ def busy() -> VllmError:
     )
 
 
+def not_fetched() -> VllmError:
+    """Fail a request whose KV blocks cannot be fetched."""
+    return VllmError(500, "Internal server error", kind="InternalServerError")
+
+
 def malformed(error: ValueError) -> VllmError:
     """Refuse a body that is not JSON."""
     place = f"body.{error.pos}" if isinstance(error, json.JSONDecodeError) else "body"

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from predictor import remote_kv
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
-from predictor.state import MEMORY_SIZE, NONE, State
+from predictor.request import LEGS
+from predictor.state import FINISHED, HELD, MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
@@ -67,10 +69,11 @@ def forget_contents(engine: Engine) -> None:
 class Copies(NamedTuple):
     """The arrays that the state is copied to; without `blocks` contents are not exported."""
 
-    state: np.ndarray  # this and the next five are arrays of the file
+    state: np.ndarray  # this and the next six are arrays of the file
     clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    held: np.ndarray
     live: np.ndarray
     blocks: np.ndarray
     tables: np.ndarray  # blocks of each slot that the file has already
@@ -95,6 +98,7 @@ def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
         into.running[place] = state.running[place]
     for place in range(head.num_waiting):
         into.waiting[place] = state.waiting[(head.waiting_head + place) % len(state.waiting)]
+    _copy_held(state, into)
     for slot in range(len(into.live)):
         _copy_request(state, into, slot)
     if len(into.blocks) > 0:
@@ -115,6 +119,37 @@ def _copy_memory(state: State, into: Copies) -> None:
 
 
 @kernel
+def _copy_held(state: State, into: Copies) -> None:
+    """Copy which requests have ended while their blocks are held, or still written to."""
+    num_held = 0
+    for place in range(state.engine[0].num_transfers):
+        slot = state.transfers[place]
+        if state.requests[slot].status == FINISHED:
+            into.held[num_held] = slot
+            num_held += 1
+    into.state[0].num_held = num_held
+
+
+@kernel
+def _copy_transfer(state: State, into: Copies, slot: int) -> None:
+    """Copy where the transfer of a request's blocks stands, and note when its fetch began and ended."""
+    row, live = state.requests[slot], into.live[slot]
+    has_begun = remote_kv.is_under_way(live.stage)
+    live.stage = row.stage
+    if row.stage == HELD:
+        live.held_until_s = row.transfer_s
+    elif remote_kv.is_under_way(row.stage):
+        if not has_begun:
+            live.fetch_started_s = state.engine[0].now_s
+            if state.engine[0].num_in_flight > 1:  # it begins with the younger step
+                live.fetch_started_s = max(live.fetch_started_s, state.steps[state.engine[0].oldest].end_s)
+        if row.status == FINISHED:
+            live.held_until_s = remote_kv.end_s(state, slot)
+    elif has_begun and live.fetch_ended_s < 0:
+        live.fetch_ended_s = row.transfer_s
+
+
+@kernel
 def _copy_request(state: State, into: Copies, slot: int) -> None:
     """Copy a slot, and note which of its blocks the file does not have yet."""
     row, live = state.requests[slot], into.live[slot]
@@ -130,6 +165,7 @@ def _copy_request(state: State, into: Copies, slot: int) -> None:
     live.prefill_tokens = row.prefill_tokens
     live.scheduled_s = row.scheduled_s
     live.first_token_s = row.first_token_s
+    _copy_transfer(state, into, slot)
     into.new_hashes[slot] = into.new_blocks[slot] = NONE
     if len(into.blocks) == 0 or live.serial == 0:
         live.num_hashes = 0
@@ -218,6 +254,7 @@ class EngineStateExporter:
             tpot_slo_s=float(facts.tpot_slo_s),
             request_class=int(facts.request_class),
             weight=request.weight,
+            leg=LEGS.index(request.leg),
             client_id=request.client_id,
             session_id=request.session_id,
         )
@@ -228,17 +265,20 @@ class EngineStateExporter:
         self._prefix[0] += num_prompt_tokens
         self._prefix[1] += num_hit_tokens
 
+    def fetched(self) -> None:
+        """Count a fetch that has ended."""
+        if self._writer is not None:
+            self._writer.state["num_fetched"] += 1
+
     def stepped(self, row: tuple[float, ...]) -> None:
         """Add a completed step."""
         if self._writer is not None:
             self._writer.add_step(row)
 
     def ended(self, job: Job, outcome: Outcome, reason: str) -> None:
-        """Add the outcome of a request, and free its slot."""
-        self._hashes.pop(job.slot, None)
+        """Add the outcome of a request."""
         if self._writer is None:
             return
-        self._writer.free_slot(job.slot)
         self._writer.add_outcome(
             serial=job.serial,
             request_id=outcome.request_id,
@@ -252,6 +292,12 @@ class EngineStateExporter:
             num_preemptions=outcome.num_preemptions,
             reason=reason,
         )
+
+    def removed(self, job: Job) -> None:
+        """Free the slot of a request that has ended."""
+        self._hashes.pop(job.slot, None)
+        if self._writer is not None:
+            self._writer.free_slot(job.slot)
 
     def publish(self) -> None:
         """Publish the present state to sidecars."""
@@ -313,7 +359,9 @@ class EngineStateExporter:
         state, clients, live, blocks = (
             array.view(np.recarray) for array in (writer.state, writer.clients, writer.live, writer.blocks)
         )
-        return Copies(state, clients, writer.running, writer.waiting, live, blocks, tables, new_hashes, new_blocks)
+        return Copies(
+            state, clients, writer.running, writer.waiting, writer.held, live, blocks, tables, new_hashes, new_blocks
+        )
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.emulator.errors import VllmError
 from services.emulator.openai import ParsedRequest
@@ -25,6 +26,7 @@ class Job:
     num_ready: int = 0
     num_sent: int = 0
     cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None  # of the reply
     is_over: bool = False
     failure: VllmError | None = None
     push: Callable[[], bool] | None = None

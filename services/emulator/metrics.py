@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -15,11 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from predictor.config import EngineConfig
+from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.engine import Outcome
 from predictor.gain import missed, response_attainment
 from predictor.request import RequestFacts, Slo
+from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_FETCH
 from services.attainment import AttainmentTally, filled
+from services.emulator.kv_transfers import TransferCounts
 
 # vLLM 0.32 v1/metrics/buckets.py
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -30,10 +32,13 @@ INTER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
                80.0)  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
-ABORTED = "abort"
+NIXL_TIME = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+NIXL_BYTES = tuple(2.0**power for power in range(11, 35, 2))
+NIXL_DESCRIPTORS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+ABORTED, ERROR = "abort", "error"
 GROUP = ("class", "priority")
 TARGET = ("target", "class", "priority")
-FINISH_REASONS = ("stop", "length", ABORTED, "error", "repetition")
+FINISH_REASONS = ("stop", "length", ABORTED, ERROR, "repetition")
 REFUSED_FOR_LENGTH = "max_num_queued_reqs"
 
 HISTOGRAMS = {
@@ -56,7 +61,19 @@ COUNTERS = {
     "generation_tokens": "Number of generation tokens processed.",
     "prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
     "prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
+    "external_prefix_cache_queries": "Prefix cache queries to other engines, in terms of number of queried tokens.",
+    "external_prefix_cache_hits": "Prefix cache hits on other engines, in terms of number of cached tokens.",
 }
+# of engines with a KV connector
+NIXL_HISTOGRAMS = {
+    "nixl_xfer_time_seconds": ("Histogram of transfer duration for NIXL KV Cache transfers.", NIXL_TIME),
+    "nixl_bytes_transferred": ("Histogram of bytes transferred per NIXL KV Cache transfers.", NIXL_BYTES),
+    "nixl_num_descriptors": ("Histogram of number of descriptors per NIXL KV Cache transfers.", NIXL_DESCRIPTORS),
+}
+UNDER_WAY = (FETCHING, ARRIVED, LOST)
+FETCH_STAGES = {
+    "waiting_to_start": (TO_FETCH,), "in_progress": UNDER_WAY, "completed_waiting": (FETCHED, FETCH_FAILED),
+}  # fmt: skip
 
 
 class Histogram:
@@ -100,6 +117,12 @@ class Gauges:
     kv_cache_usage: float
     num_preemptions: int
     lag_s: float
+    num_by_stage: Sequence[int]  # waiting requests by the stage of their transfer, as `predictor.state` numbers them
+    num_held: int  # finished prefills whose KV blocks are held
+
+    def num_at(self, stages: Iterable[int]) -> int:
+        """Return how many waiting requests are at one of these stages."""
+        return int(sum(self.num_by_stage[stage] for stage in stages))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,15 +139,25 @@ class EngineMetrics:
 
     def __post_init__(self) -> None:
         """Make the histograms; those of tokens go up to the model's length."""
-        tokens = one_two_five(self.max_model_len)
-        self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in HISTOGRAMS.items()}
+        tokens, all_of_them = one_two_five(self.max_model_len), HISTOGRAMS | NIXL_HISTOGRAMS
+        self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in all_of_them.items()}
 
-    def first_tokens(self, ttft_s: np.ndarray, num_prompt_tokens: int, num_hit_tokens: int) -> None:
+    def first_tokens(
+        self, ttft_s: np.ndarray, num_prompt_tokens: int, num_hit_tokens: int, num_fetched_tokens: int
+    ) -> None:
         """Count requests that got their first token; times are the engine's."""
         self.histograms["time_to_first_token_seconds"].observe_many(ttft_s / self.speed)
         self.counts["prompt_tokens"] += num_prompt_tokens
         self.counts["prefix_cache_queries"] += num_prompt_tokens
         self.counts["prefix_cache_hits"] += num_hit_tokens
+        self.counts["external_prefix_cache_queries"] += num_fetched_tokens
+        self.counts["external_prefix_cache_hits"] += num_fetched_tokens
+
+    def fetched(self, seconds: float, num_bytes: int, num_blocks: int) -> None:
+        """Count KV blocks that have been fetched, each with one descriptor."""
+        self.histograms["nixl_xfer_time_seconds"].observe(seconds)
+        self.histograms["nixl_bytes_transferred"].observe(num_bytes)
+        self.histograms["nixl_num_descriptors"].observe(num_blocks)
 
     def more_tokens(self, gaps_s: np.ndarray) -> None:
         """Count tokens, by the time since the token before."""
@@ -181,10 +214,13 @@ class EngineMetrics:
 class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
-    def __init__(self, metrics: EngineMetrics, config: EngineConfig, model: str) -> None:
-        """Label everything with the model."""
+    def __init__(
+        self, metrics: EngineMetrics, config: EngineConfig, model: str, transfers: TransferCounts | None
+    ) -> None:
+        """Label everything with the model; `transfers` are those of an engine with a KV connector."""
         self._metrics = metrics
         self._config = config
+        self._transfers = transfers
         self._labels = {"engine": "0", "model_name": model}
         self._started_s = time.time()
         self._gauges: Gauges | None = None
@@ -222,9 +258,9 @@ class Exposition(Collector):
         refused = "Number of admission attempts rejected by a queue limit."
         yield self._counter("admission_rejections", refused, {REFUSED_FOR_LENGTH: metrics.num_refused}, by="reason")
         for name, (help_text, _) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
-            family.add_metric(tuple(self._labels.values()), *metrics.histograms[name].buckets())
-            yield family
+            yield self._histogram(name, help_text)
+        if self._transfers is not None:
+            yield from self._transfer_families(gauges, self._transfers)
         lag = GaugeMetricFamily(
             "block_emulator_lag_seconds", "How late the emulator is with the engine's last step.", value=gauges.lag_s
         )
@@ -234,8 +270,35 @@ class Exposition(Collector):
     def _by_reason(self, gauges: Gauges) -> Metric:
         labels = (*self._labels, "reason")
         family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", labels=labels)
-        family.add_metric((*self._labels.values(), "capacity"), gauges.num_waiting)
-        family.add_metric((*self._labels.values(), "deferred"), 0)
+        num_deferred = gauges.num_at(UNDER_WAY)
+        family.add_metric((*self._labels.values(), "capacity"), gauges.num_waiting - num_deferred)
+        family.add_metric((*self._labels.values(), "deferred"), num_deferred)
+        return family
+
+    def _transfer_families(self, gauges: Gauges, transfers: TransferCounts) -> Iterator[Metric]:
+        for name, (help_text, _) in NIXL_HISTOGRAMS.items():
+            yield self._histogram(name, help_text)
+        failed = "Number of failed NIXL KV Cache transfers, including handshake and notification failures."
+        yield self._counter("nixl_num_failed_transfers", failed, {None: transfers.num_failed_transfers})
+        failed = "Number of failed NIXL KV Cache notifications."
+        yield self._counter("nixl_num_failed_notifications", failed, {None: transfers.num_failed_notifications})
+        expired = "Number of requests that had their KV expire."
+        yield self._counter("nixl_num_kv_expired_reqs", expired, {None: transfers.num_expired})
+        late = "Number of completion notifications for requests that were no longer tracked."
+        yield self._counter("nixl_num_notifications_after_expiry", late, {None: transfers.num_late_notifications})
+        if self._config.kv_role in FETCHING_ROLES:
+            labels = (*self._labels, "stage")
+            help_text = "Number of waiting requests by async KV load stage."
+            family = GaugeMetricFamily("vllm:num_requests_kv_fetch_by_stage", help_text, labels=labels)
+            for name, stages in FETCH_STAGES.items():
+                family.add_metric((*self._labels.values(), name), gauges.num_at(stages))
+            yield family
+        held = "Finished prefills whose KV blocks are held for another engine."
+        yield GaugeMetricFamily("block_emulator_held_prefills", held, value=gauges.num_held)
+
+    def _histogram(self, name: str, help_text: str) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), *self._metrics.histograms[name].buckets())
         return family
 
     def _cache_config(self) -> Metric:

@@ -9,10 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from predictor.request import PREFILL, SERVE
 from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
 from services.emulator.errors import VllmError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
+from services.emulator.transfer_params import RemoteBlocks, leg_of
 from services.engine_state.xargs import facts_in
 from services.http.openai_body import MessageError, read_messages
 
@@ -50,6 +52,7 @@ class _Body(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     temperature: float | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CompletionBody(_Body):
@@ -67,11 +70,12 @@ class ChatBody(_Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The served model, against which requests are checked."""
+    """The served model, against which requests are checked; without a KV connector requests are served whole."""
 
     model: str
     max_model_len: int
     lengths: AnswerLengths
+    has_connector: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,8 @@ class ParsedRequest:
     priority: int
     min_tokens: int
     facts: Mapping[str, Any]  # of `vllm_xargs`, as columns of a state file
+    leg: str = SERVE
+    remote: RemoteBlocks | None = None  # of a decode leg
 
 
 def parsed(data: bytes) -> Any:
@@ -116,10 +122,13 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
     room = served.max_model_len - len(prompt)
     wanted = _wanted_tokens(headers)
     max_tokens = _max_tokens(body, len(prompt), served.max_model_len, wanted)
+    leg, remote = _leg(body.kv_transfer_params) if served.has_connector else (SERVE, None)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _check(body, stop, max_tokens)
     chance, offset = answers.seeded_draw(prompt, served.lengths.seed + (body.seed or 0))
     num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(chance)
+    if leg == PREFILL:
+        num_tokens = max_tokens = 1  # the engine model has no other prefill legs
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
         kind=kind,
@@ -139,7 +148,18 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
         priority=body.priority,
         min_tokens=body.min_tokens,
         facts=_facts(body.vllm_xargs or {}),
+        leg=leg,
+        remote=remote,
     )
+
+
+def remote_blocks_in(data: Any) -> RemoteBlocks | None:
+    """Return the blocks that a request names, whatever else is wrong with it; None where it names none."""
+    params = data.get("kv_transfer_params") if isinstance(data, dict) else None
+    try:
+        return leg_of(params)[1] if isinstance(params, dict) else None
+    except ValueError:
+        return None
 
 
 def prompt_of(data: Any) -> tuple[list[int], bool]:
@@ -282,6 +302,13 @@ def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
     if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) == 0:
         raise bad_value(f"{OUTPUT_TOKENS_HEADER} must be a whole number above 0, not {text[:32]!r}.")
     return int(text)
+
+
+def _leg(params: Mapping[str, Any] | None) -> tuple[str, RemoteBlocks | None]:
+    try:
+        return leg_of(params)
+    except ValueError as error:
+        raise bad_value(f"kv_transfer_params.{error}", "kv_transfer_params") from None
 
 
 def _facts(xargs: Mapping[str, Any]) -> dict[str, Any]:

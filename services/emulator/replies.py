@@ -54,8 +54,8 @@ class CompletionReply:
             events.append(DONE)
         return b"".join(events)
 
-    def whole(self, cached_tokens: int) -> bytes:
-        """Return the response in one piece."""
+    def whole(self, cached_tokens: int, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
+        """Return the response in one piece; that of a prefill leg says where its KV blocks are."""
         cached = {
             "cached_tokens": cached_tokens, "created_cache_tokens": 0 if self._is_chat else None,
             "multimodal_tokens": None,
@@ -64,7 +64,7 @@ class CompletionReply:
             **self._usage(self._answer.num_tokens), "prompt_tokens_details": cached, "completion_tokens_details": None,
         }  # fmt: skip
         about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
-        closing = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+        closing = {"kv_transfer_params": kv_transfer_params, "ec_transfer_params": None, "metrics": None}
         prompt = {"prompt_logprobs": None, "prompt_token_ids": None}
         text = self._answer.text(0, self._answer.num_tokens)
         end = {"logprobs": None, "finish_reason": self._answer.finish_reason, "stop_reason": self._answer.stop_reason}

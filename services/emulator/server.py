@@ -6,20 +6,21 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 import uvloop
 
-from predictor.config import EngineConfig
+from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.engine import Engine
 from predictor.profile import Profile
-from predictor.request import RequestFacts
+from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import VERSION, ConnectionProtocol, Emulator
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.kv_transfers import KvConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
@@ -30,6 +31,7 @@ from services.rpc.server import freeze_imported_objects, stop_signal
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5  # as in vLLM
+FIRST_STEPS_S = 60.0  # longer than a step of any engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +68,41 @@ async def serving(
 ) -> AsyncIterator[RunningEmulator]:
     """Serve on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
     warm(config, profile)
-    app = application(settings, config, profile)
-    driving = asyncio.create_task(app.driver.run())
-    try:
-        async with answering(app, listener, settings.drain_s, protocol=ConnectionProtocol, keep_alive_s=KEEP_ALIVE_S):
-            yield RunningEmulator(app=app, port=listener.getsockname()[1])
-    finally:
-        driving.cancel()
-        with suppress(asyncio.CancelledError):
-            await driving
-        app.driver.close()
+    with ExitStack() as sockets:
+        side, connector = None, None
+        if config.kv_role:
+            host = settings.kv_side_channel_host
+            side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
+            address = {"host": host, "port": side.getsockname()[1]}
+            connector = KvConnector(config, settings.model, VERSION, **address)
+        app = application(settings, config, profile, connector)
+        driving = asyncio.create_task(app.driver.run())
+        try:
+            async with AsyncExitStack() as servers:
+                if connector is not None and side is not None:
+                    await servers.enter_async_context(answering(connector.side_channel, side, settings.drain_s))
+                await servers.enter_async_context(
+                    answering(app, listener, settings.drain_s, protocol=ConnectionProtocol, keep_alive_s=KEEP_ALIVE_S)
+                )
+                yield RunningEmulator(app=app, port=listener.getsockname()[1])
+        finally:
+            driving.cancel()
+            with suppress(asyncio.CancelledError):
+                await driving
+            app.driver.close()
 
 
-def application(settings: EmulatorSettings, config: EngineConfig, profile: Profile) -> Emulator:
+def application(
+    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: KvConnector | None
+) -> Emulator:
     """Combine an engine, its driver and its HTTP surface."""
-    engine = Engine(config, profile.step_time)
     clock = EngineClock(settings.speed)
+    # a lease is as long on the wall clock as that of any other engine
+    engine = Engine(replace(config, kv_lease_s=config.kv_lease_s * clock.speed), profile.step_time)
     lengths = AnswerLengths(median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.seed)
-    served = Served(model=settings.model, max_model_len=config.max_model_len, lengths=lengths)
+    served = Served(
+        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+    )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
 
@@ -100,9 +119,10 @@ def application(settings: EmulatorSettings, config: EngineConfig, profile: Profi
         Pace(settings.noise, settings.seed),
         metrics,
         max_num_queued_reqs=settings.max_num_queued_reqs,
+        connector=connector,
         exporter_with=exporter if settings.state_file else None,
     )
-    exposition = Exposition(metrics, engine.config, settings.model)
+    exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
     return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
 
 
@@ -114,3 +134,13 @@ def warm(config: EngineConfig, profile: Profile) -> None:
     engine.advance(0.0)
     engine.abort("0")
     engine.advance()
+    if config.kv_role in HOLDING_ROLES:
+        engine.add(RequestFacts(request_id="held", prompt_tokens=1, leg=PREFILL))
+        engine.advance(engine.now_s + FIRST_STEPS_S)
+        engine.hold_until("held", engine.now_s + config.kv_lease_s)
+        engine.release_held("held")
+    if config.kv_role in FETCHING_ROLES:
+        engine.add(RequestFacts(request_id="fetched", prompt_tokens=1, leg=DECODE, transfer_s=FIRST_STEPS_S))
+        engine.advance(engine.now_s)
+        engine.end_fetch("fetched", ok=False)
+        engine.advance()

@@ -40,12 +40,19 @@ class EmulatorSettings:
     max_body_bytes: Annotated[int, "Maximum size of a request body; a larger one is refused with status 413."] = (
         32 << 20
     )
+    kv_side_channel_host: Annotated[
+        str, "Address of the side channel by which other engines fetch KV blocks; as they reach it."
+    ] = "127.0.0.1"
+    kv_side_channel_port: Annotated[
+        int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
+    ] = 0
     drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
 
     def __post_init__(self) -> None:
         """Refuse settings that no server can have."""
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: must lie between 0 and 65535, not {self.port}")
+        for name in ("port", "kv_side_channel_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name}: must lie between 0 and 65535, not {getattr(self, name)}")
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")

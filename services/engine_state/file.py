@@ -28,12 +28,13 @@ class Core(NamedTuple):
     clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    held: np.ndarray
     live: np.ndarray
 
     @property
     def slots(self) -> np.ndarray:
-        """The slots of all requests that run or wait."""
-        return np.concatenate((self.running, self.waiting))
+        """The slots of all requests that run, wait, or have ended while their blocks are held."""
+        return np.concatenate((self.running, self.waiting, self.held))
 
 
 class StateFile:
@@ -177,6 +178,7 @@ class StateFile:
             clients=self._over(data, "clients", layout.CLIENT)[: int(state["num_clients"][0])],
             running=self._over(data, "running", layout.SLOT)[: int(state["num_running"][0])],
             waiting=self._over(data, "waiting", layout.SLOT)[: int(state["num_waiting"][0])],
+            held=self._over(data, "held", layout.SLOT)[: int(state["num_held"][0])],
             live=self._over(data, "live", layout.LIVE),
         )
         return core if core.slots.max(initial=0) < len(core.live) else None
@@ -194,11 +196,12 @@ class StateFile:
             return None
         live, slots = core.live, core.slots
         # of a preempted request: its former blocks, which may still hold its tokens
-        held = np.concatenate((live["num_blocks"][core.running], live["full_blocks"][core.waiting]))
+        waiting = np.maximum(live["num_blocks"][core.waiting], live["full_blocks"][core.waiting])
+        held = np.concatenate((live["num_blocks"][core.running], waiting, live["num_blocks"][core.held]))
         serials, preemptions = live["serial"][slots].tolist(), live["num_preemptions"][slots].tolist()
-        # only running requests keep their blocks
+        # waiting requests may not keep their blocks
         sequence, num_running, num_waiting = int(core.state["sequence"][0]), len(core.running), len(core.waiting)
-        since = [0] * num_running + [sequence] * num_waiting
+        since = [0] * num_running + [sequence] * num_waiting + [0] * len(core.held)
         table_keys = list(zip(np.maximum(held, 0).tolist(), serials, preemptions, since, strict=True))
         hash_keys = list(zip(np.maximum(live["num_hashes"][slots], 0).tolist(), serials, strict=True))
         return Contents(
@@ -232,7 +235,8 @@ class StateFile:
         self._require(len(core.clients) == head["num_clients"], "num_clients")
         self._require(len(core.running) == head["num_running"], "num_running")
         self._require(len(core.waiting) == head["num_waiting"], "num_waiting")
-        self._require(len(np.unique(slots)) == len(slots), "running and waiting")
+        self._require(len(core.held) == head["num_held"], "num_held")
+        self._require(len(np.unique(slots)) == len(slots), "running, waiting and held")
         self._require((live["serial"][slots] > 0).all(), "live.serial")
         self._require((self._requests["serial"][slots] == live["serial"][slots]).all(), "requests.serial")
         rate, origin_s = float(head["clock_rate"]), float(head["clock_origin_s"])
@@ -250,7 +254,8 @@ class StateFile:
             clients=core.clients,
             running=core.running,
             waiting=core.waiting,
-            steps=self._steps(core.data, head, set(slots.tolist())),
+            held=core.held,
+            steps=self._steps(core.data, head, {*core.running.tolist(), *core.waiting.tolist()}),
             live=live,
             requests=self._requests,
             contents=contents,

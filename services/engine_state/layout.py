@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = b"BLKSTATE"
-VERSION = 3
+VERSION = 4
 
 ID_BYTES = 120
 NAME_BYTES = 64  # of a tenant or a session
@@ -19,6 +19,8 @@ NUM_OUTCOMES = 1024  # rows of the ring of outcomes
 MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
 MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
+# Where the transfer of a request's KV blocks stands.
+NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, BLOCKS_HELD, ARRIVED, LOST = range(8)
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
 REASONS = ("stop", "length", "abort", "error")
@@ -46,8 +48,9 @@ STATE = np.dtype(
         ("prefix_hits", "<u8"),
         ("correction", "<f8"),
         ("memory", "<f8", (MEMORY_SIZE,)),
+        ("num_fetched", "<u8"),
         ("num_clients", "<u4"),
-        ("reserved", "<u4"),
+        ("num_held", "<u4"),
     ]
 )
 
@@ -67,13 +70,16 @@ LIVE = np.dtype(
         ("num_preemptions", "<i4"),
         ("hit_tokens", "<i4"),
         ("prefill_tokens", "<i4"),
-        ("reserved", "<i4"),
+        ("stage", "<i4"),
         ("scheduled_s", "<f8"),
         ("first_token_s", "<f8"),
+        ("fetch_started_s", "<f8"),
+        ("fetch_ended_s", "<f8"),
+        ("held_until_s", "<f8"),
     ]
 )
 
-LIVE_ROW = struct.Struct("<Q12i2d")  # the same, to write
+LIVE_ROW = struct.Struct("<Q12i5d")  # the same, to write
 
 REQUEST = np.dtype(
     [
@@ -87,6 +93,8 @@ REQUEST = np.dtype(
         ("max_tokens", "<i4"),
         ("min_tokens", "<i4"),
         ("request_class", "<i4"),
+        ("leg", "<i4"),
+        ("reserved", "<i4"),
         ("ttft_slo_s", "<f8"),
         ("tpot_slo_s", "<f8"),
         ("weight", "<f8"),
@@ -140,9 +148,9 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. Every publication writes the first six, together.
+# In this order in the file and in the header's table. Every publication writes the first seven, together.
 SECTIONS = (
-    "state", "clients", "running", "waiting", "batch", "live",
+    "state", "clients", "running", "waiting", "held", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
 )  # fmt: skip
 
@@ -187,6 +195,7 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
         "clients": CLIENT.itemsize,
         "running": SLOT.itemsize,
         "waiting": SLOT.itemsize,
+        "held": SLOT.itemsize,
         "batch": SCHEDULED.itemsize,
         "live": LIVE.itemsize,
         "requests": REQUEST.itemsize,
@@ -208,6 +217,7 @@ def sections_for(
         "clients": num_clients,
         "running": num_slots,
         "waiting": num_slots,
+        "held": num_slots,
         "batch": MAX_STEPS_IN_FLIGHT * num_slots,
         "live": num_slots,
         "requests": num_slots,

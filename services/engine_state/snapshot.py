@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,24 +12,30 @@ from predictor.batching import batcher_named
 from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.engine_replica import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.lengths import Tag
-from predictor.request import CLASSES, MAX_PRIORITY, REAL_TIME, RequestFacts, Slo
-from predictor.snapshot import VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
+from predictor.request import CLASSES, LEGS, MAX_PRIORITY, REAL_TIME, SERVE, RequestFacts, Slo
+from predictor.snapshot import STAGES, VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
 from predictor.suggestions import require_known
 from services.engine_state import layout
 from services.engine_state.identity import client_id
 from services.engine_state.view import Contents, View
 
+STAGE_NAMES = {
+    **dict(enumerate(STAGES)),
+    layout.ARRIVED: STAGES[layout.FETCHED],
+    layout.LOST: STAGES[layout.FETCH_FAILED],
+}
 NO_TAGS: Mapping[str, Tag] = {}
+NO_SETTINGS: Mapping[str, Any] = {}
 
 
-def config_of(view: View) -> EngineConfig:
-    """Return the engine's configuration."""
+def config_of(view: View, suggested: Mapping[str, Any] = NO_SETTINGS) -> EngineConfig:
+    """Return the engine's configuration; `suggested` are settings that hold where the engine does not know them."""
     settings = view.settings.get("engine")
     if not isinstance(settings, dict):
         raise ValueError("settings.engine: is missing from the state file")
     try:
         require_known(settings, FIELD_NAMES, "engine setting")
-        return EngineConfig(**settings)
+        return EngineConfig(**{**suggested, **settings})
     except ValueError as error:
         raise ValueError(f"settings.engine.{error}") from None
 
@@ -38,8 +45,9 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
     contents = view.contents
     no_rows = (np.empty(0, np.uint64),) * len(view.slots)
     names = {slot: _name(view, slot) for slot in view.slots.tolist()}
+    config = config_of(view)
     items = [
-        _live(view, slot, tags, table, hashes)
+        _live(view, config, slot, tags=tags, table=table, hashes=hashes)
         for slot, table, hashes in zip(
             view.slots.tolist(),
             contents.tables if contents else no_rows,
@@ -47,15 +55,15 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
             strict=True,
         )
     ]
-    num_running = len(view.running)
-    config = config_of(view)
+    num_running, num_live = len(view.running), len(view.running) + len(view.waiting)
     return Snapshot(
         version=VERSION,
         taken_s=view.now_s,
         config=config,
         num_free_blocks=int(view.state["num_free_blocks"]),
         running=tuple(items[:num_running]),
-        waiting=tuple(items[num_running:]),
+        waiting=tuple(items[num_running:num_live]),
+        held=tuple(items[num_live:]),
         steps=tuple(_step(start_s, entries, names) for start_s, entries in view.steps),
         kv_cache=_kv_cache(contents) if contents else None,
         decodes_since_look=int(view.state["decodes_since_look"]),
@@ -83,14 +91,16 @@ def _name(view: View, slot: int) -> str:
     return name.decode(errors="replace")
 
 
-def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray) -> LiveRequest:
+def _live(  # noqa: PLR0913 - what a request consists of
+    view: View, config: EngineConfig, slot: int, *, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
+) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
-        prefill_tokens, *_, first_token_s,
+        prefill_tokens, _, _, first_token_s, *_,
     ) = view.live[slot].item()  # fmt: skip
     (
         _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
-        request_class, ttft_s, tpot_s, weight, _, client, session,
+        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session,
     ) = view.requests[slot].item()  # fmt: skip
     name = name_bytes.decode(errors="replace")
     tag = tags.get(client_id(name))
@@ -112,6 +122,7 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
             weight=weight if math.isfinite(weight) and weight > 0 else 1.0,
             client_id=client.decode(errors="replace"),
             session_id=session.decode(errors="replace"),
+            leg=LEGS[leg] if 0 <= leg < len(LEGS) else SERVE,
         ),
         produced_tokens=produced,
         computed_tokens=computed,
@@ -124,7 +135,21 @@ def _live(view: View, slot: int, tags: Mapping[str, Tag], table: np.ndarray, has
         num_preemptions=num_preemptions,
         prefill_tokens=prefill_tokens if prefill_tokens >= 0 else None,
         first_token_s=first_token_s if 0 <= first_token_s < math.inf else None,
+        stage=STAGE_NAMES.get(int(view.live["stage"][slot]), ""),
+        transfer_left_s=_transfer_left_s(view, config, slot),
     )
+
+
+def _transfer_left_s(view: View, config: EngineConfig, slot: int) -> float | None:
+    """Return how long a request's blocks will be fetched, or held; None where they are not."""
+    live = view.live[slot]
+    if live["stage"] == layout.BLOCKS_HELD:
+        return max(0.0, float(live["held_until_s"]) - view.now_s)
+    if live["stage"] != layout.FETCHING:
+        return None
+    num_tokens = max(0, int(view.requests["prompt_tokens"][slot] - live["hit_tokens"]))
+    end_s = float(live["fetch_started_s"]) + config.transfer_s(num_tokens, -(-num_tokens // config.block_size))
+    return max(0.0, end_s - view.now_s)
 
 
 def _tag(median_tokens: float, spread: float) -> Tag | None:
@@ -161,10 +186,16 @@ def _kv_cache(contents: Contents) -> KvCache:
     )
 
 
-def reported_state(
-    view: View, *, known_tokens: np.ndarray, tag_median: np.ndarray, tag_spread: np.ndarray, remembers: bool
+def reported_state(  # noqa: PLR0913 - what is expected of requests
+    view: View,
+    *,
+    known_tokens: np.ndarray,
+    tag_median: np.ndarray,
+    tag_spread: np.ndarray,
+    remembers: bool,
+    held_s: np.ndarray | None = None,
 ) -> ReportedState:
-    """Convert a view for an engine replica; the lengths of responses are given by slot.
+    """Convert a view for an engine replica; what is expected of requests is given by slot.
 
     `remembers` says whether the engine's local scheduler remembers anything between steps.
     """
@@ -184,6 +215,8 @@ def reported_state(
         known_tokens=known_tokens,
         tag_median=tag_median,
         tag_spread=tag_spread,
+        held=view.held.astype(np.int64),
+        held_s=held_s,
         contents=None
         if contents is None
         else ReportedContents(

@@ -32,10 +32,11 @@ class Contents:
 class View:
     """An engine's state in one publication, in read-only arrays.
 
-    `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before. `live`
-    and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `steps` the steps in
-    flight, oldest first. `clients` are those whose tokens the local scheduler counts. `now_s` is the time of reading on
-    the engine's clock, `age_s` the age of the publication on the wall clock, `clock_rate` engine seconds per second.
+    `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before.
+    `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `held` those of
+    requests that have ended while their blocks are held. `steps` are the steps in flight, oldest first. `clients` are
+    those whose tokens the local scheduler counts. `now_s` is the time of reading on the engine's clock, `age_s` the age
+    of the publication on the wall clock, `clock_rate` engine seconds per second.
     """
 
     life: int
@@ -49,6 +50,7 @@ class View:
     clients: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    held: np.ndarray
     steps: tuple[tuple[float, np.ndarray], ...]
     live: np.ndarray
     requests: np.ndarray
@@ -56,5 +58,5 @@ class View:
 
     @property
     def slots(self) -> np.ndarray:
-        """The slots of all requests that run or wait."""
-        return np.concatenate((self.running, self.waiting))
+        """The slots of all requests that run, wait, or have ended while their blocks are held."""
+        return np.concatenate((self.running, self.waiting, self.held))

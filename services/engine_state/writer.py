@@ -30,9 +30,9 @@ MAX_SINGLE_WRITES = 16  # of changed blocks; for more, all blocks are written at
 class Writer:
     """One engine's state file: fill in the arrays, then `publish` them all at once.
 
-    The arrays (`state`, `clients`, `running`, `waiting`, `batch`, `live`, `blocks`) are in this process's memory;
-    readers see them only after `publish`. `grow` replaces a file that is too small by a larger one. Failures are
-    OSErrors; after one, the file can only be closed.
+    The arrays (`state`, `clients`, `running`, `waiting`, `held`, `batch`, `live`, `blocks`) are in this process's
+    memory; readers see them only after `publish`. `grow` replaces a file that is too small by a larger one. Failures
+    are OSErrors; after one, the file can only be closed.
 
     The file is written through a mapping, and only where memory has been allocated: writing to a page without memory
     would kill the process. System calls would be simpler, but each releases the interpreter lock, and beside vLLM's
@@ -93,6 +93,7 @@ class Writer:
         ttft_slo_s: float = math.nan,
         tpot_slo_s: float = math.nan,
         request_class: int = 0,
+        leg: int = 0,
         weight: float = 1.0,
         client_id: str = "",
         session_id: str = "",
@@ -100,13 +101,14 @@ class Writer:
         """Write the facts of the request in a slot; its `serial` is above 0 and never used again."""
         row = (
             serial, short_id(request_id), arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens,
-            min_tokens, request_class, ttft_slo_s, tpot_slo_s, weight, tenant_number(client_id),
+            min_tokens, request_class, leg, 0, ttft_slo_s, tpot_slo_s, weight, tenant_number(client_id),
             short_id(client_id, layout.NAME_BYTES), short_id(session_id, layout.NAME_BYTES),
         )  # fmt: skip
         self._put("requests", slot, 0, np.array([row], layout.REQUEST))
         live = self.live[slot]
         live["serial"] = serial
-        live["scheduled_s"] = live["first_token_s"] = NEVER
+        for name in ("scheduled_s", "first_token_s", "fetch_started_s", "fetch_ended_s", "held_until_s"):
+            live[name] = NEVER
         live["prefill_tokens"] = UNKNOWN
 
     def put_hashes(self, slot: int, hashes: np.ndarray, start: int = 0) -> None:
@@ -234,11 +236,12 @@ class Writer:
         self.clients = self._over("clients", layout.CLIENT)
         self.running = self._over("running", layout.SLOT)
         self.waiting = self._over("waiting", layout.SLOT)
+        self.held = self._over("held", layout.SLOT)
         self.batch = self._over("batch", layout.SCHEDULED).reshape(layout.MAX_STEPS_IN_FLIGHT, num_slots)
         self.live = self._over("live", layout.LIVE)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.state, self.clients, self.running, self.waiting, *self.batch, self.live
+        return self.state, self.clients, self.running, self.waiting, self.held, *self.batch, self.live
 
     def _over(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         section = self._sections[name]

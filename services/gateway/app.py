@@ -106,7 +106,7 @@ class Gateway(Application):
                 body=body_to_pass(body, openai, request),
                 explain=headers.explain,
             )
-            placing = Placing(shared=context, incoming=incoming)
+            placing = Placing(shared=context, incoming=incoming, undivided=openai.undivided)
             forwarder = RequestForwarder(
                 context=context,
                 incoming=incoming,
@@ -142,6 +142,8 @@ class Gateway(Application):
             raise ApiError.of(error) from None
         if self._known_models and openai.model and openai.model not in self._known_models:
             raise ApiError(404, f"The model `{openai.model}` does not exist.", code="model_not_found", param="model")
+        if openai.has_kv_transfer_params and not self._context.settings.allow_kv_transfer_params:
+            raise ApiError(400, "kv_transfer_params: clients may not set it here", param="kv_transfer_params")
         return openai, request_headers
 
     # Everything else.

@@ -12,6 +12,7 @@ from services.http.client import Origin, origin_of
 
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"
+PREFILL_ROLE = "prefill"
 MAX_CIRCUITS = 4096
 NAMED_S = 600.0  # how long an instance that no decision names is kept
 
@@ -24,22 +25,34 @@ class Destination:
     origin: Origin
     policy: str
     decision: common_pb2.Decision | None = None  # that reserved there, if any
+    prefill: Destination | None = None  # the instance of the prefill leg, where the request is disaggregated
 
 
 def destination_of(decision: common_pb2.Decision) -> Destination:
     """Convert a decision; ValueError where it names no instance that can be reached."""
-    instance = decision.instance
+    prefill = None
+    if decision.HasField("prefill"):
+        prefill = _destination(decision.prefill.instance, decision)
+    return _destination(decision.instance, decision, prefill)
+
+
+def _destination(
+    instance: common_pb2.Instance, decision: common_pb2.Decision, prefill: Destination | None = None
+) -> Destination:
     return Destination(
         instance_id=instance.instance_id,
         origin=origin_of(instance.engine_url),
         policy=decision.policy,
         decision=decision,
+        prefill=prefill,
     )
 
 
 def unreserved_destinations(instances: Iterable[common_pb2.Instance], policy: str) -> Iterator[Destination]:
-    """Yield instances as destinations without a reservation, as far as their URLs are valid."""
+    """Yield instances that serve whole requests as destinations without a reservation; invalid URLs are left out."""
     for instance in instances:
+        if instance.role == PREFILL_ROLE:
+            continue
         with suppress(ValueError):
             yield Destination(instance_id=instance.instance_id, origin=origin_of(instance.engine_url), policy=policy)
 
@@ -70,7 +83,10 @@ class Fallback:
     def note(self, decision: common_pb2.Decision) -> None:
         """Keep the instances that a decision names."""
         self._latest_s = now_s = self._clock()
-        for instance in (decision.instance, *decision.next_best):
+        instances = [decision.instance, *decision.next_best]
+        if decision.HasField("prefill"):
+            instances.append(decision.prefill.instance)
+        for instance in instances:
             self._named[instance.engine_url.rstrip("/")] = (instance, now_s)
 
     def named(self) -> list[common_pb2.Instance]:

@@ -13,7 +13,7 @@ from services.engine_state.xargs import CLASSES as CLASS_NAMES
 from services.engine_state.xargs import facts_in
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
-from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded
+from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
 from services.http.proxying import without_hops
 
 CLASSES = {"real-time": common_pb2.REQUEST_CLASS_REAL_TIME, "best-effort": common_pb2.REQUEST_CLASS_BEST_EFFORT}
@@ -211,8 +211,7 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
         added["vllm_xargs"] = xargs
     if not added:
         return body
-    inside = body.index(b"{") + 1
-    return b"%s%s,%s" % (body[:inside], json.dumps(added, separators=(",", ":"))[1:-1].encode(), body[inside:])
+    return with_fields(body, json.dumps(added, separators=(",", ":"))[1:-1].encode())
 
 
 def _xargs_of(request: common_pb2.Request) -> dict[str, Any]:

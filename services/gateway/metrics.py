@@ -17,6 +17,7 @@ LATENCIES_S = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
 )  # fmt: skip
 DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+HAND_OVERS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
 class GatewayMetrics:
@@ -41,6 +42,21 @@ class GatewayMetrics:
             "block_gateway_decision_seconds", "Time until the destination of a request is known.",
             buckets=DECISIONS_S, registry=registry,
         )  # fmt: skip
+        self.prefill = Histogram(
+            "block_gateway_prefill_seconds", "From sending a prefill leg to its reply.", buckets=LATENCIES_S,
+            registry=registry,
+        )  # fmt: skip
+        self.hand_over = Histogram(
+            "block_gateway_hand_over_seconds", "From the reply to a prefill leg to the request to the decode instance.",
+            buckets=HAND_OVERS_S, registry=registry,
+        )  # fmt: skip
+        self.prefills = Counter(
+            "block_gateway_prefill_legs",
+            "Prefill legs: KV blocks are held (held) or not (no_blocks), the reply is invalid, the request is refused, "
+            "the instance failed, the leg is skipped because one engine serves the request, or the client left.",
+            ("result",),
+            registry=registry,
+        )
         self.output_tokens = Counter("block_gateway_output_tokens", "Tokens passed on.", registry=registry)
         self.retries = Counter(
             "block_gateway_retries", "Requests sent to another engine, by reason.", ("why",), registry=registry

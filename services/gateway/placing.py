@@ -22,25 +22,43 @@ BUSY, UNAVAILABLE = 429, 503
 
 @dataclass(slots=True, kw_only=True)
 class Placing:
-    """Finds destinations for one request, none of them twice."""
+    """Finds destinations for one request, never an excluded one."""
 
     shared: GatewayContext
     incoming: Incoming
+    undivided: bool = False  # the request is served by one engine
     took_s: float = 0.0  # in total
-    _tried: list[str] = field(default_factory=list)
+    _excluded: list[str] = field(default_factory=list)
     _next_best: Sequence[common_pb2.Instance] = ()
+
+    def exclude(self, instance_id: str) -> None:
+        """Find other instances from now on."""
+        if instance_id not in self._excluded:
+            self._excluded.append(instance_id)
 
     async def place(self) -> Destination:
         """Return the next destination; ApiError where there is none."""
+        return await self._place(common_pb2.LEG_SERVE if self.undivided else common_pb2.LEG_UNSPECIFIED)
+
+    async def place_decode_leg(self) -> Destination:
+        """Return another destination of a decode leg, whose KV blocks are held; ApiError where there is none."""
+        return await self._place(common_pb2.LEG_DECODE)
+
+    async def give_back(self, destination: Destination) -> None:
+        """Release the reservation of a destination that is not used."""
+        if destination.decision is not None:
+            await self.shared.releases.deliver(self._release_of(destination.instance_id))
+
+    async def _place(self, leg: common_pb2.Leg.ValueType) -> Destination:
+        self.incoming.request.leg = leg
         start_s = time.monotonic()
-        destination = await self._find()
+        destination = await self._find(leg)
         took_s = time.monotonic() - start_s
         self.took_s += took_s
         self.shared.metrics.decision.observe(took_s)
-        self._tried.append(destination.instance_id)
         return destination
 
-    async def _find(self) -> Destination:
+    async def _find(self, leg: common_pb2.Leg.ValueType) -> Destination:
         shared = self.shared
         avoided = shared.failed_lately.avoided()
         try:
@@ -48,14 +66,16 @@ class Placing:
         except NoSchedulerError:
             refused = ApiError(UNAVAILABLE, "no scheduler replies, and no instance is known")
         except ApiError as error:
-            if error.status != UNAVAILABLE and not self._tried:
+            if leg == common_pb2.LEG_DECODE or (error.status != UNAVAILABLE and not self._excluded):
                 raise
             refused = error
         next_best = (
-            one for one in unreserved_destinations(self._next_best, NEXT_BEST) if one.instance_id not in self._tried
+            one for one in unreserved_destinations(self._next_best, NEXT_BEST) if one.instance_id not in self._excluded
         )
         model = self.incoming.openai.model
-        destination = next(next_best, None) or shared.last_resort.next(model, self._tried, avoided)
+        destination = next(next_best, None)
+        if destination is None and leg != common_pb2.LEG_DECODE:
+            destination = shared.last_resort.next(model, self._excluded, avoided)
         if destination is None:
             raise refused
         shared.metrics.last_resort.labels(destination.policy).inc()
@@ -63,14 +83,14 @@ class Placing:
 
     async def _decided_avoiding(self, avoided: list[str]) -> Destination:
         """Get a decision without the instances that failed recently; if none is left, with them."""
-        more = [instance_id for instance_id in avoided if instance_id not in self._tried]
+        more = [instance_id for instance_id in avoided if instance_id not in self._excluded]
         if more:
             try:
-                return await self._decided([*self._tried, *more])
+                return await self._decided([*self._excluded, *more])
             except ApiError as error:
                 if error.status == BUSY:
                     raise
-        return await self._decided(self._tried)
+        return await self._decided(self._excluded)
 
     async def _decided(self, excluded: list[str]) -> Destination:
         request = self.incoming.request
@@ -95,8 +115,11 @@ class Placing:
         return destination
 
     def _give_back(self, response: scheduler_pb2.ScheduleResponse) -> None:
-        """Release the reservation of a decision that is not used."""
-        release = common_pb2.ReleaseRequest(
-            request_id=self.incoming.request.request_id, instance_id=response.decision.instance.instance_id
-        )
-        self.shared.releases.put(release)
+        """Release the reservations of a decision that is not used."""
+        decision = response.decision
+        self.shared.releases.put(self._release_of(decision.instance.instance_id))
+        if decision.HasField("prefill"):
+            self.shared.releases.put(self._release_of(decision.prefill.instance.instance_id))
+
+    def _release_of(self, instance_id: str) -> common_pb2.ReleaseRequest:
+        return common_pb2.ReleaseRequest(request_id=self.incoming.request.request_id, instance_id=instance_id)

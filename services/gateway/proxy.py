@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
 from services.explanations import in_short
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
-from services.gateway.destinations import LAST_RESORT, Destination
+from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
+from services.gateway.upstream_attempt import CANCELLED, FAILED, OK, SERVER_ERROR, UpstreamAttempt
 from services.http.application import Call
-from services.http.client import ConnectError, Connection, Headers, request_head
+from services.http.client import Headers
 from services.http.errors import ApiError
-from services.http.proxying import engine_error, is_event_stream
-from services.http.sse import Ending, StreamReader, ending_of
+from services.http.kv_transfer import KV_CONNECTORS
+from services.http.prefill_leg import SKIPPED, HeldBlocks, PrefillLeg
+from services.http.proxying import NOT_SERVING, RETRIED, engine_error
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
-
-CANCELLED = common_pb2.FINISH_REASON_CANCELLED
-FAILED = common_pb2.FINISH_REASON_FAILED
-NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
-MIN_WAIT_S = 0.001
-RETRIED = (429, 500, 502, 503, 504)  # statuses of an engine that another engine may not return
-NOT_SERVING = (502, 503, 504)  # of them, those of an engine that is down
 
 # Headers of an engine's reply that the gateway sets itself.
 OWN_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id",
      b"upgrade", b"trailer", b"te", b"proxy-connection")
 )  # fmt: skip
+MAX_FAILED_FETCHES = 2  # of one request; then it is served whole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailedError(Exception):
+    """An engine failed before the first byte; another one may be tried."""
+
+    def __init__(self, why: str, reply: UpstreamAttempt | ApiError) -> None:
+        """Note the reason, as metrics name it, and what the client gets where no other engine is tried."""
+        super().__init__(why)
+        self.why = why
+        self.reply = reply
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestForwarder:
     """Forwards one request. `run` ends with a complete reply, or raises the ApiError that the client receives."""
 
@@ -45,6 +51,9 @@ class RequestForwarder:
     call: Call
     placing: Placing
     attainment: StreamAttainment | None = None  # of a request with targets
+    _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
+    _num_failed_fetches: int = 0
+    _disaggregation: str = ""  # why the request has two legs, or one
 
     async def run(self) -> None:
         """Forward the request, and pass the response on."""
@@ -61,46 +70,151 @@ class RequestForwarder:
             attempt.finish(CANCELLED)  # unless it is finished already
 
     async def _response(self) -> UpstreamAttempt:
-        """Place and send until an engine responds; no engine is tried twice."""
+        """Place and send until an engine responds."""
         last: UpstreamAttempt | None = None
         for number in range(1, self.context.settings.attempts + 1):
             try:
-                destination = await self.placing.place()
+                destination = await self._destination()
             except ApiError:
                 if last is not None:  # an engine's own error is more precise than the gateway's
                     return last
                 raise
-            attempt = UpstreamAttempt(
-                context=self.context, incoming=self.incoming, destination=destination, attainment=self.attainment
-            )
             try:
-                await attempt.send()
-            except (ConnectionError, TimeoutError) as error:
-                self.context.failed_lately.failed(destination.instance_id)
-                self._give_up(attempt, str(error))
-                if not self._may_retry(number, type(error).__name__):
-                    raise engine_error(error) from None
-                continue
-            except BaseException:
-                attempt.finish(CANCELLED)
-                raise
-            if attempt.status not in RETRIED:
-                self.context.failed_lately.succeeded(destination.instance_id)
-                return attempt
-            if attempt.status in NOT_SERVING:
-                self.context.failed_lately.failed(destination.instance_id)
-            self._give_up(attempt, f"status {attempt.status}")
-            last = attempt
-            if not self._may_retry(number, str(attempt.status)):
-                return attempt
+                return await self._served(destination)
+            except EngineFailedError as failed:
+                reply = failed.reply
+                if isinstance(reply, UpstreamAttempt):
+                    last = reply
+                if self._may_retry(number, failed.why):
+                    continue
+                if isinstance(reply, UpstreamAttempt):
+                    return reply
+                raise reply from None
         raise AssertionError("the last attempt returns or raises")
 
-    def _give_up(self, attempt: UpstreamAttempt, why: str) -> None:
+    async def _destination(self) -> Destination:
+        """Find another decode instance while KV blocks are held; otherwise, place the request again."""
+        if self._held is not None:
+            try:
+                destination = await self.placing.place_decode_leg()
+            except ApiError:
+                pass  # no other one
+            else:
+                if self._may_be_fetched(self._held):
+                    return destination
+                await self.placing.give_back(destination)
+            self._held = None
+        return await self.placing.place()
+
+    def _may_be_fetched(self, held: HeldBlocks) -> bool:
+        return held.may_be_fetched(time.monotonic(), self.context.settings.hand_over_deadline_s)
+
+    async def _served(self, destination: Destination) -> UpstreamAttempt:
+        """Serve a request at its destination, in one leg or two; EngineFailedError where another one may do it."""
+        attempt = UpstreamAttempt(
+            context=self.context, incoming=self.incoming, destination=destination, attainment=self.attainment
+        )
+        if destination.decision is not None and self._held is None:  # that of a decode leg alone says nothing new
+            self._disaggregation = destination.decision.disaggregation
+        try:
+            if destination.prefill is not None and not await self._prefilled(destination.prefill, attempt):
+                return attempt
+            attempt.held = self._held
+            await self._send(attempt)
+        except EngineFailedError:
+            raise
+        except BaseException:
+            attempt.finish(CANCELLED)
+            raise
+        return attempt
+
+    async def _prefilled(self, destination: Destination, attempt: UpstreamAttempt) -> bool:
+        """Have the prompt computed, unless the request is served whole; False where the request is refused."""
+        context, incoming, instance_id = self.context, self.incoming, destination.instance_id
+        leg = PrefillLeg(
+            request=incoming.request, instance_id=instance_id, policy=destination.policy, arrived_s=incoming.arrived_s
+        )
+        try:
+            if self.placing.undivided or self._held is not None:
+                leg.result = SKIPPED
+                return True
+            reply = await leg.send(
+                context.engines,
+                destination.origin,
+                target=incoming.target,
+                headers=incoming.headers,
+                body=incoming.body,
+                connector=KV_CONNECTORS[context.settings.kv_connector],
+                within_s=context.settings.first_byte_s,
+                max_bytes=context.settings.max_answer_bytes,
+            )
+        except (ConnectionError, TimeoutError) as error:
+            context.failed_lately.failed(instance_id)
+            await self._give_up(attempt, instance_id, str(error))
+            raise EngineFailedError(f"prefill {type(error).__name__}", engine_error(error)) from None
+        finally:
+            context.metrics.prefills.labels(leg.result).inc()
+            context.releases.put(
+                common_pb2.ReleaseRequest(
+                    request_id=incoming.request.request_id, instance_id=instance_id, outcome=leg.outcome()
+                )
+            )
+        if reply.status in RETRIED:
+            if reply.status in NOT_SERVING:
+                context.failed_lately.failed(instance_id)
+            attempt.refuse(reply)
+            await self._give_up(attempt, instance_id, f"status {reply.status}")
+            raise EngineFailedError(f"prefill {reply.status}", attempt)
+        context.failed_lately.succeeded(instance_id)
+        if reply.status != OK:
+            attempt.refuse(reply)
+            return False
+        context.metrics.prefill.observe(reply.leg_s)
+        self._held = leg.held
+        return True
+
+    async def _send(self, attempt: UpstreamAttempt) -> None:
+        """Send a whole request or a decode leg, and wait for the response."""
+        instance_id, held = attempt.destination.instance_id, attempt.held
+        try:
+            await attempt.send()
+        except (ConnectionError, TimeoutError) as error:
+            self.context.failed_lately.failed(instance_id)
+            if held is not None and not held.survive(error):
+                self._held = None
+            await self._give_up(attempt, instance_id, str(error))
+            raise EngineFailedError(type(error).__name__, engine_error(error)) from None
+        status = attempt.status
+        if held is not None and attempt.has_failed_to_fetch():
+            self._held = None
+            self._num_failed_fetches += 1
+            await self._give_up(attempt, held.instance_id, "the KV blocks could not be fetched")
+            if self._num_failed_fetches >= MAX_FAILED_FETCHES:
+                self.placing.exclude(instance_id)
+                self.placing.undivided = True
+            if status == SERVER_ERROR:
+                raise EngineFailedError("fetch", attempt)
+            raise EngineFailedError("fetch", ApiError(502, "the engine could not fetch the prompt's KV blocks"))
+        if status in RETRIED:
+            if status in NOT_SERVING:
+                self.context.failed_lately.failed(instance_id)
+            if held is not None and not held.survive(None):
+                self._held = None
+            await self._give_up(attempt, instance_id, f"status {status}")
+            raise EngineFailedError(str(status), attempt)
+        self.context.failed_lately.succeeded(instance_id)
+
+    async def _give_up(self, attempt: UpstreamAttempt, instance_id: str, why: str) -> None:
+        """Exclude an instance from the next decision, and release what this one reserved."""
         log_event(
-            log, logging.INFO, "engine failed", request_id=self.incoming.request.request_id,
-            instance_id=attempt.destination.instance_id, why=why,
+            log, logging.INFO, "engine failed", request_id=self.incoming.request.request_id, instance_id=instance_id,
+            why=why,
         )  # fmt: skip
-        attempt.finish(FAILED)
+        self.placing.exclude(instance_id)
+        if instance_id == attempt.destination.instance_id:
+            attempt.finish(FAILED)
+        else:  # the instance may be chosen again
+            await attempt.finish_now(FAILED)
 
     def _may_retry(self, number: int, why: str) -> bool:
         if number >= self.context.settings.attempts or not self.context.budget.spend():
@@ -154,6 +268,10 @@ class RequestForwarder:
                 (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
                 (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
             )
+        if self._disaggregation:
+            headers.append((b"x-block-disaggregation", self._disaggregation.encode("ascii", "replace")))
+        if attempt.held is not None:
+            headers.append((b"x-block-prefill-instance", attempt.held.instance_id.encode("ascii", "replace")))
         if self.incoming.explain and destination.decision is not None:
             headers.append((b"x-block-explanation", in_short(destination.decision).encode()))
         if log.isEnabledFor(logging.DEBUG):
@@ -163,131 +281,3 @@ class RequestForwarder:
                 decision_ms=self.placing.took_s * 1000, status=attempt.status,
             )  # fmt: skip
         return headers
-
-
-@dataclass(slots=True, kw_only=True)
-class UpstreamAttempt:
-    """After `send` the response is there: the whole of it, or the first events of a stream."""
-
-    context: GatewayContext
-    incoming: Incoming
-    destination: Destination
-    attainment: StreamAttainment | None = None
-
-    status: int = 0
-    headers: Headers = field(default_factory=list)
-    body: bytes = b""  # the whole, or the first events
-    is_stream: bool = False
-
-    _reader: StreamReader = field(default_factory=StreamReader)
-    _connection: Connection | None = None
-    _is_sent: bool = False
-    _first_s: float | None = None
-    _is_finished: bool = False
-    _ended: Ending = NOTHING
-
-    async def send(self) -> None:
-        """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives."""
-        incoming, settings, now_s = self.incoming, self.context.settings, self.context.loop.time
-        timeout_s = settings.first_byte_s if incoming.openai.stream else settings.answer_s
-        until_s = now_s() + timeout_s
-        origin = self.destination.origin
-        head = request_head(b"POST", origin, incoming.target, incoming.headers, len(incoming.body))
-        self._is_sent = True
-        try:
-            connection = await self.context.engines.send(origin, head, incoming.body, timeout_s)
-        except ConnectError:
-            self._is_sent = False
-            raise
-        self._connection = connection
-        self.status, self.headers = connection.status, connection.headers
-        self.is_stream = self.status == 200 and is_event_stream(self.headers)
-        if not self.is_stream:
-            self.body = await connection.read_all(max(MIN_WAIT_S, until_s - now_s()), settings.max_answer_bytes)
-        while self.is_stream and not self.body and not connection.drained():
-            self.body = self._reader.feed(await connection.read(max(MIN_WAIT_S, until_s - now_s())))
-        if self.is_stream:
-            self._first_s = connection.last_byte_s
-            if self.attainment is not None:
-                self.attainment.received(self._reader.num_data, connection.last_byte_s)
-
-    async def events(self) -> bytes | None:
-        """Wait for more of a stream and return whole events, possibly none; None at its end."""
-        connection = self._connection
-        assert connection is not None
-        if connection.drained():
-            return None
-        events = self._reader.feed(await connection.read(self.context.settings.idle_s))
-        if self.attainment is not None:
-            self.attainment.received(self._reader.num_data, connection.last_byte_s)
-        return events
-
-    def count_attainment(self, *, broken: bool = False) -> None:
-        """Count what the stream, which has ended, attained."""
-        if self.attainment is not None:
-            self.attainment.ended(self._reader, self._ended, broken=broken)
-
-    def rest(self) -> bytes:
-        """Return the incomplete event at the end of a stream."""
-        return self._reader.rest()
-
-    def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
-        """Keep or close the connection, release the reservation, report the outcome; only the first call counts."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        if self._connection is not None:
-            self._connection.release()
-        self._ended = ending = self._ending()
-        outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
-        if self.destination.policy != LAST_RESORT:
-            request_id, instance_id = self.incoming.request.request_id, self.destination.instance_id
-            self.context.releases.put(
-                common_pb2.ReleaseRequest(request_id=request_id, instance_id=instance_id, outcome=outcome)
-            )
-
-    def _ending(self) -> Ending:
-        if self.is_stream:
-            return self._reader.ending()
-        if self.status == 200:
-            return ending_of(self.body)
-        return NOTHING
-
-    def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
-        """Write the outcome, and count it."""
-        request, decision, arrived_s = self.incoming.request, self.destination.decision, self.incoming.arrived_s
-        whole_s = None
-        if self._connection is not None and reason not in (CANCELLED, FAILED):
-            whole_s = self._connection.last_byte_s - arrived_s
-        e2e_s = time.monotonic() - arrived_s if whole_s is None else whole_s
-        ttft_s = None if self._first_s is None else self._first_s - arrived_s
-        tokens = ending.output_tokens
-        tpot_s = None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1)
-        self._count(tokens, ttft_s, whole_s)
-        if ending.prompt_tokens:
-            self.context.sizes.learn(self.incoming.openai, ending.prompt_tokens)
-        return common_pb2.Outcome(
-            request_id=request.request_id,
-            instance_id=self.destination.instance_id,
-            model=request.model,
-            session_id=request.session_id,
-            client_id=request.client_id,
-            prompt_tokens=ending.prompt_tokens or request.prompt_tokens,
-            output_tokens=tokens,
-            finish_reason=reason,
-            ttft_s=ttft_s,
-            e2e_s=e2e_s,
-            tpot_s=tpot_s,
-            tag=decision.tag if decision is not None and decision.HasField("tag") else None,
-            forecast=decision.forecast if decision is not None and decision.HasField("forecast") else None,
-            policy=self.destination.policy,
-            finished_unix_s=request.arrival_unix_s + e2e_s,
-        )
-
-    def _count(self, tokens: int, ttft_s: float | None, e2e_s: float | None) -> None:
-        metrics = self.context.metrics
-        metrics.output_tokens.inc(tokens)
-        if ttft_s is not None:
-            metrics.ttft.observe(ttft_s)
-        if e2e_s is not None:
-            metrics.e2e.observe(e2e_s)

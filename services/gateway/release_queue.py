@@ -56,6 +56,17 @@ class ReleaseQueue:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def deliver(self, release: common_pb2.ReleaseRequest) -> None:
+        """Deliver a release at once; queue it where that fails."""
+        is_delivered = False
+        try:
+            is_delivered = await self._call(release)
+        finally:
+            if is_delivered:
+                self._delivered.inc()
+            else:
+                self.put(release)
+
     async def flush(self, within_s: float) -> None:
         """Wait until the queue is empty; releases that are left after `within_s` are lost."""
         if self._tasks:

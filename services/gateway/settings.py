@@ -8,12 +8,13 @@ from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
+from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.settings import Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
-TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s")
+TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "hand_over_deadline_s")
 COUNTS = ("attempts", "max_body_bytes", "max_answer_bytes", "max_concurrency", "block_tokens", "releases_kept")
 
 
@@ -63,9 +64,21 @@ class GatewaySettings:
 
     schedule_s: Annotated[float, "Maximum time that a scheduler may take to decide, in seconds."] = 1.0
     connect_s: Annotated[float, "Maximum time to connect to an engine, in seconds."] = 2.0
-    first_byte_s: Annotated[float, "Maximum time from sending a request to the first event of its stream."] = 60.0
+    first_byte_s: Annotated[
+        float,
+        "Maximum time from sending a request to the first event of its stream, or from sending a prefill leg to its "
+        "reply, in seconds.",
+    ] = 60.0
     idle_s: Annotated[float, "Maximum pause between two tokens of a stream, in seconds."] = 60.0
     answer_s: Annotated[float, "Maximum time for a response that is not streamed, in seconds."] = 600.0
+
+    kv_connector: KvConnectorName = "nixl"
+    hand_over_deadline_s: HandOverDeadline = 5.0
+    allow_kv_transfer_params: Annotated[
+        bool,
+        "Pass kv_transfer_params of clients on to engines, where they can name the KV blocks of other clients; such "
+        "requests are served by one engine.",
+    ] = False
 
     attempts: Annotated[int, "Maximum number of engines tried for one request before its first byte."] = 4
     retry_ratio: Annotated[
@@ -96,6 +109,7 @@ class GatewaySettings:
             raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
         if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
+        require_kv_connector(self.kv_connector)
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -201,7 +201,8 @@ class Connection(asyncio.Protocol):
         self.has_received = False  # any byte of the response
         self.whole = False  # the response is complete
         self.idle_since_s = 0.0
-        self.last_byte_s = 0.0  # monotonic; an event loop's own clock may tick in milliseconds
+        self.sent_s = 0.0  # monotonic; an event loop's own clock may tick in milliseconds
+        self.last_byte_s = 0.0  # monotonic
         self._client = client
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -234,6 +235,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
+        self.sent_s = time.monotonic()
 
     async def head(self, within_s: float) -> None:
         """Wait for the status and the headers."""

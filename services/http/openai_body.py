@@ -35,6 +35,8 @@ class OpenAIRequest:
     num_prompts: int = 1
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
+    undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
+    has_kv_transfer_params: bool = False
 
 
 def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
@@ -51,6 +53,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
     else:
         (parts, prompts), num_messages = _prompt(data), 0
     text = "\n".join(parts).encode("utf-8", "replace")
+    num_prompts = 1 if chat else max(len(parts), len(prompts))
     limit = _count(data, "max_completion_tokens") if chat else None
     hints = _hints(data)
     return OpenAIRequest(
@@ -67,9 +70,48 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         priority=_signed(data.get("priority"), "priority"),
         hinted_priority=_hinted_priority(hints),
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
-        num_prompts=1 if chat else max(len(parts), len(prompts)),
+        num_prompts=num_prompts,
         conversation=data if chat else None,
         xargs=_xargs(data),
+        undivided=num_prompts > 1 or _is_undivided(data),
+        has_kv_transfer_params=data.get("kv_transfer_params") is not None,
+    )
+
+
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """Add fields, written as JSON, to a body that is an object and not empty; the rest is not read again."""
+    inside = body.index(b"{") + 1
+    return b"%s%s,%s" % (body[:inside], fields, body[inside:])
+
+
+def _is_undivided(data: Mapping[str, Any]) -> bool:
+    """Return whether prefill and decode must not be disaggregated.
+
+    Several samples would fetch the same KV blocks, which are freed by the first; what reads the prompt's own
+    probabilities computes the prompt again; one token is not worth a transfer.
+    """
+    get = data.get
+    limit = get("max_tokens") if get("max_completion_tokens") is None else get("max_completion_tokens")
+    return bool(
+        (get("n") or 1) != 1
+        or (get("best_of") or 1) != 1
+        or get("use_beam_search")
+        or get("echo")
+        or get("prompt_logprobs") is not None
+        or get("kv_transfer_params")
+        or (limit is not None and limit <= 1)
+        or _has_other_parts(get("messages"))
+    )
+
+
+def _has_other_parts(messages: Any) -> bool:
+    """Return whether a conversation contains anything but text, such as images."""
+    contents = (message.get("content") for message in messages or ())
+    return any(
+        isinstance(part, dict) and part.get("text") is None
+        for content in contents
+        if isinstance(content, list)
+        for part in content
     )
 
 

@@ -83,6 +83,10 @@ class StreamReader:
             self._first = piece[:TAIL_BYTES]
         self._last.append(piece)
 
+    def has_role_only(self) -> bool:
+        """Return whether only the first event of a chat has come, which contains no text."""
+        return self.num_data <= 1 and self._begins_with_role()
+
     def ending(self) -> Ending:
         """Return how the stream ended, as far as it has come."""
         tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]

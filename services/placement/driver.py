@@ -148,7 +148,7 @@ class PlacementDriver:
                 waited_s=request.waited_s,
                 patience_s=patience_s,
                 leg=LEG_NAMES.get(request.leg, SERVE),
-                in_s=request.in_s,
+                undivided=request.leg == common_pb2.LEG_SERVE,
             ),
             policy,
         )
@@ -417,6 +417,8 @@ class PlacementDriver:
             directory.engine_failed(outcome.instance_id, time.monotonic())
         elif outcome.finish_reason in COMPLETED:
             directory.engine_succeeded(outcome.instance_id)
+        if outcome.instance_id == outcome.prefill_instance_id:  # only the prefill leg has ended
+            return
         if outcome.HasField("hand_over_s"):
             self.core.observe_hand_over(outcome.hand_over_s)
         for listener in self._listeners:
@@ -438,7 +440,7 @@ def require_outcome(outcome: common_pb2.Outcome) -> None:
 
 def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) -> None:
     """Write into a request which leg an instance is asked about, or reserves, or which one is to be placed."""
-    request.leg, request.in_s = LEG_VALUES[of.leg], of.in_s
+    request.leg, request.in_s = LEG_VALUES[of.leg], getattr(of, "in_s", 0.0)
     request.ClearField("held_s")
     if isinstance(of, Reserve) and of.held_s is not None:
         request.held_s = of.held_s

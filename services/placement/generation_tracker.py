@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.block.v1 import common_pb2
+from services.http.prefill_leg import HeldBlocks
 from services.placement.upstream_engine import EngineError, StreamChunk
 
 REASONS = {
@@ -30,8 +31,15 @@ class GenerationTracker:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     counted: bool = False  # by the engine
+    held: HeldBlocks | None = None  # that the answer is decoded from
+    hand_over_s: float | None = None
     first_s: float | None = None
     last_s: float | None = None
+
+    def sent(self, at_s: float) -> None:
+        """Note when the request was sent."""
+        if self.held is not None:
+            self.hand_over_s = at_s - self.held.replied_s
 
     def received(self, piece: StreamChunk) -> None:
         """Take a chunk."""
@@ -53,6 +61,8 @@ class GenerationTracker:
             self.hit_tokens = max(0, int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise EngineError("an event's usage is invalid") from None
+        if self.held is not None and self.held.prompt.cached_tokens is not None:
+            self.hit_tokens = self.held.prompt.cached_tokens
         self.counted = True
 
     def require_end(self) -> None:
@@ -81,6 +91,9 @@ class GenerationTracker:
             forecast=self.decision.forecast if self.decision.HasField("forecast") else None,
             policy=self.decision.policy,
             finished_unix_s=time.time(),
+            prefill_instance_id="" if self.held is None else self.held.instance_id,
+            prefill_s=None if self.held is None else self.held.prefill_s,
+            hand_over_s=self.hand_over_s,
         )
         if self.first_s is not None and self.last_s is not None:
             outcome.ttft_s, outcome.e2e_s = self.first_s - entered_s, self.last_s - entered_s

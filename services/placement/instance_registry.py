@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from scheduler.instances import InstanceDirectory
+from scheduler.disaggregation import SERVE_WHOLE
+from scheduler.instances import DECODE_ROLE, PREFILL_ROLE, InstanceDirectory
 from services.instances import Instances
+from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
 from services.placement.metrics import SchedulerMetrics
 from services.placement.settings import SchedulerSettings
 from services.placement.sidecar_connection import SidecarConnection
+
+log = logging.getLogger(__name__)
 
 MAX_REPORTS_PER_S = 1000  # of all sidecars together
 
@@ -44,12 +49,22 @@ class InstanceRegistry:
                 )
         self.directory.update(handle.status for handle in self._handles.values())
         self._metrics.instances.set(len(self._handles))
+        self._warn_of_pools()
         unused = self._unused_connections()
         for connection in unused:
             connection.stop_reserving()
         self._start(self._close(list(before.values()), unused))
         if self._is_watched:
             self._watch_all()
+
+    def _warn_of_pools(self) -> None:
+        """Warn, once for each list, of roles that no instance has although others need it."""
+        roles = {handle.instance.role for handle in self._handles.values()}
+        missing = [PREFILL_ROLE] if roles & {DECODE_ROLE} and PREFILL_ROLE not in roles else []
+        missing += [DECODE_ROLE] if roles == {PREFILL_ROLE} else []
+        for role in missing:
+            served = "served as a whole" if self._settings.without_pool == SERVE_WHOLE else "refused"
+            log_event(log, logging.WARNING, "no instance has a role", role=role, requests=served)
 
     def _connection_to(self, address: str) -> SidecarConnection:
         if address not in self._connections:

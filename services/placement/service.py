@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote
@@ -18,11 +18,10 @@ from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.http.client import HttpClient
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes, PromptTokens
-from services.instances import Instance
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
-from services.placement.generation_tracker import GenerationTracker
-from services.placement.upstream_engine import EngineError, EngineRequest, engine_request_from, stream_answer
+from services.placement.generation import Generation
+from services.placement.upstream_engine import engine_request_from
 from services.rpc.errors import NotAllowedError
 from services.rpc.messages import require_name
 
@@ -44,6 +43,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._client = client
         self._attempts = Counter(
             "block_generate_attempts", "Engines tried for streams, by result.", ("result",), registry=registry
+        )
+        self._prefills = Counter(
+            "block_generate_prefill_legs",
+            "Prefill legs of streams: KV blocks are held (held) or not (no_blocks), the reply is invalid, the request "
+            "is refused, the instance failed, the leg is skipped because one engine serves the request, or the client "
+            "left.",
+            ("result",),
+            registry=registry,
         )
         self._prompts = PromptTokens(
             PromptSizes(BYTES_PER_TOKEN),
@@ -75,47 +82,23 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         arrived_s = time.monotonic()
         engine_request = engine_request_from(request)
         ask = engine_request.read()
-        facts = request.request
-        waited_s = facts.waited_s
-        await self._measure(facts, ask)
-        excluded: frozenset[str] = frozenset()
-        for attempt in range(1, self._settings.attempts + 1):
-            facts.waited_s = waited_s
-            placement, decision = await self._driver.place(
-                facts,
-                prompt=engine_request.prompt,
-                policy=request.policy,
-                excluded=excluded,
-                explain=request.explain,
-                arrived_s=arrived_s,
-            )
-            instance_id = placement.instance_id
-            handle = self._driver.registry.find(instance_id)
-            tracker = GenerationTracker(decision=decision, request=facts, entered_s=arrived_s - waited_s)
-            try:
-                yield scheduler_pb2.GenerateResponse(decision=decision)
-                if handle is None:
-                    raise EngineError("instance was removed from the list")
-                async with aclosing(self._streamed(handle.instance, engine_request, tracker)) as chunks:
-                    async for chunk in chunks:
-                        yield scheduler_pb2.GenerateResponse(chunk=chunk)
-            except (ConnectionError, TimeoutError) as error:
-                tracker.failed()
-                self._attempts.labels("broken" if tracker.num_chunks else "failed").inc()
-                if tracker.num_chunks or attempt == self._settings.attempts or not placement.next_best:
-                    raise EngineError(f"{instance_id}: {error}") from None
-                log_event(
-                    log, logging.INFO, "engine failed, trying another", request_id=facts.request_id,
-                    instance=instance_id, reason=str(error),
-                )  # fmt: skip
-                excluded = excluded | {instance_id}
-            else:
-                self._attempts.labels("ended").inc()
-                self._prompts.sizes.learn(ask, tracker.prompt_tokens)
-                yield scheduler_pb2.GenerateResponse(outcome=tracker.outcome())
-                return
-            finally:
-                self._driver.ended(tracker.outcome())
+        waited_s = request.request.waited_s
+        await self._measure(request.request, ask)
+        generation = Generation(
+            driver=self._driver,
+            client=self._client,
+            attempts=self._attempts,
+            prefills=self._prefills,
+            sizes=self._prompts.sizes,
+            engine_request=engine_request,
+            ask=ask,
+            message=request,
+            arrived_s=arrived_s,
+            waited_s=waited_s,
+        )
+        async with aclosing(generation.events()) as events:
+            async for event in events:
+                yield event
 
     async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
         """Find out the length of a prompt and the names of its blocks, as far as the client did not give them."""
@@ -126,23 +109,6 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         if names and not request.prefix_hashes:
             request.prefix_hashes.extend(names)
             request.prefix_block_tokens = self._settings.block_tokens
-
-    async def _streamed(
-        self, instance: Instance, engine_request: EngineRequest, tracker: GenerationTracker
-    ) -> AsyncGenerator[scheduler_pb2.Chunk]:
-        waits = (self._settings.first_token_s, self._settings.idle_s)
-        pieces = stream_answer(self._client, instance, engine_request, waits)
-        async with aclosing(pieces) as open_pieces:
-            async for piece in open_pieces:
-                tracker.received(piece)
-                if piece.is_answer():
-                    yield scheduler_pb2.Chunk(
-                        text=piece.text,
-                        token_ids=piece.token_ids,
-                        num_tokens=len(piece.token_ids),
-                        finish_reason=piece.finish_reason,
-                    )
-        tracker.require_end()
 
     async def Release(
         self,

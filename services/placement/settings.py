@@ -13,6 +13,7 @@ from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
+from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.settings import Nested, Option
@@ -30,6 +31,7 @@ TIMES = (
     "hand_over_s",
     "first_token_s",
     "idle_s",
+    "hand_over_deadline_s",
 )
 POLICY_HELP = (
     "Policy that ranks instances, with its parameters: 'linear: lambda = 0.3', 'block: k = 8', or a formula: "
@@ -119,7 +121,11 @@ class SchedulerSettings:
     block_tokens: BlockTokens = 16
     hash_seed: HashSeed = SEED
     attempts: Annotated[int, "Maximum number of engines that Generate tries for one request."] = 3
-    first_token_s: Annotated[float, "Maximum time that Generate waits for the first token, in seconds."] = 120.0
+    first_token_s: Annotated[
+        float, "Maximum time that Generate waits for the first token, or for the reply to a prefill leg, in seconds."
+    ] = 120.0
+    kv_connector: KvConnectorName = "nixl"
+    hand_over_deadline_s: HandOverDeadline = 5.0
     idle_s: Annotated[float, "Maximum pause between two tokens of a stream, in seconds."] = 60.0
 
     def __post_init__(self) -> None:
@@ -129,6 +135,7 @@ class SchedulerSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
+        require_kv_connector(self.kv_connector)
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
         self.rules()

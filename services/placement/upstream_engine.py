@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
+from services.http.kv_transfer import KV_TRANSFER_PARAMS, PrefilledPrompt, decode_body
 from services.http.openai_body import OpenAIRequest, conversation_texts, read_body
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
+OK, SERVER_ERROR = 200, 500
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 
@@ -29,11 +31,16 @@ OTHER_FIELDS = {
     "ignore_eos": "request.ignore_eos",
     "priority": "request.priority",
 }
-FIXED = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo"}
+FIXED = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo", KV_TRANSFER_PARAMS}
+ERROR = "error"  # the reason of an answer that ended in a failure of its engine
 
 
 class EngineError(ConnectionError):
     """The engine, or the connection to it, failed."""
+
+
+class ReportedError(EngineError):
+    """The engine reports that it failed with the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,15 @@ class EngineRequest:
     def read(self) -> OpenAIRequest:
         """Return the values that placing it needs."""
         return read_body(self.body_for(()), chat=self.path == CHAT)
+
+    def headers(self) -> Headers:
+        """Return the headers."""
+        headers: Headers = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
+        if self.request_id.isascii():
+            headers.append((b"x-request-id", self.request_id.encode()))
+        if self.output_tokens is not None:
+            headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
+        return headers
 
     def body_for(self, models: tuple[str, ...]) -> bytes:
         """Write the body; a request without a model gets the engine's own."""
@@ -132,27 +148,32 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-async def stream_answer(
-    client: HttpClient, instance: Instance, request: EngineRequest, waits_s: tuple[float, float]
+async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
+    client: HttpClient,
+    instance: Instance,
+    request: EngineRequest,
+    waits_s: tuple[float, float],
+    *,
+    prompt: PrefilledPrompt | None = None,
+    sent: Callable[[float], None] = lambda _: None,
 ) -> AsyncGenerator[StreamChunk]:
     """Send a request to an engine and yield its answer; closing the generator closes the connection.
 
-    `waits_s` are the timeouts of the first piece and of each later one. EngineError and TimeoutError where the engine
-    fails, ValueError where it refuses the request.
+    `waits_s` are the timeouts of the first piece and of each later one. With a prompt that another engine computed, it
+    is a decode leg. `sent` gets the time at which the request had been written. EngineError and TimeoutError where the
+    engine fails, ValueError where it refuses the request.
     """
     first_s, idle_s = waits_s
     origin = origin_of(instance.engine_url)
     body = request.body_for(instance.models)
-    headers: Headers = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
-    if request.request_id.isascii():
-        headers.append((b"x-request-id", request.request_id.encode()))
-    if request.output_tokens is not None:
-        headers.append((b"x-block-output-tokens", b"%d" % request.output_tokens))
-    head = request_head(b"POST", origin, request.path, headers, len(body))
+    if prompt is not None:
+        body = decode_body(body, prompt)
+    head = request_head(b"POST", origin, request.path, request.headers(), len(body))
     connection = await client.send(origin, head, body, first_s)
     try:
-        if connection.status != 200:
-            await _raise_error(connection, idle_s)
+        sent(connection.sent_s)
+        if connection.status != OK:
+            raise error_of(connection.status, await connection.read_all(idle_s, MAX_ERROR_BYTES))
         async for event in _events(connection, first_s, idle_s):
             chunk = _chunk(event)
             if chunk is not None:
@@ -161,18 +182,18 @@ async def stream_answer(
         connection.release()
 
 
-async def _raise_error(connection: Connection, within_s: float) -> None:
-    """Raise the error that an engine returns."""
-    body = await connection.read_all(within_s, MAX_ERROR_BYTES)
+def error_of(status: int, body: bytes) -> Exception:
+    """Read the error that an engine returns."""
     try:
         reply = json.loads(body)
         error = reply.get("error", reply)
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError, RecursionError):
         text = body[:200].decode("utf-8", "replace")
-    blames_request = 400 <= connection.status < 500 and connection.status not in RETRIABLE
-    message = f"the engine returned {connection.status}: {text[:300]}"
-    raise ValueError(message) if blames_request else EngineError(message)
+    message = f"the engine returned {status}: {text[:300]}"
+    if 400 <= status < SERVER_ERROR and status not in RETRIABLE:  # it blames the request
+        return ValueError(message)
+    return ReportedError(message) if status == SERVER_ERROR else EngineError(message)
 
 
 async def _events(connection: Connection, first_s: float, idle_s: float) -> AsyncIterator[bytes]:
@@ -196,7 +217,7 @@ def _chunk(event: bytes) -> StreamChunk | None:
         data = json.loads(event)
         if "error" in data:
             error = data["error"]
-            raise EngineError(
+            raise ReportedError(
                 f"the engine reported: {error.get('message', error) if isinstance(error, dict) else error}"[:300]
             )
         choices, usage = data.get("choices") or [], data.get("usage")
@@ -204,6 +225,8 @@ def _chunk(event: bytes) -> StreamChunk | None:
             return StreamChunk(usage=usage) if usage else None
         choice = choices[0]
         text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        if choice.get("finish_reason") == ERROR and not text:
+            raise ReportedError("the engine ended the answer with an error")
         return StreamChunk(
             text=text or "",
             token_ids=tuple(choice.get("token_ids") or ()),

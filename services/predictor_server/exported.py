@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.correction import Correction
+from predictor.correction import Correction, CorrectionRule
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
@@ -39,6 +39,7 @@ STEP_SUMS = (
     "decode_longest",
 )  # fmt: skip
 
+OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
 
@@ -47,7 +48,7 @@ COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
 class FollowedEngine:
     """One engine process, with one size of its state file, and the replica that follows it.
 
-    By slot, `serials` has the request that was there at the last read; the other arrays have the length of its answer.
+    By slot, `serials` has the request that was there at the last read; the other arrays have what is known about it.
     """
 
     view: View
@@ -57,6 +58,8 @@ class FollowedEngine:
     known_tokens: np.ndarray
     tag_median: np.ndarray
     tag_spread: np.ndarray
+    held_s: np.ndarray  # for which the blocks of a prefill leg are expected to be held; NaN: for the lease
+    learned: np.ndarray  # by slot, the request whose fetch has been compared with its prediction
 
     @classmethod
     def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
@@ -70,6 +73,8 @@ class FollowedEngine:
             known_tokens=np.zeros(num_slots, np.int64),
             tag_median=np.full(num_slots, np.nan),
             tag_spread=np.zeros(num_slots),
+            held_s=np.full(num_slots, np.nan),
+            learned=np.zeros(num_slots, np.uint64),
         )
 
     def is_of(self, view: View) -> bool:
@@ -97,6 +102,8 @@ class ExportedEngine:
         self._check: StepCheck | None = None  # of a configured profile; one that the engine names needs none
         self._correction = Correction()
         self._corrected_s = 0.0
+        self._transfers = Correction(rule=OF_TRANSFERS)
+        self._num_fetched = 0
         self._counters = EngineCounters()
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
@@ -190,6 +197,7 @@ class ExportedEngine:
         followed.view = view
         self._note_arrivals(followed)
         self._correct_pace(followed)
+        self._correct_transfers(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -197,6 +205,7 @@ class ExportedEngine:
                 tag_median=followed.tag_median,
                 tag_spread=followed.tag_spread,
                 remembers=followed.replica.engine.batcher.estimates,
+                held_s=followed.held_s,
             )
         )
         self._counters.update(view.state, time.monotonic())
@@ -215,8 +224,8 @@ class ExportedEngine:
 
     def _start(self, view: View) -> FollowedEngine:
         """Make a replica for an engine that is new, or has changed the size of its file."""
-        config = config_of(view)
         profile = self._profile or _profile_of(view)
+        config = config_of(view, profile.transfer_settings)
         if self._profile is not None:
             _require(require_possible, profile, config)
         self._transit = profile.transit
@@ -225,6 +234,7 @@ class ExportedEngine:
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = Correction()
+            self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
         replica = EngineReplica(
@@ -271,6 +281,8 @@ class ExportedEngine:
             tokens, tag = self.lengths.of(name) or (0, None)
             followed.known_tokens[slot] = tokens
             followed.tag_median[slot], followed.tag_spread[slot] = _tag_of(row, tag)
+            held_s = self._reserved.held_s(name)
+            followed.held_s[slot] = np.nan if held_s is None else held_s
             self._shown.append(name)
             self.release(name)
         self._counters.count_arrivals(len(new), time.monotonic())
@@ -293,6 +305,23 @@ class ExportedEngine:
         if self._check is not None:
             _require(self._check.require_close)
         followed.replica.engine.set_pace(self._correction.factor)
+
+    def _correct_transfers(self, followed: FollowedEngine) -> None:
+        """Compare the fetches that have ended with their duration by the engine's configuration."""
+        view, num_fetched = followed.view, int(followed.view.state["num_fetched"])
+        if num_fetched != self._num_fetched:
+            self._num_fetched = num_fetched
+            config = followed.replica.engine.config
+            for slot in alone_on_the_link(view.live, view.slots):
+                live = view.live[slot]
+                if followed.learned[slot] != live["serial"]:
+                    followed.learned[slot] = live["serial"]
+                    num_tokens = int(view.requests["prompt_tokens"][slot] - live["hit_tokens"])
+                    self._transfers = self._transfers.observe(
+                        predicted_s=config.transfer_s(num_tokens, -(-num_tokens // config.block_size)),
+                        real_s=float(live["fetch_ended_s"] - live["fetch_started_s"]),
+                    )
+        followed.replica.engine.set_transfer_pace(self._transfers.factor)
 
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
@@ -318,6 +347,19 @@ def _profile_of(view: View) -> Profile:
         return load_profile(name)
     except ValueError as error:
         raise UnreadableError(CORRUPT, f"{error}; or set --profile of the sidecar") from None
+
+
+def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
+    """Return the slots of requests whose blocks were fetched while no others were, so that one can predict the time."""
+    started_s, ended_s = live["fetch_started_s"][slots], live["fetch_ended_s"][slots]
+    has_begun = started_s >= 0
+    slots, started_s, ended_s = slots[has_begun], started_s[has_begun], ended_s[has_begun]
+    until_s = np.where(ended_s >= 0, ended_s, np.inf)
+    return [
+        int(slot)
+        for slot, start_s, end_s in zip(slots, started_s, ended_s, strict=True)
+        if end_s >= 0 and np.count_nonzero((started_s < end_s) & (until_s > start_s)) == 1
+    ]
 
 
 def _client_id(row: np.void) -> str:

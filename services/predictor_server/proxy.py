@@ -119,6 +119,7 @@ class Proxy(Application):
                     tag=request.tag,
                     priority=body.priority or 0,
                     streamed=body.stream and request.num_requests == 1,
+                    leg=request.leg,
                 )
             )
         observer = StreamObserver(self._mirror, names)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from predictor.engine_view import EngineView
@@ -163,6 +164,8 @@ class InstanceEndpoint:
         max_ttl_s = self._sidecar.settings.longest_reservation_s
         if not 0 < request.ttl_s <= max_ttl_s:
             raise ValueError(f"ttl_s: must be above 0 and at most {max_ttl_s:g}, not {request.ttl_s}")
+        if not 0 <= request.request.in_s <= max_ttl_s:
+            raise ValueError(f"request.in_s: must be at least 0 and at most {max_ttl_s:g}, not {request.request.in_s}")
         if request.HasField("if_version") != request.HasField("if_epoch"):
             raise ValueError("if_version: must be set together with if_epoch")
         async with self._sidecar.lock:
@@ -223,7 +226,10 @@ class InstanceEndpoint:
     async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         sidecar = self._sidecar
         response = predictor_pb2.ReserveResponse(
-            instance_id=self.name, version=sidecar.reservations.version, epoch=self._epoch, expires_in_s=request.ttl_s
+            instance_id=self.name,
+            version=sidecar.reservations.version,
+            epoch=self._epoch,
+            expires_in_s=request.request.in_s + request.ttl_s,
         )
         response.state = sidecar.state()
         try:
@@ -257,8 +263,8 @@ class InstanceEndpoint:
         if isinstance(request, RequestFacts):
             reservation = Reservation(
                 request=request,
-                until_s=time.monotonic() + message.ttl_s,
-                forecast=forecast_from(message.forecast) if message.HasField("forecast") else None,
+                until_s=time.monotonic() + message.request.in_s + message.ttl_s,
+                forecast=_since_arrival(message) if message.HasField("forecast") else None,
                 policy=message.policy,
                 holder=message.holder,
             )
@@ -321,6 +327,12 @@ def _request_or_refusal(message: common_pb2.Request, view: EngineView, known_as:
     except ValueError as error:
         field, _, reason = str(error).partition(": ")
         return Refusal(field=field, reason=reason)
+
+
+def _since_arrival(message: predictor_pb2.ReserveRequest) -> Forecast:
+    """Read a forecast; its times then count from the request's arrival at the engine, as the engine's own do."""
+    forecast, in_s = forecast_from(message.forecast), message.request.in_s
+    return replace(forecast, ttft_s=max(0.0, forecast.ttft_s - in_s), e2e_s=max(0.0, forecast.e2e_s - in_s))
 
 
 def _prediction(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from predictor.lengths import Tag
 from predictor.mirror.events import MirrorEvent, PromptCounted, RequestEnded, TokensReceived
+from predictor.request import DECODE, PREFILL, SERVE
 from services.http.openai_body import OpenAIRequest, read_body
 
 MAX_SAMPLES = 128
@@ -32,6 +33,7 @@ class ProxiedRequest:
     num_samples: int
     tag: Tag | None
     to_tokenize: Mapping[str, Any] | None  # the body for the engine's /tokenize; None if there is nothing to count
+    leg: str = SERVE
 
     @property
     def num_requests(self) -> int:
@@ -59,7 +61,17 @@ def parse_request(body: bytes, *, chat: bool) -> ProxiedRequest | None:
         num_samples=samples if type(samples) is int and 1 <= samples <= MAX_SAMPLES else 1,
         tag=_tag(data, parsed),
         to_tokenize=_to_tokenize(data, chat=chat),
+        leg=_leg(data.get("kv_transfer_params")),
     )
+
+
+def _leg(params: Any) -> str:
+    """Return the part of a request that its engine will serve, if it has a KV connector."""
+    if not isinstance(params, dict):
+        return SERVE
+    if params.get("do_remote_prefill") and params.get("remote_block_ids"):
+        return DECODE
+    return PREFILL if params.get("do_remote_decode") else SERVE
 
 
 def _tag(data: Mapping[str, Any], body: OpenAIRequest) -> Tag | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from predictor.fitting.engine_profile import EngineMeasurement, profile_name, profile_of
 from predictor.profile import Profile
+from predictor.request import SERVE
 from services.http.client import HttpClient, origin_of
 from services.profiling.measuring import MeasurementOptions, Progress, measure
 
@@ -38,6 +39,7 @@ class MeasureOptions:
     start_s: float = 600.0
     budget_s: float = 180.0
     seed: int = 0
+    leg: str = SERVE
     api_key: str | None = None
     name: str = ""
     gpu: str = ""
@@ -64,6 +66,7 @@ async def measured_profile(options: MeasureOptions, progress: Progress) -> tuple
             state_file=state_file,
             budget_s=options.budget_s,
             seed=options.seed,
+            leg=options.leg,
             api_key=options.api_key,
         )
         measured = await measure(measurement, progress)

@@ -13,7 +13,8 @@ import numpy as np
 from predictor.config import EngineConfig
 from predictor.fitting.batch_time_estimate import BatchTimeEstimate
 from predictor.fitting.engine_profile import EngineMeasurement
-from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, structured
+from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, of_leg, structured
+from predictor.request import LEGS, SERVE
 from services.engine_state import layout
 from services.engine_state.identity import client_id
 from services.engine_state.reader import Reader
@@ -43,9 +44,12 @@ class MeasurementOptions:
     budget_s: float
     seed: int = 0
     api_key: str | None = None
+    leg: str = SERVE
 
     def __post_init__(self) -> None:
         """Reject a budget that is too short."""
+        if self.leg not in LEGS:
+            raise ValueError(f"leg: {self.leg!r} is none of {', '.join(LEGS)}")
         if not MIN_BUDGET_S <= self.budget_s < 1e6:
             raise ValueError(f"budget: must be at least {MIN_BUDGET_S:g} s, not {self.budget_s:g} s")
 
@@ -117,13 +121,14 @@ class _Measurement:
     def _plan(self) -> Iterator[Batch]:
         """Yield batches that are estimated to end in time: the structured ones first, then mixed ones."""
         structured_until_s = self._start_s + STRUCTURED_SHARE * self._options.budget_s
-        for batch in structured(self._limits):
+        leg = self._options.leg
+        for batch in of_leg(structured(self._limits), leg):
             if time.monotonic() + self._estimate.seconds(batch, self._limits) <= structured_until_s:
                 yield batch
         generator = np.random.default_rng(self._options.seed)
         num_rejected = 0
         while (left_s := self._end_s - time.monotonic()) > 0 and num_rejected < MAX_REJECTED:
-            batch = mixed(self._limits, generator)
+            (batch,) = of_leg([mixed(self._limits, generator)], leg)
             longest_s = min(left_s, MIX_SHARE * self._options.budget_s)
             if not self._limits.holds(batch) or self._estimate.seconds(batch, self._limits) > longest_s:
                 num_rejected += 1

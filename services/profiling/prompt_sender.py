@@ -6,16 +6,19 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from predictor.fitting.measurement_batches import BatchItem
 from services.http.client import Connection, HttpClient, Origin, request_head
+from services.http.engine_identity import EngineIdentity, engine_identity
 
 TIMEOUT_S = 30.0
 NO_TIMEOUT_S = 1e6  # the caller has a deadline of its own
 MAX_BYTES = 2**20
+MAX_METRICS_BYTES = 2**24
+NO_FIELDS: Mapping[str, Any] = {}
 SAMPLE = "The five boxing wizards jump quickly over 1234567890 lazy dogs, don't they? Yes: [a] {b} <c> = d/e + f."
 MIN_TOKENS = 2  # different tokens that prompts are made of
 
@@ -38,9 +41,12 @@ class PromptRefusedError(ValueError):
 class PromptSender:
     """Sends requests to one engine, with ids that contain `id_prefix`."""
 
-    def __init__(self, origin: Origin, id_prefix: str, api_key: str | None = None) -> None:
-        """Prepare; connections are opened when needed."""
+    def __init__(
+        self, origin: Origin, id_prefix: str, api_key: str | None = None, *, setting: str = "engine_url"
+    ) -> None:
+        """Prepare; connections are opened when needed. `setting` is what errors call the engine."""
         self._origin = origin
+        self._setting = setting
         self._id_prefix = id_prefix
         self._headers = [(b"content-type", b"application/json")]
         if api_key:
@@ -57,31 +63,34 @@ class PromptSender:
         try:
             self._model = str(json.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise PromptRefusedError(f"engine_url: /v1/models answers with status {status} and no model") from None
+            raise PromptRefusedError(f"{self._setting}: /v1/models answers with status {status} and no model") from None
         fields = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
         reply = await self._post_json(b"/tokenize", fields)
         token_ids = sorted(set(reply.get("tokens", ())))
         if len(token_ids) < MIN_TOKENS:
-            raise PromptRefusedError("engine_url: /tokenize returns too few tokens to make prompts")
+            raise PromptRefusedError(f"{self._setting}: /tokenize returns too few tokens to make prompts")
         self._token_ids = token_ids
         return self._model
 
-    async def send(self, item: BatchItem) -> SentRequest:
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Draw a prompt."""
+        return self._draw.choices(self._token_ids, k=num_tokens)
+
+    async def send(
+        self, item: BatchItem, prompt: Sequence[int] | None = None, fields: Mapping[str, Any] = NO_FIELDS
+    ) -> SentRequest:
         """Send a request and read its whole response; PromptRefusedError if the engine refuses it."""
         self._num_sent += 1
         name = f"{self._id_prefix}{self._num_sent}"
-        body = {
-            "model": self._model, "prompt": self._draw.choices(self._token_ids, k=item.prompt_tokens),
-            "max_tokens": item.output_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-        }  # fmt: skip
-        encoded = json.dumps(body).encode()
+        prompt = self.prompt(item.prompt_tokens) if prompt is None else prompt
+        encoded = json.dumps({**self._body(prompt, item.output_tokens), "stream": True, **fields}).encode()
         sent_s = time.monotonic()
         connection = await self._post(b"/v1/completions", encoded, [(b"x-request-id", name.encode())])
         try:
             if connection.status != 200:
                 reply_text = await connection.read_all(TIMEOUT_S, MAX_BYTES)
                 raise PromptRefusedError(
-                    f"engine_url: it refuses a request with status {connection.status}: {_short(reply_text)}"
+                    f"{self._setting}: it refuses a request with status {connection.status}: {_short(reply_text)}"
                 )
             first_s = 0.0
 
@@ -93,6 +102,31 @@ class PromptSender:
             return SentRequest(name=name, item=item, sent_s=sent_s, first_s=first_s, last_s=connection.last_byte_s)
         finally:
             connection.release()
+
+    async def answer(self, prompt: Sequence[int], num_tokens: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return its response, which comes in one piece."""
+        return await self._post_json(b"/v1/completions", {**self._body(prompt, num_tokens), **fields})
+
+    async def metrics(self) -> str:
+        """Read the engine's metrics."""
+        status, body = await self._client.get(
+            self._origin, b"/metrics", within_s=TIMEOUT_S, headers=self._headers, max_bytes=MAX_METRICS_BYTES
+        )
+        if status != 200:
+            raise PromptRefusedError(f"{self._setting}: /metrics answers with status {status}")
+        return body.decode(errors="replace")
+
+    async def identity(self) -> EngineIdentity:
+        """Ask for its version and its model."""
+        try:
+            return await engine_identity(self._client, self._origin, self._headers)
+        except ValueError as error:
+            raise PromptRefusedError(f"{self._setting}: {error}") from None
+
+    def _body(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0,
+        }  # fmt: skip
 
     async def send_all(self, streams: Sequence[Sequence[BatchItem]]) -> list[SentRequest]:
         """Send streams in parallel, the requests of each stream one after the other."""
@@ -127,7 +161,7 @@ class PromptSender:
             reply = None
         if connection.status != 200 or not isinstance(reply, dict):
             raise PromptRefusedError(
-                f"engine_url: {target.decode()} answers with status {connection.status}: {_short(reply_text)}"
+                f"{self._setting}: {target.decode()} answers with status {connection.status}: {_short(reply_text)}"
             )
         return reply
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
@@ -74,6 +75,34 @@ def tiny_model(folder: Path, **shape: int) -> Path:
     special = {"unk_token": "<unk>", "eos_token": "</s>", "chat_template": CHAT}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
     return folder
+
+
+def random_weights(model: Path, seed: int) -> Path:
+    """Give a model weights of the scale of a trained one, so that its text depends on the whole context."""
+    from safetensors.numpy import save_file
+
+    generator = np.random.default_rng(seed)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        numbers = generator.standard_normal((rows, columns), dtype=np.float32)
+        return numbers / np.float32(np.sqrt(columns))
+
+    weights = {
+        "model.embed_tokens.weight": matrix(words, hidden) * np.float32(np.sqrt(hidden)),
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": matrix(words, hidden),
+    }
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        weights |= {f"{at}.self_attn.{one}_proj.weight": 2 * matrix(hidden, hidden) for one in "qkvo"}
+        weights |= {f"{at}.mlp.{one}_proj.weight": matrix(inner, hidden) for one in ("gate", "up")}
+        weights[f"{at}.mlp.down_proj.weight"] = matrix(hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}.{norm}.weight"] = np.ones(hidden, np.float32)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def narrow_and_deep(hidden: int, layers: int) -> dict[str, int]:

@@ -524,3 +524,50 @@ def test_it_can_be_switched_off(
     sys.modules["vllm"].__version__ = "0.1"  # type: ignore[attr-defined]
     plugin.register()
     assert not warnings.records
+
+
+class AgentConfig:
+    """NIXL's configuration of an agent, as its bindings have it."""
+
+    def __init__(self) -> None:
+        self._delay_us = 0
+
+    @property
+    def pthrDelay(self) -> int:  # noqa: N802 - NIXL's name
+        """The pause of the progress thread, in microseconds."""
+        return self._delay_us
+
+    @pthrDelay.setter
+    def pthrDelay(self, value: int) -> None:  # noqa: N802
+        self._delay_us = value
+
+
+class CpuPlatform:
+    """vLLM's platform, which names the cores that a worker binds itself to."""
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        """Name a core."""
+        return [[1]]
+
+
+@pytest.mark.parametrize("asked", ["1", "0", ""])
+def test_nixl_can_share_few_cores(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """On request, NIXL's progress thread sleeps although NIXL sets no pause, and no worker is bound to one core."""
+    bindings, cpu = ModuleType("nixl_cu12._bindings"), ModuleType("vllm.platforms.cpu")
+    platform = type("CpuPlatform", (CpuPlatform,), {})
+    bindings.nixlAgentConfig, cpu.CpuPlatform = AgentConfig, platform  # type: ignore[attr-defined]
+    nixl = importlib.import_module(f"{plugin.__name__}.nixl_on_cpu")
+    monkeypatch.setattr(nixl, "BINDINGS", (bindings.__name__,))
+    monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda name: name)
+    for module in (bindings, cpu):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for package in ("vllm.platforms", "nixl_cu12"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setenv("BLOCK_NIXL_ON_CPU", asked)
+    monkeypatch.setenv("BLOCK_EXPORT", "0")
+    plugin.register()
+    config = bindings.nixlAgentConfig()
+    config.pthrDelay = 0
+    assert config.pthrDelay == (nixl.POLL_US if asked == "1" else 0)
+    assert platform.discover_numa_topology() == ([] if asked == "1" else [[1]])

@@ -7,7 +7,8 @@ import math
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from predictor import profile_check
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.snapshot import LiveRequest
+from services.engine_state import layout
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
+from services.engine_state.view import View
 from services.predictor_server.exported import ExportedEngine
+from tests.conformance.leg_workloads import leg_workload
 from tests.conformance.ours import our_config
 from tests.conformance.vllm_side import interpreter
 from tests.conformance.workloads import workload
@@ -28,6 +32,10 @@ pytestmark = pytest.mark.vllm
 
 SCRIPT = Path(__file__).with_name("vllm_steps.py")
 DEFAULT_RUNS = 24
+STAGES = {
+    layout.NO_TRANSFER: "", layout.TO_FETCH: "to_fetch", layout.FETCHING: "fetching", layout.FETCHED: "fetched",
+    layout.FETCH_FAILED: "failed", layout.BLOCKS_HELD: "held",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,14 +57,25 @@ def scheduler(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.parametrize(
+    ("draw", "expected"),
+    [
+        (workload, ("async", "two in flight", "preempted", "cached", "waiting")),
+        (leg_workload, ("async", "to_fetch", "fetching", "failed", "held", "aborted while fetching")),
+    ],
+)
 def test_the_file_has_the_state_of_the_scheduler(
-    scheduler: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    draw: Callable[[int], dict[str, Any]],
+    expected: tuple[str, ...],
 ) -> None:
-    """Requests, queues, steps in flight and contents of blocks are equal: sync and async, fcfs and priority."""
+    """Requests, queues, steps in flight, contents of blocks and transfers are equal: sync and async, fcfs and priority."""
     monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model do not have the times of a profile
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
-        load = workload(seed)
+        load = draw(seed)
         send(scheduler, json.dumps(load))
         reader = Reader(str(tmp_path / "state"))
         sidecar = ExportedEngine(str(tmp_path / "state"), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
@@ -64,21 +83,26 @@ def test_the_file_has_the_state_of_the_scheduler(
         while (truth := json.loads(scheduler.stdout.readline() or "null")) != "end":
             assert truth is not None, (tmp_path / "log").read_text()[-3000:]
             view = reader.read(contents=True)
-            assert config_of(view) == our_config(load)
+            assert replace(config_of(view), kv_bytes_per_token=0) == our_config(load)
             snapshot = snapshot_from_view(view)
             where = f"seed {seed}, publication {view.sequence}"
             assert [exported(one) for one in snapshot.running] == [held(one, caching) for one in truth["running"]], (
                 where
             )
-            assert [exported(one) for one in snapshot.waiting] == [
-                held(one, caching) | {"blocks": [] if caching else one["blocks"]} for one in truth["waiting"]
-            ], where
+            assert [exported(one) for one in snapshot.waiting] == [held(one, caching) for one in truth["waiting"]], (
+                where
+            )
             steps = [{"scheduled": step.scheduled, "sampled": list(step.sampled)} for step in snapshot.steps]
             assert steps == truth["steps"], where
             assert snapshot.num_free_blocks == len(truth["free"]), where
             if caching:
                 assert list(snapshot.kv_cache.free_block_ids) == truth["free"], where
                 assert {str(k): v for k, v in snapshot.kv_cache.contents.items()} == truth["contents"], where
+            everything = (*truth["running"], *truth["waiting"], *truth["ended"])
+            assert stages(view) == {one["id"]: one["stage"] for one in everything}, where
+            assert blocks_of_ended(view) == {
+                one["id"]: one["blocks"] if caching else len(one["blocks"]) for one in truth["ended"]
+            }
             picture = sidecar.refresh()  # understood as a whole, or it would refuse to forecast
             assert picture.engine.tracks_blocks == caching, where
             seen["async"] += load["engine"]["async_scheduling"]
@@ -86,11 +110,29 @@ def test_the_file_has_the_state_of_the_scheduler(
             seen["preempted"] += any(one["preemptions"] for one in truth["waiting"])
             seen["cached"] += bool(truth["contents"])
             seen["waiting"] += bool(truth["waiting"])
+            seen.update(one["stage"] for one in everything)
+            seen["aborted while fetching"] += any(one["stage"] == "fetching" for one in truth["ended"])
             send(scheduler, "on")
         reader.close()
         sidecar.close()
         assert not (tmp_path / "state").exists()
-    assert all(seen[what] for what in ("async", "two in flight", "preempted", "cached", "waiting")), seen
+    assert all(seen[what] for what in expected), seen
+
+
+def stages(view: View) -> dict[str, str]:
+    """Return where the transfer of each request's blocks stands."""
+    names = view.requests["request_id"][view.slots]
+    numbers = view.live["stage"][view.slots]
+    return {name.decode(): STAGES[number] for name, number in zip(names.tolist(), numbers.tolist(), strict=True)}
+
+
+def blocks_of_ended(view: View) -> dict[str, Any]:
+    """Return the blocks of requests that have ended, or their number where blocks are not exported."""
+    names = [name.decode() for name in view.requests["request_id"][view.held].tolist()]
+    if view.contents is None:
+        return dict(zip(names, view.live["num_blocks"][view.held].tolist(), strict=True))
+    first = len(view.running) + len(view.waiting)
+    return {name: table.tolist() for name, table in zip(names, view.contents.tables[first:], strict=True)}
 
 
 def send(process: subprocess.Popen[str], line: str) -> None:
@@ -111,6 +153,7 @@ def exported(live: LiveRequest) -> dict[str, Any]:
         "stale": live.stale_tokens,
         "preemptions": live.num_preemptions,
         "priority": live.request.priority,
+        "leg": live.request.leg,
         "blocks": list(live.block_ids),
         "hashes": list(live.request.prefix_hashes),
         "num_blocks": live.num_blocks,
@@ -120,8 +163,9 @@ def exported(live: LiveRequest) -> dict[str, Any]:
 def held(request: dict[str, Any], caching: bool) -> dict[str, Any]:
     """Return a request as the scheduler has it; without a prefix cache the file does not have its blocks."""
     blocks = request["blocks"]
+    shown = {name: value for name, value in request.items() if name != "stage"}
     return {
-        **request,
+        **shown,
         "num_blocks": len(blocks),
         "blocks": blocks if caching else [],
         "hashes": request["hashes"] if caching else [],

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 
 import vllm_trace
 from block_vllm_export import register
+from legs_trace import LegsTrace
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -28,7 +30,7 @@ def short(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") or 1
 
 
-class ReportedRun(vllm_trace.Trace):
+class Reported:
     """A run that waits after every change for the comparison."""
 
     def __init__(self, base: Any, workload: dict[str, Any]) -> None:
@@ -58,6 +60,7 @@ class ReportedRun(vllm_trace.Trace):
         manager = scheduler.kv_cache_manager
         (kind,) = manager.coordinator.single_type_managers
         pool = manager.block_pool
+        unfinished = {name for name, request in scheduler.requests.items() if not request.is_finished()}
 
         def described(request: Any) -> dict[str, Any]:
             blocks = kind.req_to_blocks.get(request.request_id, [])
@@ -73,17 +76,18 @@ class ReportedRun(vllm_trace.Trace):
                 "priority": request.priority,
                 "blocks": [block.block_id - 1 for block in blocks],
                 "hashes": [short(one) for one in request.block_hashes],
+                "leg": self.specs[request.request_id].get("leg", "serve"),
+                "stage": self.stage_of(request),
             }
 
         truth = {
             "running": [described(one) for one in scheduler.running],
             "waiting": [described(one) for one in [*scheduler.kv_holding_waiting, *scheduler.waiting]],
+            "ended": [described(one) for one in scheduler.requests.values() if one.is_finished()],
             "steps": [
                 {
-                    "scheduled": {n: c for n, c in step.output.num_scheduled_tokens.items() if n in scheduler.requests},
-                    "sampled": [
-                        n for n in step.output.num_scheduled_tokens if n in step.sampled & {*scheduler.requests}
-                    ],
+                    "scheduled": {n: c for n, c in step.output.num_scheduled_tokens.items() if n in unfinished},
+                    "sampled": [n for n in step.output.num_scheduled_tokens if n in step.sampled & unfinished],
                 }
                 for step in self.under_way
             ],
@@ -95,15 +99,44 @@ class ReportedRun(vllm_trace.Trace):
         if not sys.stdin.readline():
             raise SystemExit
 
+    def stage_of(self, request: Any) -> str:
+        """Return where the transfer of a request's blocks stands."""
+        scheduler, name = self.scheduler, request.request_id
+        if request.is_finished():
+            return "held" if request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED") else "fetching"
+        if request.status.name == "WAITING_FOR_REMOTE_KVS":
+            if name not in scheduler.finished_recving_kv_req_ids:
+                return "fetching"
+            return "failed" if name in scheduler.failed_recving_kv_req_ids else "fetched"
+        waits = request in list(scheduler.waiting)
+        return "to_fetch" if waits and (request.kv_transfer_params or {}).get("do_remote_prefill") else ""
+
+
+class ReportedTrace(Reported, vllm_trace.Trace):
+    """A run of an engine without a connector."""
+
+
+class ReportedLegs(Reported, LegsTrace):
+    """A run of an engine with a connector."""
+
+    def params_of(self, spec: dict[str, Any]) -> Any:
+        """Add what is left of a router's parameters when a fetch has begun."""
+        params = super().params_of(spec)
+        if spec["leg"] == "decode":
+            params.extra_args["kv_transfer_params"]["remote_request_id"] = spec["id"]
+        return params
+
 
 def main() -> None:
     """Run every workload on standard input, each followed by a line for every publication."""
     os.dup2(2, 1)
     register()
     init_none_hash(sha256)
+    KVConnectorFactory.register_connector(vllm_trace.STAND_IN, "legs_trace", "StandIn")
     base = vllm_trace.base_config()
     while line := sys.stdin.readline():
-        run = ReportedRun(base, json.loads(line))
+        workload = json.loads(line)
+        run = (ReportedLegs if workload["engine"].get("kv_role") else ReportedTrace)(base, workload)
         run.run()
         run.scheduler.block_export("close")
         answers.write('"end"\n')

@@ -15,8 +15,8 @@ from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica, ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
-from predictor.request import BEST_EFFORT, CLASSES, RequestFacts, Slo, tenant_number
-from predictor.snapshot import Memory, Snapshot
+from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, tenant_number
+from predictor.snapshot import STAGES, LiveRequest, Memory, Snapshot
 from predictor.state import MEMORY_SIZE
 from predictor.transfer import engine_from, snapshot_of
 from services.engine_state.layout import CLIENT, LIVE, REQUEST
@@ -36,7 +36,7 @@ NUM_SLOTS = 40
 
 def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
     """Convert a snapshot to arrays, with the requests in random slots."""
-    items = (*snapshot.running, *snapshot.waiting)
+    items = (*snapshot.running, *snapshot.waiting, *snapshot.held)
     slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
     at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
     live, facts = np.zeros(NUM_SLOTS, LIVE), np.zeros(NUM_SLOTS, REQUEST)
@@ -50,23 +50,25 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
         row["scheduled_s"] = -1
         row["first_token_s"] = -1 if item.first_token_s is None else item.first_token_s
+        write_transfer(row, item, snapshot)
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
         slo = request.slo or Slo()
         facts[slot] = (
             1, b"", request.arrival_s, np.nan, np.nan, request.priority, request.prompt_tokens, most, 0,
-            CLASSES.index(request.request_class), slo.ttft_s or np.nan, slo.tpot_s or np.nan, request.weight,
+            CLASSES.index(request.request_class), LEGS.index(request.leg), 0, slo.ttft_s or np.nan, slo.tpot_s or np.nan, request.weight,
             tenant_number(request.client_id), b"", b"",
         )  # fmt: skip
         known[slot] = request.output_tokens or 0
         if isinstance(request.tag, Tag):
             median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
-    running = len(snapshot.running)
+    running, waiting = len(snapshot.running), len(snapshot.running) + len(snapshot.waiting)
     return ReportedState(
         now_s=snapshot.taken_s,
         num_free_blocks=snapshot.num_free_blocks,
         decodes_since_look=snapshot.decodes_since_look,
         running=slots[:running].astype(np.uint32),
-        waiting=slots[running:].astype(np.uint32),
+        waiting=slots[running:waiting].astype(np.uint32),
+        held=slots[waiting:].astype(np.uint32),
         steps=tuple(
             ReportedStep(
                 start_s=step.start_s,
@@ -86,6 +88,19 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
     )
 
 
+def write_transfer(row: np.void, item: LiveRequest, snapshot: Snapshot) -> None:
+    """Write the stage of a transfer, and its times so that it ends as the snapshot says."""
+    config = snapshot.config
+    row["stage"] = STAGES.index(item.stage)
+    row["fetch_started_s"] = row["fetch_ended_s"] = row["held_until_s"] = -1
+    if item.stage == "held":
+        row["held_until_s"] = snapshot.taken_s + (item.transfer_left_s or 0.0)
+    elif item.stage == "fetching":
+        num_fetching = sum(one.stage == "fetching" for one in (*snapshot.waiting, *snapshot.held))
+        got_s = config.transfer_s(item.request.prompt_tokens, item.num_blocks) - (item.transfer_left_s or 0.0)
+        row["fetch_started_s"] = snapshot.taken_s - got_s * (num_fetching if config.kv_transfer_shared else 1)
+
+
 def reported_memory(memory: Memory) -> ReportedMemory:
     """Convert what a local scheduler remembers."""
     numbers = np.zeros(MEMORY_SIZE)
@@ -98,8 +113,9 @@ def contents(snapshot: Snapshot) -> ReportedContents | None:
     """Convert the contents of blocks."""
     if snapshot.kv_cache is None:
         return None
-    items = (*snapshot.running, *snapshot.waiting)
-    num_blocks = len(snapshot.kv_cache.free_block_ids) + len({b for item in snapshot.running for b in item.block_ids})
+    items = (*snapshot.running, *snapshot.waiting, *snapshot.held)
+    holding = [item for item in items if item.num_blocks > 0]
+    num_blocks = len(snapshot.kv_cache.free_block_ids) + len({b for item in holding for b in item.block_ids})
     content, reuse = np.zeros(num_blocks, np.uint64), np.zeros(num_blocks, np.int64)
     for block, value in snapshot.kv_cache.contents.items():
         content[block] = number(value)

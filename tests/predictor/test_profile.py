@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from predictor.config import EngineConfig
 from predictor.profile import (
     CONSTANT,
     FITTED,
+    KvTransferTime,
     Profile,
     Transit,
     constant_profile,
@@ -127,6 +129,33 @@ def test_the_transit_is_kept_where_it_was_measured() -> None:
     assert "transit" not in profile_to_dict(constant_profile())
     with pytest.raises(ValueError, match="transit.inward_s"):
         profile_from_dict(profile_to_dict(constant_profile()) | {"transit": {"inward_s": -1, "outward_s": 0}})
+
+
+def test_transfers_are_kept_where_they_are_known() -> None:
+    """Each of the fields may be missing; known ones are settings of the engine, beside those that the profile suggests."""
+    measured = replace(
+        load_profile("llama-2-7b-a30"),
+        transfer=KvTransferTime(kv_bytes_per_token=524288, kv_transfer_base_s=0.001, kv_transfer_bytes_per_s=2.5e10),
+    )
+    written = profile_to_dict(measured)
+    assert written["transfer"] == {
+        "kv_bytes_per_token": 524288,
+        "kv_transfer_base_s": 0.001,
+        "kv_transfer_bytes_per_s": 2.5e10,
+    }
+    assert profile_from_dict(written) == measured
+    assert "transfer" not in profile_to_dict(constant_profile())
+    assert EngineConfig(**measured.suggested_settings).transfer_s(0, 0) == 0.001
+    assert measured.suggested_settings["num_gpu_blocks"] == measured.engine.num_gpu_blocks
+    for wrong, error in (
+        ({"kv_transfer_base_s": -1.0}, "transfer.kv_transfer_base_s: "),
+        ({"kv_transfer_bytes_per_s": 0.0}, "transfer.kv_transfer_bytes_per_s: must be a number above 0"),
+        ({"kv_bytes_per_token": 0}, "transfer.kv_bytes_per_token: must be at least 1"),
+        ({"colour": "red"}, "transfer.colour: unknown field"),
+        (3, "transfer: must be an object"),
+    ):
+        with pytest.raises(ValueError, match=f"^{error}"):
+            profile_from_dict(written | {"transfer": wrong})
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:

@@ -222,6 +222,13 @@ def test_policies_without_forecasts_choose_each_leg_by_their_rules(policy: str, 
     assert World(core).placed() == expected
 
 
+@pytest.mark.parametrize("policy", ["block", "pd_least", "jsq: disaggregate = 'always'", "jsq: disaggregate = 'never'"])
+def test_a_request_may_ask_for_one_leg(policy: str) -> None:
+    """It is then placed as a whole, by any policy."""
+    placed, reason = World(core_over(POOLS, policy)).placed(undivided=True)
+    assert ([leg for leg, _ in placed], reason) == ([SERVE], "whole_by_request")
+
+
 @pytest.mark.parametrize(
     ("hits", "expected"), [(984, "pair_by_condition"), (985, "whole_by_condition"), (1000, "whole_by_condition")]
 )

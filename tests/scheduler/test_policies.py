@@ -20,6 +20,7 @@ from tests.fleets import LETTERS, fleet, random_fleet
 
 Columns = Mapping[str, Sequence[float | None]]
 HUNDRED = RequestIndicators(prompt_tokens=100)
+NOT_FROM_PAPERS = ("least_loaded", "pd_least", "pd_threshold", "pd_dynamo")
 STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
 
 
@@ -211,6 +212,21 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", {"num_running": [3, 2, 4], "num_waiting": [0, 2, 0], "num_reserved": [0, 0, 1]}, "abc"),
         ("", {"num_running": [3, 3, 0], "num_waiting": [0, 0, None]}, "abc"),
     ],
+    # Instances of whole requests and decode legs; tests/scheduler/test_disaggregation.py has the rest of these rules.
+    "pd_least": [
+        ("", {"num_running": [3, 2, 4], "num_waiting": [0, 2, 0], "num_reserved": [0, 0, 1]}, "abc"),
+        ("", {"num_running": [3, 1, 2], "num_waiting": [0, 0, 0], "queued_prefill_tokens": [0, 900, 0]}, "bca"),
+    ],
+    "pd_threshold": [
+        # λ = 0.5: hits of 0, 50 and 0 %, batches of 1, 4 and 2 of at most 4: 0.625, 0.75, 0.75.
+        ("", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 50, 0], "num_running": [1, 4, 2]}, "abc"),
+        ("lambda = 1", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 50, 0], "num_running": [1, 4, 2]}, "bac"),
+        ("lambda = 0", {**NOTHING_QUEUED, "prefix_hit_tokens": [0, 50, 0], "num_running": [1, 4, 2]}, "acb"),
+    ],
+    "pd_dynamo": [
+        ("", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "bca"),
+        ("", {"queued_prefill_tokens": [0, 0], "context_tokens": [9, 9], "prefix_hit_tokens": [0, 99]}, "ab"),
+    ],
     "min_qpm": [
         ("", {"requests_per_minute": [30, 10, 20]}, "bca"),
         ("", {"requests_per_minute": [10, 10, 0], "num_running": [0, 0, 99]}, "cab"),
@@ -271,8 +287,9 @@ def _roots(name: str) -> list:
 
 BEST: dict[str, Columns] = {  # what makes an instance better than one of which all is fives, by policy
     **{name: {"num_running": [0.0, 5.0, 5.0]} for name in ("lmetric", "lmetric_hits", "linear", "jsq", "least_loaded")},
+    **{name: {"num_running": [0.0, 5.0, 5.0]} for name in ("pd_least", "pd_threshold")},
     **{name: {"num_free_blocks": [9.0, 5.0, 5.0]} for name in ("llumnix", "infaas", "llumnix_paper", "infaas_paper")},
-    **{name: {"context_tokens": [0.0, 5.0, 5.0]} for name in ("lmetric_tokens", "dynamo")},
+    **{name: {"context_tokens": [0.0, 5.0, 5.0]} for name in ("lmetric_tokens", "dynamo", "pd_dynamo")},
     "filter": {"num_running": [0.0, 50.0, 50.0]},
     "min_qpm": {"requests_per_minute": [0.0, 5.0, 5.0]},
     "power_of_two": {"num_running": [0.0, 5.0, 5.0]},
@@ -454,5 +471,5 @@ def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
     for name in POLICIES:
         text = (folder / f"{name}.py").read_text(encoding="utf-8")
         assert len(text.splitlines()) < 60, name
-        assert "§" in text or name == "least_loaded", name
+        assert "§" in text or name in NOT_FROM_PAPERS, name
         assert "Score = " in text, name

@@ -22,6 +22,7 @@ class StubEngine:
     hold: asyncio.Event | None = None
     hold_at: int = 1  # index of the piece before which it waits
     raw_events: list[bytes] | None = None
+    prefilled: dict[str, Any] = field(default_factory=dict)  # what replies to prefill legs have instead
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,26 +46,53 @@ class StubEngine:
             body = json.dumps({"error": {"message": "by the test", "code": self.status}}).encode()
             writer.write(b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
             return True
+        if (self.bodies[-1].get("kv_transfer_params") or {}).get("do_remote_decode"):
+            if self.breaks_after == 0 or (self.hold_at == 0 and not await self._held(reader)):
+                return False
+            reply = json.dumps({"kv_transfer_params": self.params(len(self.bodies)), **self.prefilled}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(reply), reply))
+            return True
         writer.write(CHUNKED)
         for index, event in enumerate(self.events()):
             if index == self.breaks_after:
                 return False
-            if index == self.hold_at and self.hold is not None:
-                held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
-                try:
-                    await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    held.cancel()
-                if gone.done():
-                    self.left.set()
-                    return False
-                gone.cancel()
-                await asyncio.wait([gone])
+            if index == self.hold_at and not await self._held(reader):
+                return False
             data = b"data: " + event + b"\n\n"
             writer.write(b"%x\r\n%s\r\n" % (len(data), data))
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         return True
+
+    async def _held(self, reader: asyncio.StreamReader) -> bool:
+        """Wait while `hold` says so; return False if the other side leaves meanwhile."""
+        if self.hold is None:
+            return True
+        held, gone = asyncio.ensure_future(self.hold.wait()), asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait([held, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            held.cancel()
+        if gone.done():
+            self.left.set()
+            return False
+        gone.cancel()
+        await asyncio.wait([gone])
+        return True
+
+    @staticmethod
+    def params(num: int) -> dict[str, Any]:
+        """Return what the reply to a prefill leg, the engine's request number `num`, names."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[num]],
+            "remote_engine_id": "engine",
+            "remote_request_id": f"cmpl-{num}",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "remote_prefill_cached_tokens": 2,
+        }
 
     def events(self) -> list[bytes]:
         """Return all events of a stream."""

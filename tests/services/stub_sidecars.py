@@ -40,6 +40,7 @@ class StubSidecar:
     streams: bool = True
     always_conflicts: bool = False  # with another reservation, whenever a version is given
     models: tuple[str, ...] = ()
+    role: str = "both"
     hung: asyncio.Event | None = None
     hung_reserving: asyncio.Event | None = None
     hung_after_reserving: asyncio.Event | None = None  # after the reservation, before the reply
@@ -71,6 +72,7 @@ class StubSidecar:
             engine_url=self.engine_url,
             sidecar_address=f"127.0.0.1:{self.port}",
             models=self.models,
+            role=self.role,
         )
 
     async def start(self) -> None:

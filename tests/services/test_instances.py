@@ -42,6 +42,23 @@ def test_a_flag_names_an_engine_and_its_sidecar() -> None:
     assert instance_from_flag(" a = https://h/x , [::1]:2 , m/1,m2").models == ("m/1", "m2")
 
 
+def test_a_flag_may_name_models_a_role_and_a_tier() -> None:
+    """In any order; llm-d's word for both is understood."""
+    instance = instance_from_flag("a=http://h:1,h:2,m,role=prefill,tier=fast")
+    assert (instance.models, instance.role, instance.tier) == (("m",), "prefill", "fast")
+    assert instance_from_flag("a=http://h:1,h:2,role=prefill-decode").role == "both"
+
+
+def test_a_file_may_name_roles(tmp_path: Path) -> None:
+    """With the same words."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([{**A, "role": "decode"}, {**B, "role": "prefill-decode"}]))
+    assert [one.role for one in instances_from_file(str(path))] == ["decode", "both"]
+    path.write_text(json.dumps([{**A, "role": "encode"}]))
+    with pytest.raises(ValueError, match=r"instances\[0\]\.role: 'encode' is none of both, prefill, decode"):
+        instances_from_file(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -54,6 +71,7 @@ def test_a_flag_names_an_engine_and_its_sidecar() -> None:
         ("a=http://h:1,h:99999", "sidecar_address"),
         ("a=http://h:1,:2", "sidecar_address"),
         ("a=http://h:1,h:2,,m", "models"),
+        ("a=http://h:1,h:2,role=encode", "role: 'encode' is none of both, prefill, decode, prefill-decode"),
     ],
 )
 def test_a_bad_flag_is_named(text: str, named: str) -> None:

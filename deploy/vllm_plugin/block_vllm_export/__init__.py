@@ -6,12 +6,19 @@ import logging
 import os
 import re
 
+from . import nixl_on_cpu
+
 SUPPORTED = (0, 32)
 log = logging.getLogger("vllm.block_export")  # below vLLM's logger, so that its lines appear among vLLM's
 
 
 def register() -> None:
     """Make every scheduler that vLLM creates from now on export its state; vLLM calls it in each of its processes."""
+    if nixl_on_cpu.is_asked_for():
+        try:
+            nixl_on_cpu.adapt()
+        except Exception:  # whatever fails, the engine must start
+            log.exception("block-vllm-export: NIXL cannot be adapted to few cores")
     if os.environ.get("BLOCK_EXPORT", "1").lower() in {"0", "false", "no", "off"}:
         return
     try:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, starmap
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from .xargs import facts_in
 
 SPARE_SLOTS = 64
 REASON_OF = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
+COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+SERVE, PREFILL, DECODE = range(3)  # as `predictor.request.LEGS`
 
 
 @dataclass(slots=True)
@@ -37,6 +39,10 @@ class ExportedRequest:
     prefill_tokens: int = UNKNOWN
     num_hashes: int = 0
     num_tabled: int = 0
+    stage: int = layout.NO_TRANSFER
+    fetch_started_s: float = NEVER
+    fetch_ended_s: float = NEVER
+    held_until_s: float = NEVER
     row: tuple[Any, ...] = field(default=())
 
 
@@ -82,6 +88,10 @@ class Exporter:
         self._contents = BlockContents(self._pool, self._writer.blocks) if has_contents else None
         self._exported: dict[str, ExportedRequest] = {}
         self._free_slots = list(range(self._writer.num_slots - 1, -1, -1))
+        self._has_connector = getattr(scheduler, "connector", None) is not None
+        self._lease_s = settings["engine"].get("kv_lease_s", 0.0)
+        self._held: list[ExportedRequest] = []  # that have ended while their blocks are held, or still written to
+        self._fetching: list[ExportedRequest] = []
         self._serial = self._num_planned = self._num_preemptions = 0
         self._steps: deque[StepInFlight] = deque()
         self._last_end_s = 0.0
@@ -109,9 +119,14 @@ class Exporter:
             self._note_admissions(entries, start_s)
         self._publish()
 
-    def retired(self, output: Any) -> None:
-        """Record that a step's outputs were processed; the next planned step publishes it, or this call without one."""
+    def retired(self, output: Any, results: Any = None) -> None:
+        """Record that a step's outputs were processed; the next planned step publishes it, or this call without one.
+
+        `results` are those that the worker returned for the step.
+        """
         now_s = time.monotonic()
+        if self._fetching:
+            self._note_fetched(results, now_s)
         while any(step.output is output for step in self._steps):
             step = self._steps.popleft()
             if step.output is not output:
@@ -145,9 +160,35 @@ class Exporter:
         requests = self._scheduler.requests
         for name in [name for name, entry in self._exported.items() if requests.get(name) is not entry.request]:
             self._release_slot(self._exported.pop(name))
+        if self._has_connector:
+            self._update_held()
         for name, request in requests.items():
             if name not in self._exported and not request.is_finished():
                 self._exported[name] = self._take_slot(request)
+
+    def _update_held(self) -> None:
+        """Note requests that have ended while their blocks are not free yet: the scheduler keeps them until then."""
+        now_s = time.monotonic()
+        for entry in self._exported.values():
+            if entry.held_until_s < 0 and entry.request.is_finished():
+                is_held = entry.request.status.name in COMPLETED  # otherwise its blocks are still written to
+                entry.held_until_s = now_s + self._lease_s if is_held else now_s
+                entry.stage = layout.BLOCKS_HELD if is_held else layout.FETCHING
+                self._add_outcome(entry)
+                self._held.append(entry)
+
+    def _note_fetched(self, results: Any, now_s: float) -> None:
+        """Note the ends of fetches; the connector's own measurements tell how long they took."""
+        ready = self._scheduler.finished_recving_kv_req_ids
+        stats = getattr(getattr(results, "kv_connector_output", None), "kv_connector_stats", None)
+        seconds = (getattr(stats, "data", None) or {}).get("transfer_duration") or ()
+        for entry in [one for one in self._fetching if one.request.request_id in ready]:
+            self._fetching.remove(entry)
+            entry.fetch_ended_s = now_s
+            if seconds:
+                entry.fetch_ended_s = min(now_s, entry.fetch_started_s + sum(seconds) / len(seconds))
+            self._writer.state["num_fetched"] += 1
+        self._fetching = [one for one in self._fetching if not one.request.is_finished()]
 
     def _take_slot(self, request: Any) -> ExportedRequest:
         if not self._free_slots:
@@ -169,15 +210,22 @@ class Exporter:
             max_tokens=min(int(request.max_tokens), self._scheduler.max_model_len - prompt_tokens),
             min_tokens=int(getattr(request.sampling_params, "min_tokens", 0) or 0),
             priority=int(request.priority),
+            leg=self._leg(request),
             **facts,
         )
         return entry
 
     def _release_slot(self, entry: ExportedRequest) -> None:
-        request = entry.request
         self._writer.free_slot(entry.slot)
         self._free_slots.append(entry.slot)
-        self._num_preemptions += request.num_preemptions
+        self._num_preemptions += entry.request.num_preemptions
+        if entry.held_until_s >= 0:
+            self._held.remove(entry)
+        else:
+            self._add_outcome(entry)
+
+    def _add_outcome(self, entry: ExportedRequest) -> None:
+        request = entry.request
         self._writer.add_outcome(
             serial=entry.serial,
             request_id=request.request_id,
@@ -200,26 +248,33 @@ class Exporter:
             entry.prefill_tokens = entry.request.num_tokens
             if entry.scheduled_s < 0:
                 entry.scheduled_s = start_s
-                entry.hit_tokens = max(0, entry.request.num_computed_tokens - tokens)
+                if entry.fetch_started_s < 0:
+                    entry.hit_tokens = max(0, entry.request.num_computed_tokens - tokens)
 
     def _publish(self) -> None:
         writer, scheduler = self._writer, self._scheduler
         exported = self._exported
         running = [exported[one.request_id] for one in scheduler.running]
         # vLLM admits requests that hold blocks first; a priority queue iterates in the order in which it is popped
-        queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
-        waiting = [exported[one.request_id] for one in queues]
+        holding = [exported[one.request_id] for one in getattr(scheduler, "kv_holding_waiting", ())]
+        waiting = [exported[one.request_id] for one in scheduler.waiting]
+        if self._has_connector:
+            self._update_stages(running, holding, waiting)
         rows, size, write = memoryview(writer.live.view(np.uint8)), layout.LIVE.itemsize, layout.LIVE_ROW.pack_into
-        for group, runs in ((running, True), (waiting, False)):
+        for group, runs, holds in (
+            (running, True, True), (holding, False, True), (waiting, False, False), (self._held, True, True),
+        ):  # fmt: skip
             for entry in group:
-                row = self._row(entry, runs)
+                row = self._row(entry, runs, holds)
                 if row != entry.row:
                     entry.row = row
                     write(rows, entry.slot * size, *row)
+        waiting[:0] = holding
         writer.running[: len(running)] = [entry.slot for entry in running]
         writer.waiting[: len(waiting)] = [entry.slot for entry in waiting]
+        writer.held[: len(self._held)] = [entry.slot for entry in self._held]
         state = writer.state
-        state["num_running"], state["num_waiting"] = len(running), len(waiting)
+        state["num_running"], state["num_waiting"], state["num_held"] = len(running), len(waiting), len(self._held)
         state["num_free_blocks"] = self._pool.get_num_free_blocks()
         state["num_planned"] = self._num_planned
         state["num_preemptions"] = self._num_preemptions + sum(
@@ -257,15 +312,55 @@ class Exporter:
                 self._writer.clients[name][: len(clients)] = clients[name]
 
     def _is_live(self, entry: ExportedRequest) -> bool:
-        return self._exported.get(entry.request.request_id) is entry
+        return self._exported.get(entry.request.request_id) is entry and entry.held_until_s < 0
 
-    def _row(self, entry: ExportedRequest, runs: bool) -> tuple[Any, ...]:
+    def _leg(self, request: Any) -> int:
+        """Return the part of a request that this engine serves."""
+        params = request.kv_transfer_params if self._has_connector else None
+        if not params:
+            return SERVE
+        if params.get("do_remote_decode"):
+            return PREFILL
+        # a fetch that has begun clears the former
+        return DECODE if params.get("do_remote_prefill") or params.get("remote_request_id") else SERVE
+
+    def _update_stages(
+        self, running: list[ExportedRequest], holding: list[ExportedRequest], waiting: list[ExportedRequest]
+    ) -> None:
+        """Note where the fetches of waiting requests stand."""
+        scheduler = self._scheduler
+        for entry in running:
+            entry.stage = layout.NO_TRANSFER
+        for entry in waiting:
+            params = entry.request.kv_transfer_params
+            entry.stage = layout.TO_FETCH if params and params.get("do_remote_prefill") else layout.NO_TRANSFER
+        for entry in holding:
+            name = entry.request.request_id
+            if entry.request.status.name != "WAITING_FOR_REMOTE_KVS":
+                entry.stage = layout.NO_TRANSFER
+            elif name in scheduler.finished_recving_kv_req_ids:
+                has_failed = name in scheduler.failed_recving_kv_req_ids
+                entry.stage = layout.FETCH_FAILED if has_failed else layout.FETCHED
+            else:
+                if entry.stage != layout.FETCHING:
+                    self._note_fetch(entry)
+                entry.stage = layout.FETCHING
+
+    def _note_fetch(self, entry: ExportedRequest) -> None:
+        """Note the start of a fetch."""
+        entry.fetch_started_s, entry.fetch_ended_s = time.monotonic(), NEVER
+        entry.hit_tokens = int(getattr(entry.request.prefill_stats, "num_local_cached_tokens", 0))
+        self._fetching.append(entry)
+
+    def _row(self, entry: ExportedRequest, runs: bool, holds: bool) -> tuple[Any, ...]:
         """Return a request's row of `live`; new blocks and hashes are written too."""
         request = entry.request
         if not runs:
-            entry.runs, entry.num_tabled = False, 0
-        held = self._blocks_of.get(request.request_id, ()) if runs else ()
-        # a waiting request holds no blocks: what is left of its former ones is found by its hashes
+            entry.runs = False
+        if not holds:
+            entry.num_tabled = 0
+        held = self._blocks_of.get(request.request_id, ()) if holds else ()
+        # of the former blocks of a request that holds none, what is left is found by its hashes
         full = min(self._num_cached.get(request.request_id, 0), len(held))
         has_new_blocks = len(held) > entry.num_tabled or len(request.block_hashes) > entry.num_hashes
         if self._contents is not None and has_new_blocks:
@@ -273,7 +368,8 @@ class Exporter:
         return (
             entry.serial, request.num_output_tokens, request.num_computed_tokens, request.num_output_placeholders,
             request.num_in_flight_tokens, request.num_stale_output_tokens, len(held), full, entry.num_hashes,
-            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, 0, entry.scheduled_s, entry.first_token_s,
+            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, entry.stage, entry.scheduled_s,
+            entry.first_token_s, entry.fetch_started_s, entry.fetch_ended_s, entry.held_until_s,
         )  # fmt: skip
 
     def _put_blocks(self, entry: ExportedRequest, held: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from .layout import MAX_STEPS_IN_FLIGHT
 
 DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer creates as private
+DEFAULT_LEASE_S = 30  # vLLM 0.32 distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py
 
 
 class UnsupportedError(ValueError):
@@ -64,4 +65,20 @@ def engine_settings(scheduler: Any) -> dict[str, Any]:
         "long_prefill_token_threshold": int(rules.long_prefill_token_threshold),
         "watermark": float(rules.watermark),
         "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
+        **transfer_settings(scheduler),
+    }
+
+
+def transfer_settings(scheduler: Any) -> dict[str, Any]:
+    """Return what a scheduler with a KV connector says about transfers of KV blocks; nothing without one."""
+    if getattr(scheduler, "connector", None) is None:
+        return {}
+    transfers = scheduler.vllm_config.kv_transfer_config
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    block_bytes = sum(len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes) for group in groups)
+    return {
+        "kv_role": str(transfers.kv_role),
+        "kv_load_failure_policy": str(transfers.kv_load_failure_policy),
+        "kv_lease_s": float(transfers.get_from_extra_config("kv_lease_duration", DEFAULT_LEASE_S)),
+        "kv_bytes_per_token": block_bytes // int(scheduler.block_size),
     }

@@ -41,7 +41,7 @@ def exporting(scheduler_class: Any) -> Any:
 
         def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-            self.block_export("retired", scheduler_output)
+            self.block_export("retired", scheduler_output, *args[:1])
             return outputs
 
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.config import EngineConfig
-from predictor.fitting.measurement_batches import BatchLimits, doubled, extremes_first, mixed, structured
+from predictor.fitting.measurement_batches import BatchLimits, doubled, extremes_first, mixed, of_leg, structured
 
 ROOMS = st.builds(
     EngineConfig,
@@ -70,3 +70,17 @@ def test_a_plan_that_is_cut_short_covers_the_range() -> None:
 def test_counts_double(least: int, most: int, counts: list[int]) -> None:
     """From the smallest to the largest, both included."""
     assert doubled(least, most) == counts
+
+
+def test_plans_of_one_leg() -> None:
+    """To prefill is to compute all prompts for one token; to decode, to compute none alone."""
+    room = BatchLimits.of(EngineConfig(max_num_seqs=8, num_gpu_blocks=300))
+    batches = [*structured(room), mixed(room, np.random.default_rng(1))]
+    assert of_leg(batches, "serve") == batches
+    prefilled = of_leg(batches, "prefill")
+    assert {item.output_tokens for batch in prefilled for item in batch.items} == {1}
+    assert [[item.prompt_tokens for item in batch.items] for batch in prefilled] == [
+        [item.prompt_tokens for item in batch.items] for batch in batches
+    ]
+    assert {batch.kind for batch in batches} == {"alone", "together", "mixed"}
+    assert {batch.kind for batch in of_leg(batches, "decode")} == {"together", "mixed"}

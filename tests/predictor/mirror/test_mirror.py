@@ -230,3 +230,47 @@ def test_an_inconsistent_model_is_discarded(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(InconsistentModelError, match="steps: wrong"):
             mirror.view(102.0)
     assert queues(mirror, 103.0) == (0, 0)
+
+
+CONNECTED = {**ENGINE, "kv_role": "kv_both", "kv_transfer_base_s": 2.0}
+
+
+def test_a_decode_leg_is_fetched_in_the_model() -> None:
+    """It holds blocks meanwhile, runs after the predicted time, or at its first token, and leaves nothing behind."""
+    mirror = mirror_with(engine=CONNECTED)
+    mirror.record(arrival("a", leg="decode"), 101.0)
+    mirror.record(arrival("b", leg="decode"), 101.0)
+    assert queues(mirror, 101.5) == (0, 2)
+    engine = mirror.view(101.5).engine
+    assert engine.num_blocks - engine.state.engine[0].num_free_blocks == 2 * 3
+    mirror.record(TokensReceived(name="b", num_tokens=1), 101.6)  # the transfer was faster
+    assert queues(mirror, 101.7) == (1, 1)
+    mirror.record(RequestEnded(name="b", num_tokens=1, completed=True), 101.8)
+    assert queues(mirror, 103.9)[0] <= 1
+    mirror.record(TokensReceived(name="a", num_tokens=1), 106.0)
+    assert queues(mirror, 106.0) == (1, 0)
+    mirror.record(RequestEnded(name="a", num_tokens=1, completed=True), 106.1)
+    assert queues(mirror, 107.0) == (0, 0)
+    engine = mirror.view(107.0).engine
+    assert engine.state.engine[0].num_free_blocks == engine.num_blocks
+
+
+def test_a_decode_leg_whose_client_leaves_during_the_fetch_leaves_nothing_behind() -> None:
+    """Its slot is used again once the transfer has ended."""
+    mirror = mirror_with(engine=CONNECTED)
+    for number in range(3):
+        at_s = 101.0 + 5.0 * number
+        mirror.record(arrival("a", leg="decode"), at_s)
+        assert queues(mirror, at_s + 0.1) == (0, 1)
+        mirror.record(RequestEnded(name="a", num_tokens=0, completed=False), at_s + 0.2)
+        assert queues(mirror, at_s + 0.3) == (0, 0)
+        assert queues(mirror, at_s + 4.0) == (0, 0)
+    engine = mirror.view(120.0).engine
+    assert engine.state.engine[0].num_free_blocks == engine.num_blocks
+
+
+def test_without_a_connector_a_leg_is_a_whole_request() -> None:
+    """An engine that fetches nothing computes the prompt."""
+    mirror = mirror_with()
+    mirror.record(arrival("a", leg="decode"), 101.0)
+    assert queues(mirror, 101.01) == (1, 0)

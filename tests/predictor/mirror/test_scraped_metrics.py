@@ -27,6 +27,14 @@ def test_metrics_are_parsed() -> None:
     assert metrics.settings == {"num_gpu_blocks": 2048, "block_size": 16, "enable_prefix_caching": True}
 
 
+def test_an_engine_that_fetches_kv_blocks_is_known_by_its_metrics() -> None:
+    """All stages of a fetch are added up."""
+    stages = ("waiting_to_start", "in_progress", "completed_waiting")
+    lines = [f'vllm:num_requests_kv_fetch_by_stage{{stage="{name}"}} {n}.0' for n, name in enumerate(stages)]
+    metrics = parse_metrics("\n".join(lines))
+    assert (metrics.fetching, metrics.settings) == (3, {"kv_role": "kv_both"})
+
+
 @pytest.mark.parametrize(
     "text", ["", "garbage\n\x00", "vllm:num_requests_running{ 1", 'vllm:cache_config_info{block_size="None"} 1']
 )

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor import queues
+from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
-from predictor.state import NONE
+from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
+from predictor.state import FETCHING, NO_TRANSFER, NONE
 from predictor.transfer import snapshot_of
 from services.emulator.clock import EngineClock
 from services.emulator.exporter import EngineStateExporter
@@ -90,6 +92,47 @@ def next_steps(engine: Engine) -> Iterator[dict[str, Any]]:
             "memory": head.memory.tolist(),
             "clients": [(int(one.tenant), float(one.tokens)) for one in state.clients[: head.num_clients]],
         }
+
+
+@pytest.mark.parametrize("num_steps", range(1, 15, 2))
+def test_a_replica_goes_on_with_transfers(tmp_path: Path, num_steps: int) -> None:
+    """Prefills whose blocks are held, fetches under way and fetched requests are continued after any step."""
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks=25, max_model_len=128, kv_role="kv_both",
+        kv_lease_s=3.0, kv_transfer_base_s=2.5, kv_transfer_shared=False, enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = Engine(config, AFFINE)
+    legs = (PREFILL, DECODE, PREFILL, DECODE, SERVE, DECODE, PREFILL, DECODE)
+    for number, leg in enumerate(legs):
+        engine.add(
+            RequestFacts(
+                request_id=f"r{number}", prompt_tokens=30 + 9 * number, output_tokens=1 if leg == PREFILL else 12,
+                max_tokens=1 if leg == PREFILL else 12, leg=leg,
+            )
+        )  # fmt: skip
+    exporter = EngineStateExporter(str(tmp_path / "state"), engine, EngineClock(1.0), contents=None, about={})
+    for serial, (name, slot) in enumerate(engine.slots.items(), 1):
+        asked: Any = SimpleNamespace(max_tokens=engine.lengths(engine.request_in(slot))[1], min_tokens=0, facts={})
+        job: Any = SimpleNamespace(slot=slot, serial=serial, engine_id=name, request=asked)
+        exporter.arrived(job, ())
+    stages: set[int] = set()
+    for _ in range(num_steps):
+        assert engine.next_step() is not None
+        exporter.publish()
+        stages |= set(engine.state.requests["stage"].tolist())
+    assert stages > {NO_TRANSFER, FETCHING}
+    reader = Reader(str(tmp_path / "state"))
+    view = replace(reader.read(), now_s=engine.now_s)
+    replica = replica_at(view, engine)
+    compared = 0
+    for ours, theirs in zip(next_steps(engine), next_steps(replica.engine), strict=True):
+        for told in (ours, theirs):
+            del told["number"]
+        assert theirs == ours
+        compared += 1
+    assert compared > 3
+    reader.close()
+    exporter.close()
 
 
 @pytest.mark.parametrize("rule", REMEMBERING)

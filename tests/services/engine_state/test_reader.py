@@ -547,13 +547,13 @@ def test_paths_without_a_file_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "patch", "reason", "message"),
     [
-        (8, struct.pack("<I", 2), FOREIGN, "format version 2, older than the 3 read here: install"),
-        (8, struct.pack("<I", 4), FOREIGN, "format version 4, newer than the 3 read here: update"),
+        (8, struct.pack("<I", 3), FOREIGN, "format version 3, older than the 4 read here: install"),
+        (8, struct.pack("<I", 5), FOREIGN, "format version 5, newer than the 4 read here: update"),
         (56, bytes(16), ENDED, "before this machine started"),
         (80, struct.pack("<Q", 1), CORRUPT, "bytes long"),
         (88, struct.pack("<Q", 1 << 40), CORRUPT, "table"),
         (100, struct.pack("<I", 2**32 - 1), CORRUPT, "table"),
-        (296, bytes(4), CORRUPT, "header"),
+        (312, bytes(4), CORRUPT, "header"),
         (512, struct.pack("<Q", 0), BUSY, "half written"),
         (512, struct.pack("<Q", 7), BUSY, "half written"),
         (512, struct.pack("<Q", 2**62), BUSY, "half written"),

@@ -180,7 +180,11 @@ def unreachable() -> str:
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Sends every request to the first of its instances that is not excluded, and records all calls."""
+    """Sends every request to the first of its instances that is not excluded, and records all calls.
+
+    Where an instance has the role `prefill`, prefill and decode go to the first ones of each role, unless the request
+    asks for one of the legs or for none; without such an instance it is served whole.
+    """
 
     def __init__(self, urls: list[str], **instance: Any) -> None:
         """Set the engines' URLs; their ids are e0, e1 and so on."""
@@ -189,10 +193,13 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             for number, url in enumerate(urls)
         ]
         self.asked: list[scheduler_pb2.ScheduleRequest] = []
+        self.events: list[str] = []  # of decisions and releases, in their order
         self.seen: asyncio.Queue[scheduler_pb2.ScheduleRequest] = asyncio.Queue()
         self.released: asyncio.Queue[common_pb2.ReleaseRequest] = asyncio.Queue()
         self.open = asyncio.Event()  # while it is cleared, no decision is made
         self.open.set()
+        self.divides_always = False  # whatever a request asks for
+        self.has_decode_legs = True  # places decode legs by themselves
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.port = 0
         self._server: grpc.aio.Server | None = None
@@ -220,13 +227,18 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide."""
         self.asked.append(request)
+        self.events.append("asked")
         self.seen.put_nowait(request)
         await self.open.wait()
         if self.refusal is not None:
             await context.abort(*self.refusal)
         excluded = set(request.exclude_instance_ids)
-        left = [instance for instance in self.instances if instance.instance_id not in excluded]
-        if not left:
+        both = [instance for instance in self.instances if instance.instance_id not in excluded]
+        left = [instance for instance in both if instance.role != "prefill"]
+        pool = [instance for instance in both if instance.role == "prefill"]
+        leg = request.request.leg
+        is_divided = bool(pool) and (leg == common_pb2.LEG_UNSPECIFIED or self.divides_always)
+        if not left or (leg == common_pb2.LEG_DECODE and not self.has_decode_legs):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no instance is left")
         decision = common_pb2.Decision(
             request_id=request.request.request_id,
@@ -236,6 +248,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             tag=common_pb2.Tag(median_tokens=3, estimator="constant", keys=[1, 2]),
             next_best=left[1:],
             why="it is the first",
+            prefill=common_pb2.PlacedLeg(leg=common_pb2.LEG_PREFILL, instance=pool[0]) if is_divided else None,
+            disaggregation="pair" if is_divided else "",
             candidates=[common_pb2.Candidate(instance_id=one.instance_id) for one in left] if request.explain else [],
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
@@ -252,6 +266,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> common_pb2.ReleaseResponse:
         """Record a release."""
+        self.events.append(f"released {request.instance_id}")
         self.released.put_nowait(request)
         return common_pb2.ReleaseResponse(released=True)
 

@@ -270,14 +270,15 @@ async def refuses(call: Call) -> None:
 
 
 def test_an_engine_refuses_a_request() -> None:
-    """The engine's error goes to the client unchanged, and no other engine is tried."""
+    """The engine's error goes to the client unchanged, no other engine is tried, and the engine is not blamed."""
 
     async def test() -> None:
         async with scene(refuses, completes) as here:
             response = await here.post()
             assert (response.status_code, response.json()) == (400, TOO_LONG)
             assert here.engines[1].calls == []
-            assert (await here.scheduler.released.get()).outcome.finish_reason == common_pb2.FINISH_REASON_FAILED
+            outcome = (await here.scheduler.released.get()).outcome
+            assert outcome.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
 
     run(test)
 

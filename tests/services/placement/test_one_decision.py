@@ -384,7 +384,8 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
             decision = record.decisions[name]
             scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
             others = [name for name in decision.placement.next_best if name in scores]
-            details = [details[0], details[1], details[5], others, scores]
+            legs = [(leg_kind, leg_name) for leg_kind, leg_name, *_ in details[5]]
+            details = [details[0], details[1], legs, others, scores]
         steps.append((name, kind, *details))
     return steps
 
@@ -545,7 +546,6 @@ SERVED_WITH_ROLES = (
     "no decode instance",
     "releases fail",
     "pq down, refusing",
-    "no prefill instance, refusing",
 )
 
 
@@ -638,7 +638,7 @@ def on_the_wire(decision: common_pb2.Decision) -> tuple[Any, ...]:
 
 def from_the_core(details: Sequence[Any]) -> tuple[Any, ...]:
     """The same of a decision of the reference."""
-    instance_id, basis, _, _, disaggregation, legs, _, next_best, why, candidates = details
+    instance_id, basis, _, _, disaggregation, legs, next_best, why, candidates = details
     statuses = {name: common_pb2.CandidateFate.Name(FATES[status]) for name, status, *_ in candidates}
     if basis is DecisionBasis.LAST_RESORT:  # there the wire knows another word for it
         statuses = {name: fate.replace("LATE", "LAST_INDICATORS") for name, fate in statuses.items()}

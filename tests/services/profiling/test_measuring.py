@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_the_fit_agrees_with_the_engine(measured: EngineMeasurement) -> None:
     rows = np.array([(n, n, n, n * context, 0, 0, 0, 0, 1.0) for n in (1, 3, 6) for context in (20, 150, 500)], float)
     unseen = Steps(**dict(zip(COLUMNS, rows.T, strict=True)))
     assert np.median(np.abs(predict(profile.step_time, unseen) / predict(A30.step_time, unseen) - 1)) < 0.1
+
+
+def test_an_engine_that_only_prefills(engine: Emulated) -> None:
+    """Only prompts are computed, and their steps are fitted as well as with others."""
+    options_of_leg = replace(options(engine), leg="prefill")
+    measured = asyncio.run(measure(options_of_leg, lambda _: None))
+    assert measured.num_requests > 0
+    assert not measured.steps["num_decodes"].any()
+    fitted = profile_of(measured, name="it", gpu="none").step_time
+    rows = np.array([(n, 1, 0, 0, 1, n * n, 0, 0, 1.0) for n in (50, 150, 500)], float)
+    prompts = Steps(**dict(zip(COLUMNS, rows.T, strict=True)))
+    assert np.median(np.abs(predict(fitted, prompts) / predict(A30.step_time, prompts) - 1)) < 0.1
+    with pytest.raises(ValueError, match="^leg: 'both' is none of serve, prefill, decode"):
+        replace(options_of_leg, leg="both")
 
 
 def test_all_kinds_of_steps_are_observed_without_preemptions(measured: EngineMeasurement) -> None:

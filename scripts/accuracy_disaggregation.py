@@ -1,0 +1,336 @@
+"""The accuracy of forecasts of two legs: real vLLM engines with NIXL, one that prefills and one that decodes.
+
+Both run vLLM's CPU build with a small random model, each on its own core with one thread. Their profiles and the
+transfers between them are measured first (`block profile measure`, `block profile transfer`). Then requests arrive as a
+Poisson process through a gateway that decides in its own process and knows the true lengths; every request is sent in
+two legs. The share `--load` is of what the busier of the two engines can serve by the engine model.
+
+- `{ttft|tpot|e2e}_error`: the error of the forecast in the reply's headers, made at the decision, against the client's
+  latency from sending on; `median` is of the absolute relative error, `bias` of the signed one.
+- `hand_over_ms`: from the reply to the prefill leg to the request to the decode engine, in the gateway.
+- `prefill_leg_ms`: from sending the prefill leg to its reply.
+- `legs`: requests in two legs; `failed_requests`: requests without a whole response or a forecast.
+
+Gateway, sidecars, the engines' front ends and this script run on the same cores as the engines, which forecasts cannot
+know: keep the load low on a small machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from predictor.profile import Profile, profile_from_json, profile_to_json
+from predictor.request import RequestFacts
+from scripts.accuracy_vllm import ANSWER_LOG, PROMPT_LOG, VLLM, lengths, measured, predicted_and_actual, progress, row
+from scripts.report import report
+from services.cluster.child import Child
+from services.cluster.engines import free_port
+from services.cluster.pools import connector_environment, connector_flags, planned_engines
+from services.engine_state.reader import Reader
+from services.engine_state.snapshot import config_of
+from services.http.client import HttpClient, Origin, origin_of
+from services.load.request_format import RequestFormat
+from services.load.running import LoadLimits, run_plan
+from services.logs import configure
+from services.profiling.measure_command import EngineProcess, run_engine
+from services.profiling.transfers import TransferOptions, measured_transfers
+from services.settings import seconds_of
+from simulator.load_plan import Planned, Timing, arrival_times
+from simulator.load_report import RequestResult
+from simulator.replay import replay
+from tests.deploy.engines import narrow_and_deep, tiny_model
+from tests.deploy.installing import PLUGIN, pip_install
+
+MODEL, HOST = "tiny", "127.0.0.1"
+PLANNED = planned_engines(1, 1, 0)
+POLICY = 'block: disaggregate = "always"'
+LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
+MOST_PROMPT, MOST_ANSWER = 600, 256
+WITHIN_S = 600.0
+WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEngine:
+    """One engine with its role and its profile."""
+
+    name: str
+    role: str
+    engine: EngineProcess
+    profile: Profile
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--load", type=float, default=0.3, help="share of what the busier engine can serve")
+    parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
+    parser.add_argument("--budget", default="90s", help="time to measure the profiles")
+    parser.add_argument("--transfer-budget", default="30s", help="time to measure transfers")
+    parser.add_argument("--profiles", metavar="DIR", help="folder in which profiles are kept")
+    parser.add_argument("--hidden", type=int, default=128, help="size of the model")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
+    arguments = parser.parse_args()
+    if not Path(arguments.vllm).exists():
+        sys.exit(f"accuracy_disaggregation: there is no vLLM at {arguments.vllm}: `make vllm`, or BLOCK_VLLM_PYTHON")
+    configure("warning", "text")
+    with tempfile.TemporaryDirectory() as folder:
+        results = uvloop.run(measure(arguments, Path(folder)))
+    report("accuracy_disaggregation", results, as_json=arguments.json, settings=vars(arguments))
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Start the engines, measure their profiles and transfers, and send the load."""
+    model = tiny_model(folder / "model", **narrow_and_deep(arguments.hidden, arguments.layers))
+    pip_install(PLUGIN, folder / "site")
+    async with AsyncExitStack() as stack:
+        progress("starting engines")
+        starting = [
+            stack.enter_async_context(run_engine(command, str(folder / f"{name}.state"), WITHIN_S))
+            for name, command in commands(arguments, model, folder / "site")
+        ]
+        engines = await asyncio.gather(*starting)
+        progress("measuring profiles and transfers")
+        pools = await profiled(engines, arguments)
+        results = [
+            row(f"profile_error.{one.name}", one.profile.error.p50, "ratio", one.profile.error.n)
+            for one in pools
+            if one.profile.error is not None
+        ]
+        transfer = pools[0].profile.transfer
+        results.append(row("transfer.base_ms", 1000 * (transfer.kv_transfer_base_s or 0.0), "ms", 1))
+        results.append(row("transfer.gb_per_s", (transfer.kv_transfer_bytes_per_s or 0.0) / 1e9, "GB/s", 1))
+        plan = plan_of(arguments, pools)
+        results.append(row("rate", (len(plan) - 1) / plan[-1].due_s, "requests/s", len(plan)))
+        progress(f"{len(plan)} requests in about {plan[-1].due_s:.0f} s")
+        return results + await loaded(plan, pools, folder, arguments)
+
+
+def commands(arguments: argparse.Namespace, model: Path, site: Path) -> Iterator[tuple[str, str]]:
+    """Yield the commands that start the engines: one thread each, on a core of its own."""
+    vllm = Path(arguments.vllm).with_name("vllm")
+    cores = sorted(os.sched_getaffinity(0))
+    for number, planned in enumerate(PLANNED):
+        variables = connector_environment(planned, HOST, free_port(HOST), {}, on_cpu=True)
+        variables |= {
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(site),
+        }  # fmt: skip
+        flag, connector = connector_flags(planned, (), on_cpu=True)
+        yield (
+            planned.name,
+            (
+                f"env {' '.join(f'{name}={value}' for name, value in variables.items())}"
+                f" taskset -c {cores[number % len(cores)]}"
+                f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
+                f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
+                f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
+                f" --host {HOST} --port {free_port(HOST)} {flag} '{connector}'"
+            ),
+        )
+
+
+async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[PoolEngine]:
+    """Return the engines with profiles: kept ones, or new ones."""
+    kept = None if arguments.profiles is None else Path(arguments.profiles)
+    files = [] if kept is None else [kept / f"{planned.name}.json" for planned in PLANNED]
+    if files and all(file.exists() for file in files):
+        made = [profile_from_json(file.read_text(encoding="utf-8")) for file in files]
+    else:
+        made = await measured(engines, arguments)
+        options = TransferOptions(
+            prefill_url=engines[0].url,
+            decode_url=engines[1].url,
+            budget_s=seconds_of(arguments.transfer_budget, "transfer_budget"),
+        )
+        transfers = await measured_transfers(options, lambda _: None)
+        made = [replace(one, transfer=transfers.fitted.time) for one in made]
+        for file, profile in zip(files, made, strict=False):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(profile_to_json(profile), encoding="utf-8")
+    return [
+        PoolEngine(name=planned.name, role=planned.role, engine=engine, profile=profile)
+        for planned, engine, profile in zip(PLANNED, engines, made, strict=True)
+    ]
+
+
+def plan_of(arguments: argparse.Namespace, pools: Sequence[PoolEngine]) -> list[Planned]:
+    """Draw lengths and arrivals."""
+    generator = np.random.default_rng(arguments.seed)
+    prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
+    answers = lengths(generator, ANSWER_LOG, MOST_ANSWER, arguments.requests)
+    prefill, decode = pools
+    busiest = min(capacity(prefill, prompts, [1] * len(prompts)), capacity(decode, [1] * len(prompts), answers))
+    rate = arguments.rate or arguments.load * busiest
+    due_s = arrival_times(arguments.requests, Timing(kind="poisson", rate=rate), generator)
+    return [
+        Planned(request_id=str(number), due_s=due, prompt_tokens=prompt, output_tokens=answer)
+        for number, (due, prompt, answer) in enumerate(zip(due_s, prompts, answers, strict=True))
+    ]
+
+
+def capacity(one: PoolEngine, prompts: Sequence[int], answers: Sequence[int]) -> float:
+    """Return the requests per second that the engine model serves if all arrive at the beginning."""
+    requests = [
+        RequestFacts(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    reader = Reader(one.engine.state_file)
+    try:
+        config = replace(config_of(reader.read()), kv_role="")
+    finally:
+        reader.close()
+    outcomes = replay(config, one.profile.step_time, requests)
+    return len(requests) / max(outcome.finished_s or 0.0 for outcome in outcomes)
+
+
+async def loaded(
+    plan: Sequence[Planned], pools: Sequence[PoolEngine], folder: Path, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Start the other programs, send the load, and return the results."""
+    form = RequestFormat(model=MODEL, seed=arguments.seed)
+    limits = LoadLimits(timeout_s=WITHIN_S)
+    children: list[Child] = []
+    try:
+        gateway = await front_of(pools, folder, children)
+        await warmed_up(gateway, form, limits)
+        before = await metrics_of(gateway)
+        results = await run_plan(plan, gateway, form, limits, lambda _: None)
+        after = await metrics_of(gateway)
+    finally:
+        for child in reversed(children):
+            await child.stop()
+    return [*summed_up(results), *timed_legs(before, after)]
+
+
+async def front_of(pools: Sequence[PoolEngine], folder: Path, children: list[Child]) -> Origin:
+    """Start sidecars, a tagger and a gateway that decides itself; return the gateway's origin."""
+
+    async def start(name: str, *words: str) -> Child:
+        children.append(Child(name, *words))
+        await children[-1].start()
+        return children[-1]
+
+    listed = []
+    for one in pools:
+        profile = folder / f"{one.name}.json"
+        profile.write_text(profile_to_json(one.profile))
+        sidecar = await start(
+            f"predictor-{one.name}", "predictor", "--instance-id", one.name, "--engine-url", one.engine.url,
+            "--profile", str(profile), "--stall-s", "30", "--state-file", one.engine.state_file,
+        )  # fmt: skip
+        address = f"{HOST}:{sidecar.port}"
+        listed.append(
+            {"instance_id": one.name, "engine_url": one.engine.url, "sidecar_address": address, "role": one.role}
+        )
+    instances = folder / "instances.json"
+    instances.write_text(json.dumps({"instances": listed}))
+    tagger = await start("tagger", "tagger")
+    gateway = await start(
+        "gateway", "gateway", "--decide", "in-process", "--policy", POLICY, "--instances-file", str(instances),
+        "--tagger", f"{HOST}:{tagger.port}", "--sidecar-deadline-ms", "1000", "--tagger-deadline-ms", "200",
+        "--schedule-s", "10",
+    )  # fmt: skip
+    return origin_of(f"http://{HOST}:{gateway.port}")
+
+
+async def warmed_up(gateway: Origin, form: RequestFormat, limits: LoadLimits) -> None:
+    """Send a few requests that do not count, until all have two legs."""
+    plan = [
+        Planned(request_id=f"w{number}", due_s=0.2 * number, prompt_tokens=100, output_tokens=WARM_UP_TOKENS)
+        for number in range(WARM_UP)
+    ]
+    deadline_s = time.monotonic() + WITHIN_S
+    while True:
+        before = legs_in(await metrics_of(gateway))
+        results = await run_plan(plan, gateway, form, limits, lambda _: None)
+        after = legs_in(await metrics_of(gateway))
+        if after - before == len(plan) and all(one.failure is None for one in results):
+            return
+        if time.monotonic() > deadline_s:
+            sys.exit("accuracy_disaggregation: requests are not served in two legs")
+
+
+async def metrics_of(gateway: Origin) -> dict[tuple[str, str], float]:
+    """Read the gateway's metrics of legs: samples by name and by bucket or result."""
+    client = HttpClient()
+    try:
+        _, body = await client.get(gateway, b"/metrics", within_s=WITHIN_S, max_bytes=2**24)
+    finally:
+        client.close()
+    return {
+        (sample.name, sample.labels.get("le") or sample.labels.get("result", "")): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+        if sample.name.startswith(("block_gateway_prefill", "block_gateway_hand_over"))
+    }
+
+
+def legs_in(samples: dict[tuple[str, str], float]) -> float:
+    """Return the number of prefill legs whose blocks a decode engine could fetch."""
+    return samples.get(("block_gateway_prefill_legs_total", "held"), 0.0)
+
+
+def summed_up(results: Sequence[RequestResult]) -> list[dict[str, Any]]:
+    """Return the errors of the forecasts."""
+    good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
+    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
+    for name in ("ttft", "tpot", "e2e"):
+        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
+        errors = [(predicted - actual) / actual for predicted, actual in pairs]
+        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
+        rows.append(row(f"{name}_s.p50", statistics.median(actual for _, actual in pairs), "s", len(pairs)))
+    return rows
+
+
+def timed_legs(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> Iterator[dict[str, Any]]:
+    """Yield the number of requests in two legs, and medians from the gateway's histograms."""
+    counted = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    yield row("legs", legs_in(counted), "requests", 1)
+    for name, metric in (
+        ("hand_over", "block_gateway_hand_over_seconds"),
+        ("prefill_leg", "block_gateway_prefill_seconds"),
+    ):
+        buckets = sorted((float(key[1]), value) for key, value in counted.items() if key[0] == f"{metric}_bucket")
+        num = buckets[-1][1] if buckets else 0.0
+        if num:
+            yield row(f"{name}_ms.p50", 1000 * median_of(buckets), "ms", int(num))
+
+
+def median_of(buckets: Sequence[tuple[float, float]]) -> float:
+    """Return the median by a histogram's buckets, each its upper limit and the number of values up to it."""
+    wanted, low, below = buckets[-1][1] / 2, 0.0, 0.0
+    for high, count in buckets:
+        if count >= wanted:
+            share = (wanted - below) / (count - below)
+            return low + share * (high - low) if np.isfinite(high) else low
+        low, below = high, count
+    raise AssertionError("the last bucket has all values")
+
+
+if __name__ == "__main__":
+    main()

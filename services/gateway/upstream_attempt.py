@@ -1,0 +1,194 @@
+"""One engine's attempt at a request: sent, read as it arrives, and its outcome reported at the end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from protos.block.v1 import common_pb2
+from services.gateway.attainment import StreamAttainment
+from services.gateway.context import GatewayContext
+from services.gateway.destinations import LAST_RESORT, Destination
+from services.gateway.incoming import Incoming
+from services.http.client import ConnectError, Connection, Headers, request_head
+from services.http.kv_transfer import decode_body, with_cached_tokens
+from services.http.prefill_leg import HeldBlocks, PrefillReply
+from services.http.proxying import RETRIED, is_event_stream
+from services.http.sse import Ending, StreamReader, ending_of
+
+CANCELLED = common_pb2.FINISH_REASON_CANCELLED
+FAILED = common_pb2.FINISH_REASON_FAILED
+NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
+REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
+MIN_WAIT_S = 0.001
+OK, SERVER_ERROR = 200, 500
+
+
+@dataclass(slots=True, kw_only=True)
+class UpstreamAttempt:
+    """After `send` the response is there: the whole of it, or the first events of a stream."""
+
+    context: GatewayContext
+    incoming: Incoming
+    destination: Destination
+    attainment: StreamAttainment | None = None
+    held: HeldBlocks | None = None  # that a prefill leg left for this attempt, which is then a decode leg
+
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""  # the whole, or the first events
+    is_stream: bool = False
+    hand_over_s: float | None = None
+
+    _reader: StreamReader = field(default_factory=StreamReader)
+    _connection: Connection | None = None
+    _is_sent: bool = False
+    _first_s: float | None = None
+    _is_finished: bool = False
+    _ended: Ending = NOTHING
+
+    async def send(self) -> None:
+        """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives."""
+        incoming, settings, now_s = self.incoming, self.context.settings, self.context.loop.time
+        timeout_s = settings.first_byte_s if incoming.openai.stream else settings.answer_s
+        until_s = now_s() + timeout_s
+        origin, held = self.destination.origin, self.held
+        body = incoming.body if held is None else decode_body(incoming.body, held.prompt)
+        head = request_head(b"POST", origin, incoming.target, incoming.headers, len(body))
+        self._is_sent = True
+        try:
+            connection = await self.context.engines.send(origin, head, body, timeout_s)
+        except ConnectError:
+            self._is_sent = False
+            raise
+        self._connection = connection
+        if held is not None:
+            self.hand_over_s = connection.sent_s - held.replied_s
+            self.context.metrics.hand_over.observe(self.hand_over_s)
+        self.status, self.headers = connection.status, connection.headers
+        self.is_stream = self.status == OK and is_event_stream(self.headers)
+        if not self.is_stream:
+            body = await connection.read_all(max(MIN_WAIT_S, until_s - now_s()), settings.max_answer_bytes)
+            self.body = self._corrected(body)
+        while self.is_stream and not self._has_begun() and not connection.drained():
+            self.body += self._corrected(self._reader.feed(await connection.read(max(MIN_WAIT_S, until_s - now_s()))))
+        if self.is_stream:
+            self._first_s = connection.last_byte_s
+            if self.attainment is not None:
+                self.attainment.received(self._reader.num_data, connection.last_byte_s)
+
+    def _has_begun(self) -> bool:
+        """Return whether enough of a stream has come; after a chat's first event a decode leg may still fail."""
+        return bool(self.body) and (self.held is None or not self._reader.has_role_only())
+
+    def has_failed_to_fetch(self) -> bool:
+        """Return whether a decode leg ended in an error of the engine, of which nothing has been passed on."""
+        if self.held is None:
+            return False
+        return self.status == SERVER_ERROR or (self.status == OK and self._ending().finish_reason == FAILED)
+
+    def refuse(self, reply: PrefillReply) -> None:
+        """Take the reply to the prefill leg, which is an error, as the reply to the request."""
+        self.status, self.headers, self.body = reply.status, reply.headers, reply.body
+
+    def _corrected(self, reply: bytes) -> bytes:
+        """Set the prefix hits of a decode leg to those of its prefill leg."""
+        if self.held is None or self.held.prompt.cached_tokens is None:
+            return reply
+        return with_cached_tokens(reply, self.held.prompt.cached_tokens)
+
+    async def events(self) -> bytes | None:
+        """Wait for more of a stream and return whole events, possibly none; None at its end."""
+        connection = self._connection
+        assert connection is not None
+        if connection.drained():
+            return None
+        events = self._reader.feed(await connection.read(self.context.settings.idle_s))
+        if self.attainment is not None:
+            self.attainment.received(self._reader.num_data, connection.last_byte_s)
+        return self._corrected(events)
+
+    def count_attainment(self, *, broken: bool = False) -> None:
+        """Count what the stream, which has ended, attained."""
+        if self.attainment is not None:
+            self.attainment.ended(self._reader, self._ended, broken=broken)
+
+    def rest(self) -> bytes:
+        """Return the incomplete event at the end of a stream."""
+        return self._corrected(self._reader.rest())
+
+    def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
+        """Keep or close the connection, release the reservation, report the outcome; only the first call counts."""
+        release = self._end(reason)
+        if release is not None:
+            self.context.releases.put(release)
+
+    async def finish_now(self, reason: common_pb2.FinishReason.ValueType) -> None:
+        """Finish, and wait for the release: the next decision may reserve at the same instance."""
+        release = self._end(reason)
+        if release is not None:
+            await self.context.releases.deliver(release)
+
+    def _end(self, reason: common_pb2.FinishReason.ValueType | None) -> common_pb2.ReleaseRequest | None:
+        if self._is_finished:
+            return None
+        self._is_finished = True
+        if self._connection is not None:
+            self._connection.release()
+        self._ended = ending = self._ending()
+        outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
+        if self.destination.policy == LAST_RESORT:
+            return None
+        return common_pb2.ReleaseRequest(
+            request_id=self.incoming.request.request_id, instance_id=self.destination.instance_id, outcome=outcome
+        )
+
+    def _ending(self) -> Ending:
+        if self.is_stream:
+            return self._reader.ending()
+        if self.status == OK:
+            return ending_of(self.body)
+        return NOTHING if self.status in RETRIED or not self.status else REFUSED
+
+    def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
+        """Write the outcome, and count it."""
+        request, decision, arrived_s = self.incoming.request, self.destination.decision, self.incoming.arrived_s
+        whole_s = None
+        if self._connection is not None and reason not in (CANCELLED, FAILED):
+            whole_s = self._connection.last_byte_s - arrived_s
+        e2e_s = time.monotonic() - arrived_s if whole_s is None else whole_s
+        ttft_s = None if self._first_s is None else self._first_s - arrived_s
+        tokens = ending.output_tokens
+        tpot_s = None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1)
+        self._count(tokens, ttft_s, whole_s)
+        held = self.held
+        if ending.prompt_tokens:
+            self.context.sizes.learn(self.incoming.openai, ending.prompt_tokens)
+        return common_pb2.Outcome(
+            request_id=request.request_id,
+            instance_id=self.destination.instance_id,
+            model=request.model,
+            session_id=request.session_id,
+            client_id=request.client_id,
+            prompt_tokens=ending.prompt_tokens or request.prompt_tokens,
+            output_tokens=tokens,
+            finish_reason=reason,
+            ttft_s=ttft_s,
+            e2e_s=e2e_s,
+            tpot_s=tpot_s,
+            tag=decision.tag if decision is not None and decision.HasField("tag") else None,
+            forecast=decision.forecast if decision is not None and decision.HasField("forecast") else None,
+            policy=self.destination.policy,
+            finished_unix_s=request.arrival_unix_s + e2e_s,
+            prefill_instance_id="" if held is None else held.instance_id,
+            prefill_s=None if held is None else held.prefill_s,
+            hand_over_s=self.hand_over_s,
+        )
+
+    def _count(self, tokens: int, ttft_s: float | None, e2e_s: float | None) -> None:
+        metrics = self.context.metrics
+        metrics.output_tokens.inc(tokens)
+        if ttft_s is not None:
+            metrics.ttft.observe(ttft_s)
+        if e2e_s is not None:
+            metrics.e2e.observe(e2e_s)

@@ -1,0 +1,216 @@
+"""One answer for Generate: placed, and streamed from one engine after the other until one begins to answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+
+from protos.block.v1 import common_pb2, scheduler_pb2
+from scheduler.placement import Placement
+from services.http.client import HttpClient, origin_of
+from services.http.kv_transfer import KV_CONNECTORS
+from services.http.openai_body import OpenAIRequest
+from services.http.prefill_leg import OK, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prompt_tokens import PromptSizes
+from services.logs import log_event
+from services.placement.driver import PlacementDriver
+from services.placement.generation_tracker import GenerationTracker
+from services.placement.upstream_engine import (
+    MAX_ERROR_BYTES,
+    EngineError,
+    EngineRequest,
+    ReportedError,
+    error_of,
+    stream_answer,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_FETCHES = 2  # of one request; then one engine serves it
+MAX_PREFILL_BYTES = 16 * 2**20  # of a reply
+
+
+class PrefillError(EngineError):
+    """The instance of the prefill leg failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One request; `events` is its stream."""
+
+    driver: PlacementDriver
+    client: HttpClient
+    attempts: Counter  # by result
+    prefills: Counter  # by result
+    sizes: PromptSizes
+    engine_request: EngineRequest
+    ask: OpenAIRequest  # what placing needs of it
+    message: scheduler_pb2.GenerateRequest
+    arrived_s: float  # monotonic
+    waited_s: float  # before that
+    _excluded: frozenset[str] = frozenset()
+    _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
+    _num_failed_fetches: int = 0
+    _undivided: bool = False  # one engine serves it
+
+    def __post_init__(self) -> None:
+        """Some requests have one leg only."""
+        self._undivided = self.ask.undivided
+
+    async def events(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse]:
+        """Yield decisions, chunks and the outcome; EngineError where no engine can answer."""
+        settings, request = self.driver.settings, self.message.request
+        for attempt in range(1, settings.attempts + 1):
+            placement, decision = await self._place()
+            tracker = GenerationTracker(decision=decision, request=request, entered_s=self.arrived_s - self.waited_s)
+            is_released = False
+            try:
+                yield scheduler_pb2.GenerateResponse(decision=decision)
+                async with aclosing(self._streamed(decision, tracker)) as chunks:
+                    async for chunk in chunks:
+                        yield scheduler_pb2.GenerateResponse(chunk=chunk)
+            except (ConnectionError, TimeoutError) as error:
+                tracker.failed()
+                self.attempts.labels("broken" if tracker.num_chunks else "failed").inc()
+                failed_id = self._failed(decision, tracker, error)
+                is_decode = failed_id == placement.instance_id
+                if tracker.num_chunks or attempt == settings.attempts or (is_decode and not placement.next_best):
+                    raise EngineError(f"{failed_id}: {error}") from None
+                log_event(
+                    log, logging.INFO, "engine failed, trying another", request_id=request.request_id,
+                    instance=failed_id, reason=str(error),
+                )  # fmt: skip
+                if not is_decode:  # the instance may be chosen again
+                    is_released = True
+                    await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
+            else:
+                self.attempts.labels("ended").inc()
+                self.sizes.learn(self.ask, tracker.prompt_tokens)
+                yield scheduler_pb2.GenerateResponse(outcome=tracker.outcome())
+                return
+            finally:
+                if not is_released:
+                    self.driver.ended(tracker.outcome())
+
+    # Placing.
+
+    async def _place(self) -> tuple[Placement, common_pb2.Decision]:
+        """Find another decode instance while KV blocks are held; otherwise, place the request again."""
+        if self._held is not None:
+            try:
+                placement, decision = await self._placed(common_pb2.LEG_DECODE)
+            except ConnectionError:
+                pass  # no other one
+            else:
+                if self._held.may_be_fetched(time.monotonic(), self.driver.settings.hand_over_deadline_s):
+                    return placement, decision
+                await self._release(placement, None)
+            self._held = None
+        return await self._placed(common_pb2.LEG_SERVE if self._undivided else common_pb2.LEG_UNSPECIFIED)
+
+    async def _placed(self, leg: common_pb2.Leg.ValueType) -> tuple[Placement, common_pb2.Decision]:
+        message, request = self.message, self.message.request
+        request.waited_s, request.leg, request.in_s = self.waited_s, leg, 0.0
+        request.ClearField("held_s")
+        return await self.driver.place(
+            request,
+            prompt=self.engine_request.prompt,
+            policy=message.policy,
+            excluded=self._excluded,
+            explain=message.explain,
+            arrived_s=self.arrived_s,
+        )
+
+    async def _release(self, placement: Placement, outcome: common_pb2.Outcome | None) -> None:
+        await self.driver.release(
+            common_pb2.ReleaseRequest(
+                request_id=self.message.request.request_id, instance_id=placement.instance_id, outcome=outcome
+            )
+        )
+
+    def _failed(self, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception) -> str:
+        """Exclude the instance that failed from the next decision, and return its id."""
+        held, failed_id = tracker.held, decision.instance.instance_id
+        if isinstance(error, PrefillError):
+            failed_id = decision.prefill.instance.instance_id
+        elif held is not None and not tracker.num_chunks and isinstance(error, ReportedError):
+            self._held = None
+            self._num_failed_fetches += 1
+            if self._num_failed_fetches >= MAX_FAILED_FETCHES:
+                self._excluded |= {failed_id}
+                self._undivided = True
+            failed_id = held.instance_id
+        elif held is not None and not held.survive(error):
+            self._held = None
+        self._excluded |= {failed_id}
+        return failed_id
+
+    # Sending.
+
+    async def _streamed(
+        self, decision: common_pb2.Decision, tracker: GenerationTracker
+    ) -> AsyncGenerator[scheduler_pb2.Chunk]:
+        handle = self.driver.registry.find(decision.instance.instance_id)
+        if handle is None:
+            raise EngineError("instance was removed from the list")
+        if decision.HasField("prefill"):
+            await self._prefill(decision, tracker.entered_s)
+        tracker.held = held = self._held
+        settings = self.driver.settings
+        pieces = stream_answer(
+            self.client,
+            handle.instance,
+            self.engine_request,
+            (settings.first_token_s, settings.idle_s),
+            prompt=None if held is None else held.prompt,
+            sent=tracker.sent,
+        )
+        async with aclosing(pieces) as open_pieces:
+            async for piece in open_pieces:
+                tracker.received(piece)
+                if piece.is_answer():
+                    yield scheduler_pb2.Chunk(
+                        text=piece.text,
+                        token_ids=piece.token_ids,
+                        num_tokens=len(piece.token_ids),
+                        finish_reason=piece.finish_reason,
+                    )
+        tracker.require_end()
+
+    async def _prefill(self, decision: common_pb2.Decision, entered_s: float) -> None:
+        """Have the prompt computed, unless one engine serves the request."""
+        settings, instance_id = self.driver.settings, decision.prefill.instance.instance_id
+        leg = PrefillLeg(
+            request=self.message.request, instance_id=instance_id, policy=decision.policy, arrived_s=entered_s
+        )
+        try:
+            if self._undivided or self._held is not None:
+                leg.result = SKIPPED
+                return
+            handle = self.driver.registry.find(instance_id)
+            if handle is None:
+                raise PrefillError("instance was removed from the list")
+            reply = await leg.send(
+                self.client,
+                origin_of(handle.instance.engine_url),
+                target=self.engine_request.path,
+                headers=self.engine_request.headers(),
+                body=self.engine_request.body_for(handle.instance.models),
+                connector=KV_CONNECTORS[settings.kv_connector],
+                within_s=settings.first_token_s,
+                max_bytes=MAX_PREFILL_BYTES,
+            )
+        except (ConnectionError, TimeoutError) as error:
+            raise PrefillError(str(error) or "the engine did not answer in time") from None
+        finally:
+            self.prefills.labels(leg.result).inc()
+            self.driver.ended(leg.outcome())
+        if reply.status != OK:
+            refusal = error_of(reply.status, reply.body[:MAX_ERROR_BYTES])
+            raise PrefillError(str(refusal)) if isinstance(refusal, EngineError) else refusal
+        self._held = leg.held
