@@ -143,12 +143,18 @@ def earliest_prefill_end(fleet: EngineArrays) -> float:
 
 @kernel
 def earliest_release(fleet: EngineArrays) -> float:
-    """Return a time before which no decode engine ends a fetch."""
+    """Return a time before which no decode engine ends a fetch whose blocks are not released yet."""
     earliest_s = np.inf
     for index in range(len(fleet.instances)):
-        if fleet.instances[index].role != PREFILL_ROLE and fleet.instances[index].up:
-            engine = fleet.stack.engine[index, 0]
-            earliest_s = min(earliest_s, engine.next_transfer_s, next_event_s(fleet, index))
+        instance = fleet.instances[index]
+        if instance.role == PREFILL_ROLE or not instance.up:
+            continue
+        earliest_s = min(earliest_s, next_event_s(fleet, index))
+        state = engine_at(fleet.stack, fleet.stack.costs, index)
+        for position in range(instance.num_underway):
+            slot = fleet.underway[index, position]
+            if state.requests[slot].stage == FETCHING:
+                earliest_s = min(earliest_s, fetch_end_s(state, slot))
     return earliest_s
 
 

@@ -347,7 +347,9 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         context += request.computed_tokens
         queued_tokens += max(0, request.prefill_tokens - request.computed_tokens)
         remaining += remaining_tokens_of(fleet, request, slots[slot])
-    waiting, waiting_blocks, reserved, reserved_blocks = engine.num_waiting, 0, 0, 0
+    waiting, waiting_blocks = engine.num_waiting, 0
+    reserved, reserved_blocks, awaited_tokens = count_awaited(fleet, index, now_s)
+    remaining += awaited_tokens
     for position in range(engine.num_waiting):
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
@@ -355,16 +357,6 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
-    for position in range(fleet.instances[index].num_underway):
-        slot = fleet.underway[index, position]
-        if slots[slot].is_awaited and slots[slot].visible_s <= now_s:
-            reserved += 1
-            reserved_blocks += blocks.blocks_for(np.int64(requests[slot].prompt_tokens), engine.block_size)
-            remaining += remaining_tokens_of(fleet, requests[slot], slots[slot])
-    held_blocks = 0
-    for position in range(engine.num_transfers):
-        request = requests[fleet.stack.transfers[index, position]]
-        held_blocks += request.num_blocks if request.stage == HELD else 0
     for position in range(engine.num_pending):
         slot = fleet.stack.pending[index, queues.at(engine.pending_head, position, fleet.slots.shape[1])]
         request = requests[slot]
@@ -379,10 +371,6 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         else:
             waiting += 1
             waiting_blocks += needed
-    step_s = 0.0
-    if engine.num_in_flight > 0:
-        step = fleet.stack.steps[index, engine.oldest]
-        step_s = step.end_s - step.start_s
     indicators[rows[0]] = engine.num_running
     indicators[rows[1]] = waiting
     indicators[rows[2]] = reserved
@@ -395,11 +383,43 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     indicators[rows[9]] = remaining
     indicators[rows[10]] = instance.hit_share
     indicators[rows[11]] = instance.pace
-    indicators[rows[12]] = step_s
+    indicators[rows[12]] = step_in_flight_s(fleet, index)
     indicators[rows[13]] = engine.num_preemptions
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
-    indicators[rows[16]] = held_blocks
+    indicators[rows[16]] = count_held_blocks(fleet, index)
+
+
+@small_kernel
+def step_in_flight_s(fleet: EngineArrays, index: int) -> float:
+    """Return how long the oldest step in flight takes; 0 without one."""
+    engine = fleet.stack.engine[index, 0]
+    step = fleet.stack.steps[index, engine.oldest]
+    return float(step.end_s - step.start_s) if engine.num_in_flight > 0 else 0.0
+
+
+@kernel
+def count_awaited(fleet: EngineArrays, index: int, now_s: float) -> tuple[int, int, int]:
+    """Count the decode legs that are reserved and have not arrived, their blocks, and the tokens of their responses."""
+    awaited = num_blocks = tokens = 0
+    for position in range(fleet.instances[index].num_underway):
+        slot = fleet.underway[index, position]
+        entry, request = fleet.slots[index, slot], fleet.stack.requests[index, slot]
+        if entry.is_awaited and entry.visible_s <= now_s:
+            awaited += 1
+            num_blocks += blocks.blocks_for(np.int64(request.prompt_tokens), fleet.stack.engine[index, 0].block_size)
+            tokens += remaining_tokens_of(fleet, request, entry)
+    return awaited, num_blocks, tokens
+
+
+@kernel
+def count_held_blocks(fleet: EngineArrays, index: int) -> int:
+    """Count the blocks of finished prefill legs that have not been fetched."""
+    held_blocks = 0
+    for position in range(fleet.stack.engine[index, 0].num_transfers):
+        request = fleet.stack.requests[index, fleet.stack.transfers[index, position]]
+        held_blocks += request.num_blocks if request.stage == HELD else 0
+    return held_blocks
 
 
 @small_kernel

@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 
 from predictor.engine import Engine
+from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
 from predictor.state import HELD
+from scheduler.candidates import RequestIndicators
+from scheduler.decision import Ask
 from simulator import coupled, kernels
 from simulator.assembly import simulate, simulation
 from simulator.conditions import Conditions, Outage
 from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec
+from simulator.metrics import latencies, request_table, summary
 from simulator.result import STATUSES
 from simulator.workload import Workload
 from tests.simulator.small_clusters import A30, config, poisson
+from tests.simulator.small_clusters import specs as small_specs
 
 HOP_S = 0.004
 MAX_ROUNDS = 300
@@ -51,13 +56,16 @@ class Times(NamedTuple):
     finished_s: float
 
 
-def until_they_agree(specs: list[InstanceSpec], work: Workload, legs: list[Legs]) -> list[Times]:
+def until_they_agree(
+    specs: list[InstanceSpec], work: Workload, legs: list[Legs], num: int | None = None
+) -> list[Times]:
     """Run each engine alone with what the others did in the last round, until a round changes nothing.
 
     Prefill engines are told when blocks were fetched, decode engines when prefill legs ended.
     """
-    fetched = [math.inf] * len(work)
-    ended = [math.inf] * len(work)
+    num = num or len(work)
+    fetched = [math.inf] * num
+    ended = [math.inf] * num
     for _ in range(MAX_ROUNDS):
         before = list(fetched), list(ended)
         for index, spec in enumerate(specs):
@@ -65,9 +73,9 @@ def until_they_agree(specs: list[InstanceSpec], work: Workload, legs: list[Legs]
                 for number, time_s in _prefill(spec, work, legs, index, fetched).items():
                     ended[number] = time_s
         times = _decode_all(specs, work, legs, ended)
-        fetched = [times[number].fetched_s if number in times else math.inf for number in range(len(work))]
+        fetched = [times[number].fetched_s if number in times else math.inf for number in range(num)]
         if (fetched, ended) == before:
-            return [times[number] for number in range(len(work))]
+            return [times[number] for number in range(num)]
     raise AssertionError("the rounds do not end")
 
 
@@ -216,8 +224,60 @@ def test_blocks_of_a_lost_decode_leg_are_held_until_the_lease_ends() -> None:
     specs = pools(1, 2, kv_lease_s=5.0, kv_transfer_bytes_per_s=1e8)
     running = simulation(specs, work, "pd_least", Conditions(outages=(Outage(instance=1, from_s=1.5),)))
     result = running.run()
-    assert not result.decisions.status[result.decisions.status != 1].any()
+    assert np.isin(result.decisions.status, [STATUSES.index("finished"), STATUSES.index("lost")]).all()
     coupled.advance_coupled(running.fleet, running.requests, result.end_s + 6.0, HOP_S)
     stack = running.fleet.stack
     assert not (stack.requests.stage[0] == HELD).any()
     assert stack.engine[0, 0].num_free_blocks == stack.engine[0, 0].num_blocks
+
+
+def test_forecasts_of_legs_equal_those_of_sidecars() -> None:
+    """A prefill leg, and a decode leg that arrives later, are forecast as by the engine model itself."""
+    specs, work = pools(1, 1, num_gpu_blocks=400), poisson(13, 20.0)
+    work.lengths.output_tokens[:12] = 100
+    legs = [Legs(0, 1)] * 12
+    now_s, in_s = float(work.arrival_s[11]) + 1.0, 0.05
+    running = simulation(specs, work, "block", Conditions(hop_s=HOP_S, sample_s=0.0))
+    assert isinstance(running, CoupledSimulation)
+    expected = until_they_agree(specs, work, legs, num=12)
+    decoding = Engine(specs[1].config, specs[1].step_time)
+    for number in range(12):
+        arrival_s = float(work.arrival_s[number])
+        running.refresh(arrival_s)
+        running.send_by(coupled.await_decode, number, 1, arrival_s, arrival_s + 0.1)
+        running.send_by(coupled.send_prefill, number, 0, arrival_s, arrival_s, 0.1)
+        decoding.add(_request(work, number, leg=DECODE, arrival_s=expected[number].prefilled_s + HOP_S))
+    running.refresh(now_s)
+    decoding.advance(now_s)
+    assert decoding.running()
+    found = {}
+    for leg, row, later_s in ((PREFILL, 0, 0.0), (DECODE, 1, in_s)):
+        table = running.schedulers[0].core.instances.table
+        among = table.candidates(RequestIndicators(prompt_tokens=1, tag_tokens=1.0), now_s, np.array([row]))
+        ask = Ask(among, (), True, leg, later_s)
+        columns = running._forecast(ask, 12, now_s)
+        found[leg] = {name: float(column[0]) for name, column in columns.items()}
+    (told,) = Forecaster(decoding).forecast([_request(work, 12, leg=DECODE, in_s=in_s)], now_s)
+    assert found[DECODE]["predicted_e2e_s"] == pytest.approx(told.e2e_s, abs=1e-9)
+    idle = Engine(specs[0].config, specs[0].step_time)
+    (alone,) = Forecaster(idle).forecast([_request(work, 12, leg=PREFILL)], now_s)
+    assert found[PREFILL]["predicted_e2e_s"] == pytest.approx(alone.e2e_s, abs=1e-9)
+
+
+def test_summaries_have_the_pools_apart() -> None:
+    """Shares of time and blocks by role, and the means of what two legs took."""
+    work = poisson(200, 16.0)
+    result = simulate(pools(2, 1), work, "pd_least", Conditions(sample_s=0.2))
+    found = summary(result)
+    assert {role: pool["num_instances"] for role, pool in found["pools"].items()} == {PREFILL: 2, DECODE: 1}
+    assert 0 < found["pools"][PREFILL]["busy_share"] < found["pools"][DECODE]["busy_share"] <= 1
+    assert found["pools"][PREFILL]["link_busy_share"] == 0 < found["pools"][DECODE]["link_busy_share"]
+    assert found["pools"][DECODE]["held_blocks_share"] == 0 < found["pools"][PREFILL]["held_blocks_share"]
+    took, legs = latencies(result), found["legs"]
+    parts = (legs[name] for name in ("prefill_s", "held_s", "first_step_s"))
+    assert sum(parts) == pytest.approx(float(took.ttft_s.mean()))
+    assert legs["disaggregated"] == 1
+    rows = request_table(result)
+    assert set(rows["prefill_instance"]) == {"instance-0", "instance-1"}
+    assert (rows["fetched_s"] > rows["prefilled_s"]).all()
+    assert "pools" not in summary(simulate(small_specs(), work, "jsq"))

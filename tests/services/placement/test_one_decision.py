@@ -19,7 +19,7 @@ from prometheus_client import Counter
 from predictor.request import PREFILL
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
-from scheduler.candidates import Candidates
+from scheduler.decision import Ask
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import DecisionBasis
@@ -329,11 +329,10 @@ def simulate(script: Script) -> None:
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
-    def forecast(
-        self: Simulation, among: Candidates, _number: int, _now_s: float, with_delays: bool
-    ) -> dict[str, Column]:
+    def forecast(self: Simulation, ask: Ask, _number: int, _now_s: float) -> dict[str, Column]:
+        among = ask.candidates
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
-        forecasts = [sidecars[row].forecast(delays=with_delays) for row in rows]
+        forecasts = [sidecars[row].forecast(delays=ask.with_delays) for row in rows]
         columns = {
             "predicted_ttft_s": [one.ttft_s for one in forecasts],
             "predicted_e2e_s": [one.e2e_s for one in forecasts],

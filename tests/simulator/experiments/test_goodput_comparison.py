@@ -1,0 +1,100 @@
+"""Experiments of kind goodput choose splits, compare with the best rival, and have settings by axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from simulator.experiments.experiment import experiment_from
+from simulator.experiments.findings import measure
+from simulator.experiments.goodput_comparison import TUNING_SEED
+from simulator.experiments.report import as_markdown
+from simulator.goodput import GoodputTrial
+
+TEXT = """
+kind = "goodput"
+seeds = 3
+resolution = 0.01
+rivals = ["jsq", "pd_least", "pd_threshold"]
+default_settings = ["small_fast"]
+policies = [
+  "jsq",
+  { name = "pd_least", policy = "pd_least", splits = [0.25, 0.5, 0.75] },
+  { name = "pd_threshold", policy = "pd_threshold", split_of = "pd_least" },
+  { name = "per_request", policy = "marginal", splits = [0.25, 0.5] },
+]
+
+[scenario.instances]
+profile = "llama-2-7b-a30"
+count = 8
+engine = { max_num_seqs = 8, kv_bytes_per_token = 1024 }
+
+[scenario.traffic]
+num_requests = 50
+
+[[scenario.mix]]
+name = "all"
+share = 1
+ttft_slo_s = 0.3
+tpot_slo_s = 0.1
+
+[settings.small]
+first_rate = 20.0
+
+[[axes]]
+fast = { instances = { engine = { kv_transfer_bytes_per_s = 25e9 } } }
+slow = { instances = { engine = { kv_transfer_bytes_per_s = 1e9 } } }
+"""
+GOODPUTS = {
+    ("jsq", 0): 20.0, ("pd_least", 2): 18.0, ("pd_least", 4): 25.0, ("pd_least", 6): 10.0, ("pd_threshold", 4): 24.0,
+    ("marginal", 2): 30.0, ("marginal", 4): 27.0,
+}  # fmt: skip
+
+
+def runner(_: Callable[..., Any], trials: Sequence[GoodputTrial], /) -> Iterator[tuple[int, dict[str, float]]]:
+    """Attain less the higher the rate is, as much as `GOODPUTS` says for a policy and a split."""
+    for index, trial in enumerate(trials):
+        known = GOODPUTS[trial.policy, trial.scenario.instances[0].num_prefill]
+        assert trial.seed in (0, 1, 2, TUNING_SEED)
+        yield index, {"attained": 0.9 * known / trial.rate, "attained_tokens": 0.8, "disaggregated": 0.5}
+
+
+def test_compares_with_the_best_rival() -> None:
+    """Splits are tuned by variant or taken over, and the gain is over the best of the rivals."""
+    experiment = experiment_from("small", TEXT)
+    found = measure(experiment, runner, lambda _, __: None)
+    rows = {row.name: row for row in found.rows}
+    assert rows["goodput_qps.per_request.small_fast"].value == pytest.approx(30.0, rel=0.01)
+    assert rows["num_prefill.pd_least.small_fast"].value == rows["num_prefill.pd_threshold.small_fast"].value == 4
+    assert rows["num_prefill.per_request.small_fast"].value == 2
+    assert rows["num_prefill.jsq.small_fast"].value == 0
+    assert rows["goodput_over_best_fixed.per_request.small_slow"].value == pytest.approx(0.2, abs=0.02)
+    assert rows["goodput_over_best_fixed.per_request.mean"].n == 3
+    text = as_markdown(experiment, found)
+    assert "| per_request | 30." in text
+    assert "+20" in text or "+19" in text
+
+
+def test_settings_are_products_of_axes() -> None:
+    """Each value of an axis gives a setting; those that are not default are optional."""
+    settings = {one.name: one for one in experiment_from("small", TEXT).settings}
+    assert {name: one.optional for name, one in settings.items()} == {"small_fast": False, "small_slow": True}
+    slow = settings["small_slow"].scenario.instance_specs()[0].config
+    assert slow.kv_transfer_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (('split_of = "pd_least"', 'split_of = "jsq"'), "split_of"),
+        (("[0.25, 0.5, 0.75]", "[0.25, 1.5]"), "splits"),
+        (('default_settings = ["small_fast"]', 'default_settings = ["small"]'), "default_settings"),
+        (("resolution = 0.01", "resolution = 0.01\nattained = 2"), "attained"),
+    ],
+)
+def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) -> None:
+    """The error names the bad part."""
+    with pytest.raises(ValueError, match=complaint):
+        experiment_from("small", TEXT.replace(*change))
