@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from services.http.openai_body import with_fields
+from services.http.openai_body import KV_TRANSFER_PARAMS, with_fields
 from services.settings import Option
 
-KV_TRANSFER_PARAMS = "kv_transfer_params"
 LIMITS = ("max_tokens", "max_completion_tokens")
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 REMOTE_DECODE = {

@@ -12,6 +12,7 @@ from scheduler.prefix.prompt import PROMPT_END_BYTES
 MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
 MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
+KV_TRANSFER_PARAMS = "kv_transfer_params"
 MESSAGE_TOKENS = 4  # that a chat template adds to each message, approximately
 
 
@@ -36,7 +37,7 @@ class OpenAIRequest:
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
-    has_kv_transfer_params: bool = False
+    has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
 def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
@@ -55,7 +56,9 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
     text = "\n".join(parts).encode("utf-8", "replace")
     num_prompts = 1 if chat else max(len(parts), len(prompts))
     limit = _count(data, "max_completion_tokens") if chat else None
-    hints = _hints(data)
+    max_tokens = _count(data, "max_tokens") if limit is None else limit
+    hints, xargs = _hints(data), _xargs(data)
+    names_blocks = data.get(KV_TRANSFER_PARAMS) is not None or KV_TRANSFER_PARAMS in (xargs or {})
     return OpenAIRequest(
         model=_model(data),
         stream=_flag(data, "stream"),
@@ -63,7 +66,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         prompt_bytes=len(text),
         prompt_tokens=sum(map(len, prompts)) if prompts else None,
         num_messages=num_messages,
-        max_tokens=_count(data, "max_tokens") if limit is None else limit,
+        max_tokens=max_tokens,
         min_tokens=_count(data, "min_tokens"),
         ignore_eos=_flag(data, "ignore_eos"),
         expected_tokens=_hinted_length(hints),
@@ -72,9 +75,13 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=num_prompts,
         conversation=data if chat else None,
-        xargs=_xargs(data),
-        undivided=num_prompts > 1 or _is_undivided(data),
-        has_kv_transfer_params=data.get("kv_transfer_params") is not None,
+        xargs=xargs,
+        undivided=num_prompts > 1
+        or names_blocks
+        or (max_tokens is not None and max_tokens <= 1)
+        or (chat and _has_other_parts(data["messages"]))
+        or _is_undivided(data),
+        has_kv_transfer_params=names_blocks,
     )
 
 
@@ -88,25 +95,21 @@ def _is_undivided(data: Mapping[str, Any]) -> bool:
     """Return whether prefill and decode must not be disaggregated.
 
     Several samples would fetch the same KV blocks, which are freed by the first; what reads the prompt's own
-    probabilities computes the prompt again; one token is not worth a transfer.
+    probabilities computes the prompt again.
     """
     get = data.get
-    limit = get("max_tokens") if get("max_completion_tokens") is None else get("max_completion_tokens")
     return bool(
         (get("n") or 1) != 1
         or (get("best_of") or 1) != 1
         or get("use_beam_search")
         or get("echo")
         or get("prompt_logprobs") is not None
-        or get("kv_transfer_params")
-        or (limit is not None and limit <= 1)
-        or _has_other_parts(get("messages"))
     )
 
 
-def _has_other_parts(messages: Any) -> bool:
+def _has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a conversation contains anything but text, such as images."""
-    contents = (message.get("content") for message in messages or ())
+    contents = (message.get("content") for message in messages)
     return any(
         isinstance(part, dict) and part.get("text") is None
         for content in contents

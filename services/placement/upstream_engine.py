@@ -11,8 +11,8 @@ from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
-from services.http.kv_transfer import KV_TRANSFER_PARAMS, PrefilledPrompt, decode_body
-from services.http.openai_body import OpenAIRequest, conversation_texts, read_body
+from services.http.kv_transfer import PrefilledPrompt, decode_body
+from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
@@ -95,6 +95,8 @@ def engine_request_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest
             raise ValueError(f"parameters.{name}: is set by {OTHER_FIELDS[name]}")
         if name in FIXED:
             raise ValueError(f"parameters.{name}: cannot be set here")
+    if KV_TRANSFER_PARAMS in (parameters.get("vllm_xargs") or ()):
+        raise ValueError(f"parameters.vllm_xargs.{KV_TRANSFER_PARAMS}: cannot be set here")
     path, prompt_fields, prompt = _input(message)
     return EngineRequest(
         path=path,
