@@ -18,7 +18,7 @@ from services.http.application import Call
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.kv_transfer import KV_CONNECTORS
-from services.http.prefill_leg import SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, RETRIED, engine_error
 from services.logs import log_event
 
@@ -29,7 +29,6 @@ OWN_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id",
      b"upgrade", b"trailer", b"te", b"proxy-connection")
 )  # fmt: skip
-MAX_FAILED_FETCHES = 2  # of one request; then it is served whole
 
 
 class EngineFailedError(Exception):
@@ -188,8 +187,10 @@ class RequestForwarder:
         if held is not None and attempt.has_failed_to_fetch():
             self._held = None
             self._num_failed_fetches += 1
-            await self._give_up(attempt, held.instance_id, "the KV blocks could not be fetched")
-            if self._num_failed_fetches >= MAX_FAILED_FETCHES:
+            again = self._num_failed_fetches >= MAX_FAILED_FETCHES
+            reason = FAILED if again else CANCELLED  # the first one is put down to the prefill instance
+            await self._give_up(attempt, held.instance_id, "the KV blocks could not be fetched", reason)
+            if again:
                 self.placing.exclude(instance_id)
                 self.placing.undivided = True
             if status == SERVER_ERROR:
@@ -204,17 +205,23 @@ class RequestForwarder:
             raise EngineFailedError(str(status), attempt)
         self.context.failed_lately.succeeded(instance_id)
 
-    async def _give_up(self, attempt: UpstreamAttempt, instance_id: str, why: str) -> None:
-        """Exclude an instance from the next decision, and release what this one reserved."""
+    async def _give_up(
+        self,
+        attempt: UpstreamAttempt,
+        instance_id: str,
+        why: str,
+        reason: common_pb2.FinishReason.ValueType = FAILED,
+    ) -> None:
+        """Exclude an instance from the next decision, and release what this one reserved, with the reason."""
         log_event(
             log, logging.INFO, "engine failed", request_id=self.incoming.request.request_id, instance_id=instance_id,
             why=why,
         )  # fmt: skip
         self.placing.exclude(instance_id)
         if instance_id == attempt.destination.instance_id:
-            attempt.finish(FAILED)
+            attempt.finish(reason)
         else:  # the instance may be chosen again
-            await attempt.finish_now(FAILED)
+            await attempt.finish_now(reason)
 
     def _may_retry(self, number: int, why: str) -> bool:
         if number >= self.context.settings.attempts or not self.context.budget.spend():

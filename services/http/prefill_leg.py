@@ -20,6 +20,7 @@ FAILED = common_pb2.FINISH_REASON_FAILED
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
 OK = 200
+MAX_FAILED_FETCHES = 2  # of one request; then one engine serves it
 
 # The results of a leg, as metrics name them.
 HELD, NO_BLOCKS, INVALID, REFUSED, BROKEN, SKIPPED, LEFT = (

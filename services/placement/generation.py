@@ -15,7 +15,7 @@ from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
-from services.http.prefill_leg import OK, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prefill_leg import MAX_FAILED_FETCHES, OK, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
@@ -31,7 +31,6 @@ from services.placement.upstream_engine import (
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED_FETCHES = 2  # of one request; then one engine serves it
 MAX_PREFILL_BYTES = 16 * 2**20  # of a reply
 
 
@@ -65,8 +64,14 @@ class Generation:
     async def events(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse]:
         """Yield decisions, chunks and the outcome; EngineError where no engine can answer."""
         settings, request = self.driver.settings, self.message.request
+        failure: EngineError | None = None
         for attempt in range(1, settings.attempts + 1):
-            placement, decision = await self._place()
+            try:
+                placement, decision = await self._place()
+            except ConnectionError:
+                if failure is None:
+                    raise
+                raise failure from None  # it is more precise
             tracker = GenerationTracker(decision=decision, request=request, entered_s=self.arrived_s - self.waited_s)
             is_released = False
             try:
@@ -75,19 +80,19 @@ class Generation:
                     async for chunk in chunks:
                         yield scheduler_pb2.GenerateResponse(chunk=chunk)
             except (ConnectionError, TimeoutError) as error:
-                tracker.failed()
                 self.attempts.labels("broken" if tracker.num_chunks else "failed").inc()
                 failed_id = self._failed(decision, tracker, error)
-                is_decode = failed_id == placement.instance_id
-                if tracker.num_chunks or attempt == settings.attempts or (is_decode and not placement.next_best):
-                    raise EngineError(f"{failed_id}: {error}") from None
+                failure = EngineError(f"{failed_id}: {error}")
+                if failed_id != placement.instance_id:  # the instance of the decode leg may be chosen again
+                    await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
+                    is_released = True
+                had_legs = decision.HasField("prefill") or tracker.held is not None
+                if tracker.num_chunks or attempt == settings.attempts or not (placement.next_best or had_legs):
+                    raise failure from None
                 log_event(
                     log, logging.INFO, "engine failed, trying another", request_id=request.request_id,
                     instance=failed_id, reason=str(error),
                 )  # fmt: skip
-                if not is_decode:  # the instance may be chosen again
-                    is_released = True
-                    await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
             else:
                 self.attempts.labels("ended").inc()
                 self.sizes.learn(self.ask, tracker.prompt_tokens)
@@ -104,8 +109,8 @@ class Generation:
         if self._held is not None:
             try:
                 placement, decision = await self._placed(common_pb2.LEG_DECODE)
-            except ConnectionError:
-                pass  # no other one
+            except (ConnectionError, ValueError):
+                pass  # no other one, or none that serves such a request
             else:
                 if self._held.may_be_fetched(time.monotonic(), self.driver.settings.hand_over_deadline_s):
                     return placement, decision
@@ -134,7 +139,10 @@ class Generation:
         )
 
     def _failed(self, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception) -> str:
-        """Exclude the instance that failed from the next decision, and return its id."""
+        """Exclude the instance that failed from the next decision, and return its id.
+
+        The first failure to fetch KV blocks is put down to the prefill instance.
+        """
         held, failed_id = tracker.held, decision.instance.instance_id
         if isinstance(error, PrefillError):
             failed_id = decision.prefill.instance.instance_id
@@ -142,11 +150,14 @@ class Generation:
             self._held = None
             self._num_failed_fetches += 1
             if self._num_failed_fetches >= MAX_FAILED_FETCHES:
+                tracker.failed()
                 self._excluded |= {failed_id}
                 self._undivided = True
             failed_id = held.instance_id
-        elif held is not None and not held.survive(error):
-            self._held = None
+        else:
+            tracker.failed()
+            if held is not None and not held.survive(error):
+                self._held = None
         self._excluded |= {failed_id}
         return failed_id
 

@@ -263,12 +263,26 @@ def test_requests_that_one_engine_serves(path: str, fields: dict[str, Any], igno
     run(test)
 
 
+@pytest.mark.parametrize("fields", [{"messages": "x"}, {"messages": 5}, {"max_completion_tokens": "x"}])
+def test_fields_of_a_chat_in_a_completion_are_passed_on_unread(fields: dict[str, Any]) -> None:
+    """They decide nothing there, and may have any value."""
+
+    async def test() -> None:
+        async with pools([Prefill()], [completes]) as here:
+            response = await here.post(**fields)
+            assert (response.status_code, response.headers["x-block-prefill-instance"]) == (200, "p0")
+
+    run(test)
+
+
 def test_clients_may_not_name_blocks() -> None:
     """kv_transfer_params of a client could read the KV blocks of others."""
 
     async def test() -> None:
         async with pools([Prefill()], [completes]) as here:
             refused = await here.post(kv_transfer_params=Prefill.params(7))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
+            refused = await here.post(vllm_xargs={"kv_transfer_params": "x"})  # vLLM finds them there too
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
             assert here.scheduler.asked == []
             assert (await here.post(kv_transfer_params=None)).status_code == 200
@@ -497,7 +511,7 @@ def test_blocks_that_cannot_be_fetched(answer: Answer, stream: bool) -> None:
 
 @pytest.mark.parametrize(("answer", "stream"), FETCHES)
 def test_fetches_that_fail_again(answer: Answer, stream: bool) -> None:
-    """After the second one the request is served whole, by another instance."""
+    """After the second one the request is served whole, by another instance; the first one is blamed for that only."""
 
     async def test() -> None:
         async with pools([Prefill(), Prefill()], [answer, streams if stream else completes]) as here:
@@ -507,6 +521,9 @@ def test_fetches_that_fail_again(answer: Answer, stream: bool) -> None:
             assert excluded(here) == [[], ["p0"], ["p0", "p1", "d0"]]
             assert here.scheduler.asked[2].request.leg == common_pb2.LEG_SERVE
             assert "kv_transfer_params" not in bodies(here, 3)[0]
+            released = [await here.scheduler.released.get() for _ in range(5)]
+            reasons = [one.outcome.finish_reason for one in released if one.instance_id == "d0"]
+            assert reasons == [CANCELLED, FAILED]
 
     run(test)
 

@@ -163,6 +163,49 @@ def test_a_prefill_instance_fails(decisions: Decisions, failure: str) -> None:
     run(test)
 
 
+def test_a_decode_instance_is_not_blamed_for_the_last_attempt_either() -> None:
+    """Its reservation ends without an outcome."""
+
+    async def test() -> None:
+        async with disaggregated(3, attempts=1) as (client, stubs, behind):
+            behind[0].status = 503
+            assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith("a: ")
+            await until(lambda: is_free(stubs) and bool(stubs[0].outcomes))
+            assert stubs[0].outcomes[0].finish_reason == FAILED
+            assert not stubs[2].outcomes
+
+    run(test)
+
+
+def test_without_another_decode_instance_a_prefill_instance_serves(decisions: Decisions) -> None:
+    """As through the gateway, the request is placed again as a whole."""
+
+    async def test() -> None:
+        async with pools(3) as (stubs, _):
+            stubs[2].engine_url = UNREACHABLE
+            async with scheduler(stubs, policy=POLICY) as client:
+                events = await client.generate()
+            assert [event.decision.instance.instance_id for event in events[:2]] == ["c", "a"]
+            assert text_of(events) == "Once upon a time"
+            assert decisions.legs == [ONE_LEG, DECODE, ONE_LEG]
+            await until(lambda: is_free(stubs))
+
+    run(test)
+
+
+def test_the_error_of_the_last_instance_is_returned() -> None:
+    """Where none is left, it says more than that."""
+
+    async def test() -> None:
+        async with pools(3) as (stubs, _):
+            stubs[2].engine_url = UNREACHABLE
+            async with scheduler(stubs, policy=POLICY, without_pool="refuse") as client:
+                assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith("c: ")
+                await until(lambda: is_free(stubs))
+
+    run(test)
+
+
 def test_a_prefill_instance_hangs() -> None:
     """It costs the deadline of the first token."""
 
@@ -244,7 +287,10 @@ def test_a_decode_instance_fails_before_the_first_token(decisions: Decisions, fa
 
 @pytest.mark.parametrize("events", [None, [ERROR], [ROLE, ERROR], [ENDED]], ids=["500", "error", "role", "reason"])
 def test_blocks_that_cannot_be_fetched(decisions: Decisions, events: list[bytes] | None) -> None:
-    """Another instance computes the prompt; after the second failure another one serves the whole request."""
+    """Another instance computes the prompt; after the second failure another one serves the whole request.
+
+    The decode instance is blamed for the second failure only.
+    """
 
     async def test() -> None:
         async with disaggregated(4) as (client, stubs, behind):
@@ -256,7 +302,8 @@ def test_blocks_that_cannot_be_fetched(decisions: Decisions, events: list[bytes]
             assert decisions.legs == [ONE_LEG, ONE_LEG, SERVE]
             assert decisions.excluded == ["", "a", "abc"]
             assert (params_in(behind[2]), params_in(behind[3])) == ([StubEngine.params(1)] * 2, [None])
-            await until(lambda: is_free(stubs))
+            await until(lambda: is_free(stubs) and len(stubs[2].outcomes) == 2)
+            assert [one.finish_reason for one in stubs[2].outcomes] == [CANCELLED, FAILED]
 
     run(test)
 
@@ -319,5 +366,7 @@ def test_requests_that_one_engine_serves(decisions: Decisions) -> None:
             assert (decisions.legs, behind[0].bodies, params_in(behind[2])) == ([SERVE], [], [None])
             named = await refused(client.generate(parameters={"kv_transfer_params": {"do_remote_prefill": True}}))
             assert "parameters.kv_transfer_params: cannot be set here" in named
+            named = await refused(client.generate(parameters={"vllm_xargs": {"kv_transfer_params": "x"}}))
+            assert "parameters.vllm_xargs.kv_transfer_params: cannot be set here" in named
 
     run(test)
