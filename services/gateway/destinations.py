@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
 from scheduler.circuit import CircuitState
+from scheduler.instances import PREFILL_ROLE
 from services.http.client import Origin, origin_of
 
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"
-PREFILL_ROLE = "prefill"
 MAX_CIRCUITS = 4096
 NAMED_S = 600.0  # how long an instance that no decision names is kept
 

@@ -60,6 +60,11 @@ class DecisionLog(PlacementListener):
             decision.candidates.extend(candidate_messages(logged.placement))
         return decision
 
+    def is_answered_by(self, instance_id: str, request_id: str) -> bool:
+        """Return whether the last decision for a request, if it is kept, has an instance answer it."""
+        logged = self._logged.get(request_id)
+        return logged is not None and logged.message.instance.instance_id == instance_id
+
     def _drop(self, request_id: str) -> None:
         logged = self._logged.pop(request_id, None)
         if logged is not None:

@@ -390,8 +390,9 @@ class PlacementDriver:
             outcome.request_id, outcome.instance_id = request.request_id, request.instance_id
             self._learn(outcome)
         handle = self.registry.find(request.instance_id)
-        ends_request = handle is None or handle.instance.role != PREFILL_ROLE  # otherwise it goes on elsewhere
-        if ends_request and not request.HasField("outcome"):
+        is_prefill = handle is not None and handle.instance.role == PREFILL_ROLE
+        goes_on = is_prefill and not self.log.is_answered_by(request.instance_id, request.request_id)
+        if not (goes_on or request.HasField("outcome")):
             for listener in self._listeners:
                 listener.on_release(request.request_id, request.instance_id)
         if handle is None:  # it was removed meanwhile

@@ -13,6 +13,7 @@ import pytest
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances import Listed
+from services.placement.decision_log import DecisionLog
 from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
@@ -93,17 +94,24 @@ def test_a_sidecar_that_serves_both_pools_is_asked_about_each_leg_by_its_own_mes
     run(test)
 
 
-def test_each_leg_is_released_by_itself() -> None:
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the instances at which requests ended with an unknown outcome."""
+    at: list[str] = []
+    monkeypatch.setattr(DecisionLog, "on_release", lambda _log, _request_id, instance_id: at.append(instance_id))
+    return at
+
+
+def test_each_leg_is_released_by_itself(ends: list[str]) -> None:
     """The release of the prefill leg is no end of the request; its outcome teaches the hand-over."""
 
     async def test() -> None:
         async with pools() as (client, stubs):
             decision = await client.decide()
-            ends_before = client.count("block_scheduler_outcomes_total", told="no")
             message = common_pb2.ReleaseRequest(request_id=decision.request_id, instance_id="p")
             assert (await client.stub.Release(message)).released
             assert held(stubs) == {"d": common_pb2.LEG_DECODE}
-            assert client.count("block_scheduler_outcomes_total", told="no") == ends_before
+            assert ends == []
             outcome = common_pb2.Outcome(
                 request_id=decision.request_id, finish_reason=STOP, e2e_s=2.4, prefill_s=0.4, hand_over_s=1.0
             )
@@ -112,6 +120,19 @@ def test_each_leg_is_released_by_itself() -> None:
             assert held(stubs) == {}
             later = await client.decide()
             assert later.forecast.e2e_s == pytest.approx(2.4 + 0.003 + 0.05 * (1.0 - 0.003))
+
+    run(test)
+
+
+def test_the_release_of_a_whole_request_at_a_prefill_instance_ends_it(ends: list[str]) -> None:
+    """It is reported as an end, as that at any other instance."""
+
+    async def test() -> None:
+        async with pools({"p": "prefill"}) as (client, _):
+            decision = await client.decide()
+            assert decision.disaggregation == "whole_no_decode"
+            assert await client.release(decision)
+            assert ends == ["p"]
 
     run(test)
 
