@@ -338,9 +338,10 @@ class PlacementDriver:
             return decision.reservation_failed(status, note, time.monotonic())
         handles[handle.name] = handle
         _set_leg(request, intention)
+        request.in_s = min(request.in_s, MAX_RESERVATION_S)  # sidecars accept no more
         message = predictor_pb2.ReserveRequest(
             request=request,
-            ttl_s=min(self.settings.reservation_s + intention.in_s, MAX_RESERVATION_S),
+            ttl_s=self.settings.reservation_s,  # from the request's arrival
             holder=self.settings.scheduler_id,
             forecast=None if intention.forecast is None else forecast_message(intention.forecast),
             policy=decision.policy.text,

@@ -202,7 +202,8 @@ class StubSidecar:
             await self.hung_reserving.wait()
         if self.refuse is not None:
             await context.abort(self.refuse, "by the test")
-        response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self.epoch, expires_in_s=request.ttl_s)
+        expires_in_s = request.request.in_s + request.ttl_s
+        response = predictor_pb2.ReserveResponse(instance_id=self.name, epoch=self.epoch, expires_in_s=expires_in_s)
         name = request.request.request_id
         self.version += self.always_conflicts
         stale = (request.if_version, request.if_epoch) != (self.version, self.epoch)

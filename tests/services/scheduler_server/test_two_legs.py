@@ -74,7 +74,8 @@ def test_a_decision_names_the_instances_of_both_legs() -> None:
             assert decision.disaggregation == "pair_always"
             assert held(stubs) == BOTH_LEGS
             (decode,), (prefill_leg,) = stubs["d"].held.values(), stubs["p"].held.values()
-            assert (decode.request.in_s, decode.ttl_s) == (pytest.approx(0.403), pytest.approx(10.403))
+            assert (decode.request.in_s, decode.ttl_s) == (pytest.approx(0.403), 10.0)
+            assert decision.reserved_for_s == pytest.approx(10.403)
             assert prefill_leg.request.held_s == pytest.approx(0.053)
             assert client.count("block_scheduler_disaggregations_total", policy="block", reason="pair_always") == 1
 
@@ -184,6 +185,18 @@ def test_without_a_reservation_of_the_prefill_leg_nothing_of_the_decode_leg_is_l
             assert not decision.HasField("prefill")
             assert decision.disaggregation == "whole_prefill_down"
             assert held(stubs) == {instance_id: common_pb2.LEG_UNSPECIFIED}
+
+    run(test)
+
+
+def test_a_leg_that_arrives_in_an_hour_is_reserved_as_one_that_arrives_in_ten_minutes() -> None:
+    """Sidecars accept no later arrival."""
+
+    async def test() -> None:
+        async with pools() as (client, stubs):
+            stubs["p"].e2e_s = stubs["q"].e2e_s = 3600.0
+            assert (await client.decide()).disaggregation == "pair_always"
+            assert [one.request.in_s for one in stubs["d"].held.values()] == [600.0]
 
     run(test)
 
