@@ -30,6 +30,7 @@ from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.candidate import FORECAST_FIELDS, Candidate, CandidateStatus
 from scheduler.candidates import Candidates
 from scheduler.decision import (
+    EMPTY,
     NO_ANSWER,
     NO_CANDIDATES,
     NONE,
@@ -101,10 +102,25 @@ class Awaits(Enum):
 class PrefillDecision(Decision):
     """The decision of a prefill leg, which a decision with two legs carries out; it never waits."""
 
+    _may_ask = True
+
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy, *, forecasts: bool) -> None:
         """Prepare it; with `forecasts` the chosen instance forecasts the leg whatever the policy reads."""
         super().__init__(core, replace(request, leg=PREFILL, dry_run=False), policy)
         self._forecasts_anyway = forecasts
+
+    def choose_again(self, now_s: float) -> Intention:
+        """Choose once more before the reservation; from then on without asking, while the decode leg is reserved."""
+        self._may_ask = False
+        return super().choose_again(now_s)
+
+    def _admit(self, best: int, now_s: float) -> Intention:
+        intention = super()._admit(best, now_s)
+        if self._may_ask or not isinstance(intention, Ask):
+            return intention
+        assert self._compared is not None
+        self._answers = EMPTY  # of another instance
+        return self._reserve(self._compared.instance_id(best), self._compared.row(best))
 
     def leg(self) -> Leg:
         """Return the leg as it is placed."""

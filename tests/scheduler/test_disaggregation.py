@@ -367,6 +367,15 @@ def test_where_the_prefill_leg_cannot_be_reserved_the_request_is_served_whole() 
     ]
 
 
+@pytest.mark.parametrize(("policy", "always"), [("block: prefill = 'jsq'", False), ("pd_least", True)])
+def test_another_prefill_instance_is_tried_without_its_forecast(policy: str, always: bool) -> None:
+    """Where the policy of prefill legs reads none: only the first instance was asked."""
+    world = World(core_over(POOLS, policy, forecast_always=always), fails={("reserve", "p"): CandidateStatus.DOWN})
+    legs, reason = world.placed()
+    assert (legs, reason[:4]) == ([(PREFILL, "q"), (DECODE, "d")], "pair")
+    assert [step[0] for step in world.trace if isinstance(step, tuple)] == [DECODE, PREFILL, PREFILL]
+
+
 def test_a_release_that_is_not_confirmed_keeps_the_request_away() -> None:
     """Otherwise the whole request might be released instead of the decode leg."""
     core = core_over(POOLS)
