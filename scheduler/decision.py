@@ -596,7 +596,11 @@ class Decision:
             self._may_wait and compared.known is self.core.instances.table.known
         ):  # otherwise the rows are of another list
             rows = rows_of(compared)
-            self.core.refusals.note(~admits, compared.known.reported[FINISHED][rows], now_s, rows)
+            self.core.refusals.note(self._refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
+
+    def _refused(self, admits: np.ndarray, _rows: Rows) -> np.ndarray:
+        """Return which of the compared do not admit the request."""
+        return ~admits
 
     # Instances that no policy compared.
 

@@ -49,6 +49,7 @@ from scheduler.placement import Leg, Placement
 from scheduler.spec import ALWAYS, BY_FORECAST, DECODE_FIRST, NEVER, PREFILL_FIRST
 
 if TYPE_CHECKING:
+    from scheduler.candidates import Rows
     from scheduler.core import SchedulerCore
     from scheduler.placement import PlacementRequest
     from scheduler.policy import LegRules, Policy
@@ -466,6 +467,9 @@ class DisaggregatedDecision(Decision):
             if self._is_decode[best] and self._prefill is None:
                 return self._choose_prefill(now_s)
         return super()._admit(best, now_s)
+
+    def _refused(self, admits: npt.NDArray[np.bool_], rows: Rows) -> npt.NDArray[np.bool_]:
+        return ~np.isin(rows, rows[admits])  # an instance may admit the whole request, and no decode leg
 
     def _leg_at(self, position: int) -> tuple[str, float]:
         return (DECODE, self._arrives_s) if self._is_decode_at(position) else (SERVE, 0.0)

@@ -197,6 +197,17 @@ def test_the_hold_condition_reads_how_long_both_legs_wait() -> None:
     assert (decision.placement.held_s, decision.is_admitted) == (pytest.approx(1.0, abs=0.2), False)
 
 
+def test_an_instance_that_admits_the_whole_request_has_not_refused() -> None:
+    """Whether or not it admits the decode leg."""
+    hold = 'block: hold = "predicted_queue_s < 0.3", hold_s = 1'
+    world = World(core_over({"p": "prefill", "d": "decode"}, hold))
+    world.whole = lambda _name: forecast(3.0, queue_s=0.1, ttft_s=1.0)
+    world.decode = lambda _name, in_s: forecast(in_s + 3.0, queue_s=in_s + 0.9, ttft_s=in_s + 1.0)
+    decision, _ = world.decide()
+    assert decision.placement.legs[0].kind == SERVE
+    assert world.core.refusals.worth_asking(np.zeros(1), 0.02, np.array([0])).all()
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
