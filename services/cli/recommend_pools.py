@@ -14,6 +14,7 @@ from simulator.scenario import Scenario
 from simulator.sizing import Target
 
 COLOCATED, POOLS = ("block", "jsq"), ("block", "pd_least")
+SMALLEST = 2  # one instance in each pool
 POOLS_ONLY = "pd_"  # policies whose names begin with this always need two pools
 
 
@@ -37,6 +38,8 @@ def recommend_by_pools(
     """Find and print the smallest cluster of each policy."""
     if not price > 0:
         raise ValueError(f"instance_price: must be above 0, not {price}")
+    if max_instances < SMALLEST:
+        raise ValueError(f"max_instances: must be at least {SMALLEST} with --pools, not {max_instances}")
     work = scenario.workload(rate, 0)
     span_s = float(work.arrival_s[-1] - work.arrival_s[0])
     tokens = int((work.lengths.prompt_tokens + work.lengths.output_tokens).sum())

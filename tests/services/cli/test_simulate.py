@@ -165,3 +165,10 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str
     """The error is one line that names the field."""
     with pytest.raises(ValueError, match=complaint):
         CliRunner().invoke(block, list(arguments), standalone_mode=False, catch_exceptions=False)
+
+
+def test_pools_need_two_instances() -> None:
+    """One in each."""
+    arguments = ["recommend", "--pools", "--max-instances", "1", *SMALL[2:], "--rate", "5", "--workers", "1"]
+    with pytest.raises(ValueError, match="max_instances: must be at least 2 with --pools, not 1"):
+        CliRunner().invoke(block, arguments, standalone_mode=False, catch_exceptions=False)
