@@ -11,7 +11,7 @@ import pytest
 
 from predictor.engine import Engine
 from predictor.request import RequestFacts
-from predictor.state import HELD
+from predictor.state import HELD, NONE
 from simulator import coupled, kernels
 from simulator.assembly import simulate, simulation
 from simulator.conditions import Conditions, Outage
@@ -221,3 +221,29 @@ def test_blocks_of_a_lost_decode_leg_are_held_until_the_lease_ends() -> None:
     stack = running.fleet.stack
     assert not (stack.requests.stage[0] == HELD).any()
     assert stack.engine[0, 0].num_free_blocks == stack.engine[0, 0].num_blocks
+
+
+def test_a_request_with_two_legs_misses_once() -> None:
+    """Where both legs are late, that is one missed request, at any time."""
+    work = poisson(30, 30.0)
+    running = simulation(pools(1, 1), work, "round_robin", Conditions(hop_s=HOP_S, sample_s=0.0))
+    for name in ("ttft_slo_s", "tpot_slo_s"):
+        running.requests.facts[name] = 1e-6
+    for number in range(len(work)):
+        now_s = float(work.arrival_s[number])
+        running.refresh(now_s)
+        running.send_by(coupled.await_decode, number, 1, now_s, now_s + 0.1)
+        running.send_by(coupled.send_prefill, number, 0, now_s, now_s, 0.1)
+        assert kernels.count_missed(running.fleet, running.requests, now_s + 1e-3) == number + 1
+    running.run_out()
+    assert kernels.count_missed(running.fleet, running.requests, math.inf) == len(work)
+
+
+def test_blocks_of_an_engine_that_failed_are_not_left_to_the_lease() -> None:
+    """A decode leg whose prefill engine failed before holds no blocks there: those of others stay as they are."""
+    running = simulation(pools(1, 1), poisson(1, 1.0), "round_robin", Conditions())
+    legs, last = running.requests.legs[0], running.fleet.stack.requests[0, -1]
+    legs.prefill, legs.prefill_slot, legs.decode, legs.decode_slot, legs.prefilled_s = 0, NONE, 1, 1, 1.0
+    last.stage, last.transfer_s = HELD, 77.0
+    coupled.lose_decode(running.fleet, running.requests, 0, 2.0)
+    assert (last.transfer_s, legs.decode) == (77.0, NONE)
