@@ -40,7 +40,7 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import NoInstanceError, Pool, age_of
+from scheduler.instances import NoInstanceError, RolePool, age_of
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
 from scheduler.policy import Policy
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 FINISHED = INDEX_OF["num_finished_total"]
 NONE = -1  # no position
-POOL_OF = {PREFILL: Pool.PREFILL, DECODE: Pool.DECODE}  # where a leg alone is placed
+POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
@@ -179,7 +179,7 @@ class Decision:
     _indicators_s = 0.0  # the time at which these were kept
 
     # What instances are asked about.
-    _pool: Pool | None = None  # of all instances
+    _pool: RolePool | None = None  # of all instances
     _leg = SERVE
     _in_s = 0.0  # until it arrives
     _forecasts_anyway = False  # the chosen instance, where the policy does without forecasts

@@ -44,7 +44,7 @@ from scheduler.decision import (
     rows_of,
 )
 from scheduler.indicators import Column
-from scheduler.instances import NoInstanceError, Pool
+from scheduler.instances import NoInstanceError, RolePool
 from scheduler.placement import Leg, Placement
 from scheduler.spec import ALWAYS, BY_FORECAST, DECODE_FIRST, NEVER, PREFILL_FIRST
 
@@ -84,7 +84,7 @@ REASONS = (
 REASON_OF_PAIR = {ALWAYS: PAIR_ALWAYS, BY_FORECAST: PAIR_BY_FORECAST, "": PAIR_BY_CONDITION}
 REASON_OF_WHOLE = {ALWAYS: WHOLE_DECODE_DOWN, BY_FORECAST: WHOLE_BY_FORECAST, "": WHOLE_BY_CONDITION}
 
-ROLES_OF = {Pool.PREFILL: "role prefill", Pool.DECODE: "role decode or both"}
+ROLES_OF = {RolePool.PREFILL: "role prefill", RolePool.DECODE: "role decode or both"}
 PREDICTED = FORECAST_FIELDS.keys() - {"prefix_hit_tokens"}
 GONE = (CandidateStatus.DOWN, CandidateStatus.STOPPED, CandidateStatus.DRAINING)
 
@@ -153,11 +153,11 @@ class DisaggregatedDecision(Decision):
         super().__init__(core, request, policy)
         assert policy.legs is not None
         self._rules = policy.legs
-        self._pool = Pool.DECODE
+        self._pool = RolePool.DECODE
 
     def _reset(self) -> None:
         super()._reset()
-        self._pool = Pool.DECODE
+        self._pool = RolePool.DECODE
         self._prefill = self._is_decode = self._to_decode = self._decode_reserved_s = None
         self._awaits, self._why_whole = Awaits.NOTHING, ""
         self._leg, self._in_s, self._end_s, self._arrives_s = SERVE, 0.0, 0.0, 0.0
@@ -242,8 +242,8 @@ class DisaggregatedDecision(Decision):
             rows = request.rows if request.any_model else instances.rows_of_model(request.model)
         except (ValueError, NoInstanceError) as error:
             return self._shed(error, now_s)
-        self._has_prefill = not _is_empty(instances.rows_in_pool(rows, Pool.PREFILL))
-        if _is_empty(instances.rows_in_pool(rows, Pool.DECODE)):
+        self._has_prefill = not _is_empty(instances.rows_in_pool(rows, RolePool.PREFILL))
+        if _is_empty(instances.rows_in_pool(rows, RolePool.DECODE)):
             return self._without_decode(WHOLE_NO_DECODE, now_s)
         if self._has_one_leg():
             return self._attempt_whole(WHOLE_BY_REQUEST if self.request.undivided else WHOLE_NEVER, now_s)
@@ -265,7 +265,7 @@ class DisaggregatedDecision(Decision):
         failed = [] if self._prefill is None else self._prefill.candidates()
         self._reset()
         if self.core.rules.without_pool == REFUSE:
-            return self._refuse(Pool.PREFILL, failed, now_s)
+            return self._refuse(RolePool.PREFILL, failed, now_s)
         self._given_up = {one.instance_id: one for one in failed}
         return self._attempt_whole(why, now_s)
 
@@ -274,12 +274,12 @@ class DisaggregatedDecision(Decision):
         left = self._others
         self._reset()
         if self.core.rules.without_pool == REFUSE:
-            return self._refuse(Pool.DECODE, list(left.values()), now_s)
-        self._pool, self._left = Pool.PREFILL, left
+            return self._refuse(RolePool.DECODE, list(left.values()), now_s)
+        self._pool, self._left = RolePool.PREFILL, left
         self._given_up = {**self._given_up, **left}
         return self._attempt_whole(why, now_s)
 
-    def _refuse(self, pool: Pool, candidates: Sequence[Candidate], now_s: float) -> Intention:
+    def _refuse(self, pool: RolePool, candidates: Sequence[Candidate], now_s: float) -> Intention:
         notes = "; ".join(f"{one.instance_id}: {one.note}" for one in candidates[:8])
         reason = f"can take the request: {notes}" if notes else "serves the model"
         return self._shed(NoInstanceError(f"no instance with {ROLES_OF[pool]} {reason}"), now_s)
@@ -534,7 +534,7 @@ class DisaggregatedDecision(Decision):
 
     def _may_leave_pool(self) -> bool:
         """Whether prefill instances may serve the whole request instead, or have to be refused."""
-        if self._pool is not Pool.DECODE:
+        if self._pool is not RolePool.DECODE:
             return False
         if self.core.rules.without_pool == REFUSE:
             return not self._has_one_leg()

@@ -36,7 +36,7 @@ NOT_READY: Mapping[str, tuple[CandidateStatus, str]] = {
 }
 
 
-class Pool(Enum):
+class RolePool(Enum):
     """The instances that may serve a leg, by their roles."""
 
     PREFILL = "prefill"  # these and no others serve prefill legs
@@ -150,7 +150,7 @@ class InstanceDirectory:
         self._rows_of_model: dict[str, Rows | None] = {}
         self.has_roles = False  # whether any instance serves only one leg
         self._is_prefill: npt.NDArray[np.bool_] | None = None  # by row; None where no instance has a role
-        self._rows_in_pool: dict[tuple[int, Pool], tuple[Rows | None, Rows]] = {}
+        self._rows_in_pool: dict[tuple[int, RolePool], tuple[Rows | None, Rows]] = {}
         self._versions = [one.versions for one in self.by_id.values()]  # by row
         self._take_roles()
 
@@ -173,16 +173,16 @@ class InstanceDirectory:
         self._is_prefill = is_prefill if self.has_roles else None
         self._rows_in_pool.clear()
 
-    def rows_in_pool(self, rows: Rows | None, pool: Pool) -> Rows | None:
+    def rows_in_pool(self, rows: Rows | None, pool: RolePool) -> Rows | None:
         """Return those of some rows whose roles serve the legs of a pool."""
         is_prefill = self._is_prefill
         if is_prefill is None:
-            return rows if pool is not Pool.PREFILL else NO_ROWS
+            return rows if pool is not RolePool.PREFILL else NO_ROWS
         known = self._rows_in_pool.get((id(rows), pool))
         if known is not None and known[0] is rows:
             return known[1]
         all_rows = np.arange(len(is_prefill)) if rows is None else rows
-        found: Rows = all_rows[is_prefill[all_rows] == (pool is Pool.PREFILL)]
+        found: Rows = all_rows[is_prefill[all_rows] == (pool is RolePool.PREFILL)]
         if len(self._rows_in_pool) >= MAX_MODELS:
             self._rows_in_pool.clear()
         self._rows_in_pool[id(rows), pool] = rows, found

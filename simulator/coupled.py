@@ -225,7 +225,7 @@ def orphan(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
 def lose_decode(fleet: EngineArrays, requests: Requests, number: int, now_s: float) -> None:
     """Forget the decode leg of a request, whose engine has failed."""
     legs = requests.legs[number]
-    if legs.prefilled_s >= 0 and legs.fetched_s < 0:
+    if legs.prefill_slot != NONE and legs.prefilled_s >= 0 and legs.fetched_s < 0:
         orphan(fleet, legs.prefill, legs.prefill_slot, now_s)
     legs.prefill = legs.prefill_slot = legs.decode = legs.decode_slot = NONE
 

@@ -472,7 +472,10 @@ def count_late(fleet: EngineArrays, requests: Requests, now_s: float, limit_s: f
 
 @kernel
 def count_missed(fleet: EngineArrays, requests: Requests, now_s: float) -> int:
-    """Count the requests with a token that came after its deadline, or whose first token is late and missing."""
+    """Count the requests with a token that came after its deadline, or whose first token is late and missing.
+
+    One with two legs is counted by its decode leg, which has a slot from the decision on.
+    """
     num_missed = 0
     for number in range(len(requests.outcomes)):
         outcome = requests.outcomes[number]
@@ -482,6 +485,8 @@ def count_missed(fleet: EngineArrays, requests: Requests, now_s: float) -> int:
             if fleet.slots[index, slot].number < 0:
                 continue
             request = fleet.stack.requests[index, slot]
+            if request.leg == PREFILL_LEG:
+                continue
             is_late = (
                 request.output_tokens == 0 and now_s > request.arrival_s + fleet.stack.facts[index, slot].ttft_slo_s
             )

@@ -50,6 +50,8 @@ def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> Fit
     for one in transfers:
         by_size.setdefault((one.blocks, one.bytes, one.descriptors), []).append(one.seconds)
     blocks, num_bytes, descriptors = np.array(sorted(by_size), float).T
+    if num_bytes.min() <= 0:
+        raise ValueError("transfers: some have no bytes; give kv_bytes_per_token")
     if blocks.max() < MIN_RATIO * blocks.min():
         raise ValueError("transfers: all are about equally large; measure prompts of more different lengths")
     seconds = np.array([median(by_size[size]) for size in sorted(by_size)])

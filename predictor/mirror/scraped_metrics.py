@@ -19,7 +19,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 METRIC_NAMES = {
     "running": ("num_requests_running",),
     "waiting": ("num_requests_waiting",),
-    "fetching": ("num_requests_kv_fetch_by_stage",),  # the sum of its stages
+    "fetching": ("num_requests_kv_fetch_by_stage",),  # at the stage `in_progress`
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "prompt_tokens": ("prompt_tokens_total",),
     "generation_tokens": ("generation_tokens_total",),
@@ -77,6 +77,8 @@ def parse_metrics(text: str) -> ScrapedMetrics:
         if name == "cache_config_info":
             settings = _settings(dict(_LABEL.findall(labels)))
         elif math.isfinite(value):
+            if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
+                continue
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
         settings["kv_role"] = PRODUCER_AND_CONSUMER  # only engines that fetch have it

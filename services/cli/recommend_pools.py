@@ -19,7 +19,7 @@ POOLS_ONLY = "pd_"  # policies whose names begin with this always need two pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class PoolCosts:
     """What a cluster costs per hour, and for a million tokens of prompts and responses."""
 
     instance_per_hour: float
@@ -43,7 +43,7 @@ def recommend_by_pools(
     work = scenario.workload(rate, 0)
     span_s = float(work.arrival_s[-1] - work.arrival_s[0])
     tokens = int((work.lengths.prompt_tokens + work.lengths.output_tokens).sum())
-    costs = Costs(instance_per_hour=price, tokens_per_s=tokens / max(span_s, 1e-9))
+    costs = PoolCosts(instance_per_hour=price, tokens_per_s=tokens / max(span_s, 1e-9))
     colocated = [one for one in policies or COLOCATED if not one.startswith(POOLS_ONLY)]
     found = list(
         recommend_pools(
@@ -60,7 +60,7 @@ def recommend_by_pools(
         _print_table(found, target, costs)
 
 
-def _row(one: PoolRecommendation, costs: Costs) -> dict[str, Any]:
+def _row(one: PoolRecommendation, costs: PoolCosts) -> dict[str, Any]:
     """Return a recommendation for a program; `tried` has the points of a map over both numbers of instances."""
     row = {"policy": one.policy, "colocated": one.colocated, "num_instances": one.num_instances}
     best = {} if one.best is None else {**asdict(one.best), **costs.of(one.num_instances or 0)}
@@ -72,7 +72,7 @@ def _show(what: str) -> None:
         print(f"\r{what}\x1b[K", end="", file=sys.stderr)
 
 
-def _print_table(found: Sequence[PoolRecommendation], target: Target, costs: Costs) -> None:
+def _print_table(found: Sequence[PoolRecommendation], target: Target, costs: PoolCosts) -> None:
     limits = [f"{name.upper()} < {value:g} s" for name in ("ttft", "tpot", "e2e")
               if (value := getattr(target, f"{name}_s")) is not None]  # fmt: skip
     print(f"instances needed for P{target.percentile:g} {', '.join(limits)}, the share of the limit used, and the cost")

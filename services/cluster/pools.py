@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ def emulator_flags(engine: PlannedEngine) -> tuple[str, ...]:
 
 def connector_flags(engine: PlannedEngine, given: Sequence[str], *, on_cpu: bool) -> tuple[str, ...]:
     """Write the flags of vLLM that configure its KV connector, unless the user's arguments do."""
-    if not engine.kv_role or any(word.partition("=")[0] == CONNECTOR_FLAG for word in given):
+    if not engine.kv_role or any(re.split("[.=]", word)[0] == CONNECTOR_FLAG for word in given):
         return ()
     connector = {"kv_connector": CONNECTOR, "kv_role": engine.kv_role}
     if on_cpu:

@@ -21,7 +21,7 @@ from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
-from services.emulator.kv_transfers import Fetch, KvConnector
+from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, ParsedRequest
 from services.emulator.tokens import content_hashes
@@ -57,7 +57,7 @@ class Driver:
         metrics: EngineMetrics,
         *,
         max_num_queued_reqs: int,
-        connector: KvConnector | None = None,
+        connector: EmulatedConnector | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
@@ -354,7 +354,7 @@ class Driver:
 
     # KV blocks of other engines, and for them.
 
-    def _follow_transfers(self, connector: KvConnector) -> None:
+    def _follow_transfers(self, connector: EmulatedConnector) -> None:
         """Note fetches that have begun, ended or failed, and leases that have ended."""
         rows, fetches = self._rows, connector.fetches
         for request_id, fetch in fetches.all():
@@ -362,6 +362,8 @@ class Driver:
             stage, has_ended = int(rows["stage"][slot]), bool(rows["status"][slot] == FINISHED)
             if stage == FETCHING and fetch.started_s is None:
                 fetch.started_s = float(self._head["now_s"][0])
+                if self._head["num_in_flight"][0] > 1:  # it begins with the younger step
+                    fetch.started_s = max(fetch.started_s, self._end_of_oldest_s())
             if fetch.is_lost and (stage == FETCHING or (stage == TO_FETCH and not connector.recomputes)):
                 self._fail_fetch(self._jobs[slot])
                 fetches.fail(request_id)

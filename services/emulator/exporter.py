@@ -15,7 +15,7 @@ from predictor import remote_kv
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine, Outcome
 from predictor.request import LEGS
-from predictor.state import FINISHED, HELD, MEMORY_SIZE, NONE, State
+from predictor.state import FINISHED, HELD, LOST, MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
 from services.engine_state.writer import Writer
@@ -143,6 +143,8 @@ def _copy_transfer(state: State, into: Copies, slot: int) -> None:
             live.fetch_started_s = state.engine[0].now_s
             if state.engine[0].num_in_flight > 1:  # it begins with the younger step
                 live.fetch_started_s = max(live.fetch_started_s, state.steps[state.engine[0].oldest].end_s)
+        if row.stage == LOST:
+            live.fetch_started_s = NONE
         if row.status == FINISHED:
             live.held_until_s = remote_kv.end_s(state, slot)
     elif has_begun and live.fetch_ended_s < 0:

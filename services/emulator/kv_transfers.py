@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from predictor.config import RECOMPUTE, EngineConfig
 from services.emulator.side_channel import (
-    HeldBlocks,
+    BlocksOfPrefill,
     SideChannel,
     SideChannelClient,
     TransferError,
@@ -87,9 +87,9 @@ class Leases:
         self._counts.num_expired += 1
         log_event(log, logging.WARNING, "held KV blocks expired", request_id=request_id)
 
-    def side(self, compatibility: str) -> HeldBlocks:
+    def side(self, compatibility: str) -> BlocksOfPrefill:
         """Return what the side channel may do."""
-        return HeldBlocks(
+        return BlocksOfPrefill(
             engine_id=self.engine_id,
             compatibility=compatibility,
             ending=self._endings.get,
@@ -231,7 +231,7 @@ class Fetches:
         task.add_done_callback(self._tasks.discard)
 
 
-class KvConnector:
+class EmulatedConnector:
     """An engine's part in disaggregated prefill and decode: what it holds, what it fetches, and its side channel."""
 
     def __init__(self, config: EngineConfig, model: str, version: str, *, host: str, port: int) -> None:

@@ -20,7 +20,7 @@ from services.emulator.app import VERSION, ConnectionProtocol, Emulator
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
-from services.emulator.kv_transfers import KvConnector
+from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
@@ -74,7 +74,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = KvConnector(config, settings.model, VERSION, **address)
+            connector = EmulatedConnector(config, settings.model, VERSION, **address)
         app = application(settings, config, profile, connector)
         driving = asyncio.create_task(app.driver.run())
         try:
@@ -93,7 +93,7 @@ async def serving(
 
 
 def application(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: KvConnector | None
+    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
 ) -> Emulator:
     """Combine an engine, its driver and its HTTP surface."""
     clock = EngineClock(settings.speed)

@@ -47,7 +47,7 @@ def compatibility_hash(model: str, version: str, config: EngineConfig) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBlocks:
+class BlocksOfPrefill:
     """What the side channel can do with the blocks that an engine holds, by the ids of their requests.
 
     `ending` returns an event that is set when the blocks are no longer held, None where they are not.
@@ -65,7 +65,7 @@ class SideChannel(Application):
 
     name = "side channel"
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: BlocksOfPrefill) -> None:
         """Serve these blocks."""
         super().__init__()
         self._held = held
@@ -80,7 +80,7 @@ class SideChannel(Application):
         data = await self._json(call)
         if data.get("compatibility_hash") != self._held.compatibility:
             raise ApiError(409, "compatibility_hash: version, model and block size of the two engines differ")
-        (request_id,) = self._ids(data, most=1)
+        (request_id,) = self._ids(data, num=1)
         ending = self._held.ending(request_id)
         if ending is None:
             raise ApiError(404, f"request_ids: the blocks of {request_id} are not held, or not any more")
@@ -111,10 +111,10 @@ class SideChannel(Application):
         return data
 
     @staticmethod
-    def _ids(data: dict[str, Any], most: int | None = None) -> list[str]:
+    def _ids(data: dict[str, Any], num: int | None = None) -> list[str]:
         ids = data.get("request_ids")
-        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids) or len(ids) > (most or len(ids)):
-            raise ApiError(400, f"request_ids: must be {'one id' if most == 1 else 'ids'} in a list, not {ids!r}")
+        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids) or num not in (None, len(ids)):
+            raise ApiError(400, f"request_ids: must be {'one id' if num == 1 else 'ids'} in a list, not {ids!r}")
         return ids
 
 

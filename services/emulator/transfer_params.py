@@ -45,11 +45,14 @@ def _remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks:
     port = params.get("remote_port")
     if type(port) is not int or not 0 < port <= MAX_PORT:
         raise ValueError(f"remote_port: must be a port, not {port!r}")
+    host = _text(params, "remote_host")
+    if not (host.isascii() and host.isprintable()):
+        raise ValueError(f"remote_host: must be a host's name or address, not {host!r}")
     cached = params.get("remote_prefill_cached_tokens")
     return RemoteBlocks(
         engine_id=_text(params, "remote_engine_id"),
         request_id=_text(params, "remote_request_id"),
-        host=_text(params, "remote_host"),
+        host=host,
         port=port,
         num_blocks=len(groups[0]) if groups else 0,
         cached_tokens=cached if type(cached) is int and cached >= 0 else None,

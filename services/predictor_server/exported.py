@@ -59,7 +59,7 @@ class FollowedEngine:
     tag_median: np.ndarray
     tag_spread: np.ndarray
     held_s: np.ndarray  # for which the blocks of a prefill leg are expected to be held; NaN: for the lease
-    learned: np.ndarray  # by slot, the request whose fetch has been compared with its prediction
+    learned: np.ndarray  # by slot, the request whose fetch has ended, and has been compared with its prediction
 
     @classmethod
     def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
@@ -312,10 +312,13 @@ class ExportedEngine:
         if num_fetched != self._num_fetched:
             self._num_fetched = num_fetched
             config = followed.replica.engine.config
-            for slot in alone_on_the_link(view.live, view.slots):
+            alone = set(alone_on_the_link(view.live, view.slots))
+            for slot in view.slots[view.live["fetch_ended_s"][view.slots] >= 0].tolist():
                 live = view.live[slot]
-                if followed.learned[slot] != live["serial"]:
-                    followed.learned[slot] = live["serial"]
+                if followed.learned[slot] == live["serial"]:
+                    continue
+                followed.learned[slot] = live["serial"]  # only now are all known that were fetched at the same time
+                if slot in alone:
                     num_tokens = int(view.requests["prompt_tokens"][slot] - live["hit_tokens"])
                     self._transfers = self._transfers.observe(
                         predicted_s=config.transfer_s(num_tokens, -(-num_tokens // config.block_size)),

@@ -53,6 +53,8 @@ def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
         "remaining_tokens": sum(
             int(one.final_tokens) - int(one.output_tokens) for one in (*running, *waiting, *pending)
         ),
+        "num_fetching": 0,
+        "num_held_blocks": 0,
         "pace": 1.25,
     }
     assert len(running) == len(engine.running())

@@ -12,16 +12,17 @@ import pytest
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import Tag
-from predictor.request import BEST_EFFORT, MAX_PRIORITY, NO_TENANT, RequestFacts, Slo, tenant_number
+from predictor.request import BEST_EFFORT, DECODE, MAX_PRIORITY, NO_TENANT, RequestFacts, Slo, tenant_number
 from tests.strategies import AFFINE
 
 FACTS = RequestFacts(
     request_id="r", model="m", prompt_tokens=48, tag=Tag(median_tokens=90.5, spread=0.5), arrival_s=3.0, max_tokens=200,
     min_tokens=4, priority=-2, prefix_hashes=("a1", "b2", "c3"), request_class=BEST_EFFORT,
     slo=Slo(ttft_s=0.5, tpot_s=0.04), weight=2.5, client_id="alice", session_id="chat-7",
-    in_s=0.125,
+    in_s=0.125, leg=DECODE, held_s=0.75, transfer_s=0.25,
 )  # fmt: skip
 KNOWN_LENGTH = replace(FACTS, output_tokens=90, tag=None)
+DECODING = EngineConfig(kv_role="kv_consumer")
 
 
 def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
@@ -46,6 +47,9 @@ def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
         ({"request_class": "urgent"}, "request_class: 'urgent' is neither"),
         ({"in_s": -0.5}, "in_s: must be a time from 0 on"),
         ({"in_s": math.inf}, "in_s: must be a time from 0 on"),
+        ({"leg": "both"}, "leg: 'both' is none of serve, prefill, decode"),
+        ({"held_s": -1.0}, "held_s: must be a time from 0 on"),
+        ({"transfer_s": math.nan}, "transfer_s: must be a time from 0 on"),
         ({"weight": 0.0}, "weight: must be above 0"),
         ({"weight": math.inf}, "weight: must be above 0"),
         ({"weight": math.nan}, "weight: must be above 0"),
@@ -74,7 +78,7 @@ def test_tenants_have_the_same_number_everywhere() -> None:
 
 def test_an_engine_keeps_the_facts_in_columns() -> None:
     """A local scheduler finds targets, weight, tenant and class beside a request; a slot's next request has its own."""
-    engine = Engine(EngineConfig(), AFFINE)
+    engine = Engine(DECODING, AFFINE)
     slot = engine.add(FACTS)
     assert engine.state.facts[slot].item() == (0.5, 0.04, 2.5, tenant_number("alice"), 1)
     engine.abort("r")
@@ -87,7 +91,7 @@ def test_an_engine_keeps_the_facts_in_columns() -> None:
 
 def test_facts_stay_with_their_requests_when_the_engine_grows() -> None:
     """More requests than there were slots leave the facts of the others as they are."""
-    engine = Engine(EngineConfig(), AFFINE)
+    engine = Engine(DECODING, AFFINE)
     slot = engine.add(FACTS)
     for number in range(200):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=3))

@@ -12,7 +12,7 @@ import pytest
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
-from predictor.state import HELD
+from predictor.state import HELD, NONE
 from scheduler.candidates import RequestIndicators
 from scheduler.decision import Ask
 from simulator import coupled, kernels
@@ -281,3 +281,29 @@ def test_summaries_have_the_pools_apart() -> None:
     assert set(rows["prefill_instance"]) == {"instance-0", "instance-1"}
     assert (rows["fetched_s"] > rows["prefilled_s"]).all()
     assert "pools" not in summary(simulate(small_specs(), work, "jsq"))
+
+
+def test_a_request_with_two_legs_misses_once() -> None:
+    """Where both legs are late, that is one missed request, at any time."""
+    work = poisson(30, 30.0)
+    running = simulation(pools(1, 1), work, "round_robin", Conditions(hop_s=HOP_S, sample_s=0.0))
+    for name in ("ttft_slo_s", "tpot_slo_s"):
+        running.requests.facts[name] = 1e-6
+    for number in range(len(work)):
+        now_s = float(work.arrival_s[number])
+        running.refresh(now_s)
+        running.send_by(coupled.await_decode, number, 1, now_s, now_s + 0.1)
+        running.send_by(coupled.send_prefill, number, 0, now_s, now_s, 0.1)
+        assert kernels.count_missed(running.fleet, running.requests, now_s + 1e-3) == number + 1
+    running.run_out()
+    assert kernels.count_missed(running.fleet, running.requests, math.inf) == len(work)
+
+
+def test_blocks_of_an_engine_that_failed_are_not_left_to_the_lease() -> None:
+    """A decode leg whose prefill engine failed before holds no blocks there: those of others stay as they are."""
+    running = simulation(pools(1, 1), poisson(1, 1.0), "round_robin", Conditions())
+    legs, last = running.requests.legs[0], running.fleet.stack.requests[0, -1]
+    legs.prefill, legs.prefill_slot, legs.decode, legs.decode_slot, legs.prefilled_s = 0, NONE, 1, 1, 1.0
+    last.stage, last.transfer_s = HELD, 77.0
+    coupled.lose_decode(running.fleet, running.requests, 0, 2.0)
+    assert (last.transfer_s, legs.decode) == (77.0, NONE)

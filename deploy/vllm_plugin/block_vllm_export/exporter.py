@@ -185,6 +185,9 @@ class Exporter:
         for entry in [one for one in self._fetching if one.request.request_id in ready]:
             self._fetching.remove(entry)
             entry.fetch_ended_s = now_s
+            if entry.request.request_id in self._scheduler.failed_recving_kv_req_ids:
+                entry.fetch_started_s = NEVER
+                continue
             if seconds:
                 entry.fetch_ended_s = min(now_s, entry.fetch_started_s + sum(seconds) / len(seconds))
             self._writer.state["num_fetched"] += 1

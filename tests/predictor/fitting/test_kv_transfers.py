@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -74,3 +76,5 @@ def test_too_little_is_refused() -> None:
         fit_transfers(drawn[:5], BLOCK_SIZE)
     with pytest.raises(ValueError, match="^transfers: all are about equally large"):
         fit_transfers([one for one in drawn if one.blocks in (24, 32)], BLOCK_SIZE)
+    with pytest.raises(ValueError, match="^transfers: some have no bytes; give kv_bytes_per_token"):
+        fit_transfers([replace(one, bytes=0.0) for one in drawn], BLOCK_SIZE)

@@ -28,11 +28,11 @@ def test_metrics_are_parsed() -> None:
 
 
 def test_an_engine_that_fetches_kv_blocks_is_known_by_its_metrics() -> None:
-    """All stages of a fetch are added up."""
+    """Requests whose fetch has not started, or has ended, are not counted."""
     stages = ("waiting_to_start", "in_progress", "completed_waiting")
-    lines = [f'vllm:num_requests_kv_fetch_by_stage{{stage="{name}"}} {n}.0' for n, name in enumerate(stages)]
+    lines = [f'vllm:num_requests_kv_fetch_by_stage{{stage="{name}"}} {n}.0' for n, name in enumerate(stages, 3)]
     metrics = parse_metrics("\n".join(lines))
-    assert (metrics.fetching, metrics.settings) == (3, {"kv_role": "kv_both"})
+    assert (metrics.fetching, metrics.settings) == (4, {"kv_role": "kv_both"})
 
 
 @pytest.mark.parametrize(

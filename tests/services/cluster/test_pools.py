@@ -84,8 +84,8 @@ def test_vllm_gets_a_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [json.loads(program.arguments[1])["kv_buffer_device"] for program in on_cores] == ["cpu", "cpu"]
     assert {program.environment["BLOCK_NIXL_ON_CPU"] for program in on_cores} == {"1"}
 
-    own = f"{CONNECTOR_FLAG}={{}}"
-    assert [program.arguments for program in programs(VllmSettings(model="m", arguments=(own,)))] == [(own,), (own,)]
+    for own in (f"{CONNECTOR_FLAG}={{}}", f"{CONNECTOR_FLAG}.kv_connector=NixlConnector"):
+        assert [program.arguments for program in programs(VllmSettings(model="m", arguments=(own,)))] == [(own,)] * 2
 
 
 def test_a_missing_nixl_is_one_line_with_the_remedy() -> None:

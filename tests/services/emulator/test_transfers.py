@@ -346,6 +346,8 @@ def test_an_engine_that_only_decodes_takes_no_prefill(engines: tuple[Emulated, E
         ({"remote_port": "9"}, "remote_port: must be a port"),
         ({"remote_port": 0}, "remote_port: must be a port"),
         ({"remote_host": None}, "remote_host: must be a string"),
+        ({"remote_host": "a\0b"}, "remote_host: must be a host's name"),
+        ({"remote_host": "ü" * 80}, "remote_host: must be a host's name"),
         ({"remote_block_ids": [1]}, "remote_block_ids: must be a list of lists"),
     ],
 )
@@ -360,6 +362,18 @@ def test_malformed_parameters_are_refused(
     assert f"kv_transfer_params.{message}" in reply.json()["error"]["message"]
     assert text_of(decoded(d, params))
     p.until(lambda: num_held(p) == 0)
+
+
+@pytest.mark.parametrize("ids", [[], ["a", "b"], "a", [1]])
+def test_a_watch_is_for_one_request(engines: tuple[Emulated, Emulated], ids: Any) -> None:
+    """The refusal says what is expected."""
+    connector = engines[0].driver.connector
+    body = {
+        "engine_id": connector.leases.engine_id, "request_ids": ids,
+        "compatibility_hash": connector.side_channel._held.compatibility,
+    }  # fmt: skip
+    reply = httpx.post(f"http://{connector.host}:{connector.port}/kv/watch", json=body, timeout=PATIENCE_S)
+    assert (reply.status_code, "must be one id in a list" in reply.text) == (400, True)
 
 
 def test_which_leg_is_asked_for() -> None:

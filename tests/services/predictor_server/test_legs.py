@@ -125,15 +125,16 @@ def test_an_engine_without_the_role_refuses_a_leg(tmp_path: Path) -> None:
     writer.close()
 
 
-def fetched(writer: Writer, slot: int, seconds: float) -> None:
-    """Publish a running request whose blocks were fetched within a time, while no others were."""
+def fetched(writer: Writer, slot: int, seconds: float, started_s: float | None = None) -> None:
+    """Publish a running request whose blocks were fetched within a time, by default while no others were."""
+    started_s = 10.0 * slot + 1.0 if started_s is None else started_s
     writer.put_request(
         slot, serial=slot + 1, request_id=f"cmpl-r{slot}-0-0000000{slot}", arrival_s=0.0, prompt_tokens=PROMPT,
         max_tokens=30, leg=2,
     )  # fmt: skip
     live = writer.live[slot]
     live["output_tokens"], live["computed_tokens"], live["num_blocks"] = 1, PROMPT, 4
-    live["fetch_started_s"], live["fetch_ended_s"] = 10.0 * slot + 1.0, 10.0 * slot + 1.0 + seconds
+    live["fetch_started_s"], live["fetch_ended_s"] = started_s, started_s + seconds
     blocks = np.arange(4 * slot, 4 * slot + 4)
     writer.put_blocks(slot, blocks)
     writer.blocks["reuse"][blocks] = 0
@@ -159,6 +160,27 @@ def test_transfer_times_are_learnt(tmp_path: Path) -> None:
                 assert before < after < 3.0 * TRANSFER_S + before
                 before = after
             assert before > 1.9 * TRANSFER_S
+
+    run(test())
+    writer.close()
+
+
+def test_shared_transfers_are_not_compared_later(tmp_path: Path) -> None:
+    """A transfer that shared the link teaches nothing, also once the other request has ended."""
+    writer = idle(tmp_path)
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S) as client:
+            expected = (await client.forecast(leg("DECODE"))).fetched_s
+            for slot in range(2):
+                fetched(writer, slot, 3.0 * TRANSFER_S, started_s=1.0)
+            await client.until(lambda response: response.indicators.num_running == 2)
+            writer.put_request(
+                1, serial=9, request_id="cmpl-new-0-00000009", arrival_s=0.0, prompt_tokens=PROMPT, max_tokens=30, leg=2
+            )
+            fetched(writer, 2, TRANSFER_S)
+            await client.until(lambda response: response.indicators.num_running == 3)
+            assert (await client.forecast(leg("DECODE"))).fetched_s == pytest.approx(expected)
 
     run(test())
     writer.close()
