@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from predictor.lengths import Tag
 from predictor.profile import constant_profile
-from predictor.request import CLASSES, REAL_TIME, RequestFacts, tenant_number
+from predictor.request import CLASSES, LEGS, REAL_TIME, RequestFacts, tenant_number
 from predictor.snapshot import Memory, ServedClient, Snapshot
 from predictor.state import CLIENT, MEMORY_SIZE
 from predictor.transfer import engine_from
@@ -116,7 +116,7 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
         max_tokens=facts.max_tokens or 0, min_tokens=facts.min_tokens or 0, priority=facts.priority,
         tag_tokens=tag.median_tokens, tag_spread=tag.spread, ttft_slo_s=facts.slo.ttft_s or np.nan,
         tpot_slo_s=facts.slo.tpot_s or np.nan, request_class=CLASSES.index(facts.request_class), weight=facts.weight,
-        client_id=facts.client_id, session_id=facts.session_id,
+        client_id=facts.client_id, session_id=facts.session_id, leg=LEGS.index(facts.leg),
     )  # fmt: skip
     writer.put_hashes(3, np.array([11, 12], np.uint64))
     writer.live["num_hashes"][3] = 2
@@ -124,6 +124,7 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
     writer.publish()
     (read,) = snapshot(path).waiting
     seen = replace(facts, model="tiny", output_tokens=None, tag=tag, prefix_hashes=(11, 12), in_s=0.0)
+    seen = replace(seen, held_s=None, transfer_s=None)  # schedulers and engines know these
     assert read.request == seen
     view = Reader(str(path)).read()
     assert view.requests["tenant"][3] == tenant_number(facts.client_id)

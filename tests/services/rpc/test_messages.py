@@ -44,7 +44,7 @@ def forecast(**fields: Any) -> common_pb2.Forecast:
 @pytest.mark.parametrize("facts", [FACTS, KNOWN_LENGTH])
 def test_a_request_arrives_as_it_was_sent(facts: RequestFacts) -> None:
     """All facts survive; the age is carried over to the receiver's clock."""
-    sent = replace(facts, prefix_hashes=HASHES)
+    sent = replace(facts, prefix_hashes=HASHES, transfer_s=None)  # which engines alone know
     message = messages.request_message(sent, now_s=5.0, block_size=16)
     assert (message.model, message.waited_s, message.prefix_block_tokens) == ("m", 2.0, 16)
     read = messages.request_from(common_pb2.Request.FromString(message.SerializeToString()), now_s=5.0, block_size=16)
@@ -101,6 +101,8 @@ def test_names_of_blocks_have_one_form() -> None:
         (request(waited_s=math.inf), "waited_s"),
         (request(in_s=-1.0), "in_s"),
         (request(in_s=math.nan), "in_s"),
+        (request(held_s=-1.0), "held_s"),
+        (request(held_s=math.nan), "held_s"),
         (request(weight=0.0), "weight"),
         (request(weight=math.nan), "weight"),
         (request(slo=common_pb2.Slo(ttft_s=0.0)), "slo.ttft_s"),
