@@ -17,7 +17,7 @@ from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
 
 MAX_POLICIES = 64  # that requests ask for by themselves
-MAX_HAND_OVER_S = 1.0  # that is learned from; a longer one was a fault
+MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
 HAND_OVER_WEIGHT = 0.05  # of each new one in the mean
 
 
@@ -101,7 +101,8 @@ class SchedulerCore:
 
     def observe_hand_over(self, seconds: float) -> None:
         """Learn how long it takes from the end of a prefill leg to the arrival of the decode leg."""
-        self.hand_over_s += HAND_OVER_WEIGHT * (min(max(seconds, 0.0), MAX_HAND_OVER_S) - self.hand_over_s)
+        if 0 <= seconds <= MAX_HAND_OVER_S:
+            self.hand_over_s += HAND_OVER_WEIGHT * (seconds - self.hand_over_s)
 
     # The admission queue.
 

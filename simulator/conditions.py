@@ -12,6 +12,7 @@ from predictor.lengths import RESIDUALS
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
 FIRST_COME, LATE_LAST, FEWEST_LATE = "first_come", "late_last", "fewest_late"
+MIN_HOP_S = 1e-6  # coupled engines advance by at most this time together
 TURNS = (FIRST_COME, LATE_LAST, FEWEST_LATE)
 
 
@@ -78,8 +79,8 @@ class Conditions:
             raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
         if self.turn not in TURNS:
             raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
-        if not 0 < self.hop_s < math.inf:
-            raise ValueError(f"hop_s: must be a time above 0, not {self.hop_s!r}")
+        if not MIN_HOP_S <= self.hop_s < math.inf:
+            raise ValueError(f"hop_s: must be a time from {MIN_HOP_S:g} on, not {self.hop_s!r}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
             raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
 

@@ -29,7 +29,7 @@ from simulator.kernels import (
     write_indicators,
 )
 
-PREFILL_ROLE = 1  # index in `scheduler.instances.ROLES`
+PREFILL_INDEX = 1  # index in `scheduler.instances.ROLES`
 
 
 # Sending. The list `underway` of an engine has the slots of its prefill legs until they end, or of its decode legs
@@ -104,11 +104,11 @@ def advance_coupled(fleet: EngineArrays, requests: Requests, until_s: float, hop
         # a leg that arrives exactly then must be there before the step of that moment is planned
         bound_s = until_s if is_last else np.nextafter(arrives_s, -np.inf)
         for index in range(len(fleet.instances)):
-            if fleet.instances[index].role != PREFILL_ROLE:
+            if fleet.instances[index].role != PREFILL_INDEX:
                 run(fleet, index, bound_s)
                 release_fetched(fleet, requests, index, bound_s)
         for index in range(len(fleet.instances)):
-            if fleet.instances[index].role == PREFILL_ROLE:
+            if fleet.instances[index].role == PREFILL_INDEX:
                 run(fleet, index, bound_s)
                 hand_over(fleet, requests, index, hop_s)
         if is_last:
@@ -130,7 +130,7 @@ def earliest_prefill_end(fleet: EngineArrays) -> float:
     earliest_s, release_s = np.inf, -1.0
     for index in range(len(fleet.instances)):
         instance = fleet.instances[index]
-        if instance.role != PREFILL_ROLE or not instance.up or instance.num_underway == 0:
+        if instance.role != PREFILL_INDEX or not instance.up or instance.num_underway == 0:
             continue
         earliest_s = min(earliest_s, next_event_s(fleet, index))
         engine = fleet.stack.engine[index, 0]
@@ -147,7 +147,7 @@ def earliest_release(fleet: EngineArrays) -> float:
     earliest_s = np.inf
     for index in range(len(fleet.instances)):
         instance = fleet.instances[index]
-        if instance.role == PREFILL_ROLE or not instance.up:
+        if instance.role == PREFILL_INDEX or not instance.up:
             continue
         earliest_s = min(earliest_s, next_event_s(fleet, index))
         state = engine_at(fleet.stack, fleet.stack.costs, index)

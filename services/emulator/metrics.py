@@ -293,8 +293,10 @@ class Exposition(Collector):
             for name, stages in FETCH_STAGES.items():
                 family.add_metric((*self._labels.values(), name), gauges.num_at(stages))
             yield family
-        held = "Finished prefills whose KV blocks are held for another engine."
-        yield GaugeMetricFamily("block_emulator_held_prefills", held, value=gauges.num_held)
+        yield GaugeMetricFamily(
+            "block_emulator_held_prefills", "Finished prefills whose KV blocks are held for another engine.",
+            value=gauges.num_held,
+        )  # fmt: skip
 
     def _histogram(self, name: str, help_text: str) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
