@@ -14,7 +14,7 @@ from services.cluster import Cluster, ClusterSettings, running
 from tests.services.cluster.living import Living
 from tests.services.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 POLICY = "pd_least"  # which always disaggregates
 NUM = 8  # requests at once

@@ -256,6 +256,7 @@ def test_the_asyncio_driver_decides_as_the_reference_does_among_instances_with_r
     assert_same(record, reference(script))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "name"), ROLE_CASES)
 def test_the_asyncio_driver_decides_as_the_reference_does_in_every_scenario_with_roles(policy: str, name: str) -> None:
     """By every policy, and by every option for legs."""
