@@ -100,7 +100,9 @@ def _chosen_splits(
     """
     keys: list[tuple[str, int]] = []
     asked: list[GoodputCase] = []
-    for variant, scenario in cases:
+    shorter = {"traffic": {"num_requests": experiment.tuning_requests}} if experiment.tuning_requests else {}
+    for variant, whole in cases:
+        scenario = whole.changed(**shorter)
         for num_prefill in splits_of(variant, scenario):
             keys.append((variant.name, num_prefill))
             asked.append(
