@@ -431,7 +431,7 @@ def _facts_row(request: RequestFacts) -> tuple[float, ...]:
     if request.slo is not None:
         ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
     return (
-        math.nan if ttft_s is None else ttft_s,
+        math.nan if ttft_s is None else ttft_s - request.waited_s,
         math.nan if tpot_s is None else tpot_s,
         request.weight,
         tenant_number(request.client_id) if request.client_id else NO_TENANT,

@@ -421,7 +421,7 @@ def put_requests(
         request.stage = NO_TRANSFER
         request.transfer_s = 0.0
         put_facts(state.facts[slot], fact)
-        request.tokens_on_time = NONE if np.isnan(state.facts[slot].ttft_slo_s) else 0  # counted from here on
+        request.tokens_on_time = tokens_on_time(request, state.facts[slot].ttft_slo_s)
         if reported.prefill_tokens >= 0:
             request.prefill_tokens = reported.prefill_tokens
         else:
@@ -432,6 +432,15 @@ def put_requests(
         elif not has_ended:
             state.waiting[index - num_running] = slot
     return OK
+
+
+@small_kernel
+def tokens_on_time(request: np.record, ttft_slo_s: float) -> int:
+    """Return how many tokens of a reported request came by their deadlines: all, as far as is known."""
+    if np.isnan(ttft_slo_s):
+        return NONE
+    is_first_late = request.first_token_s > request.arrival_s + ttft_slo_s
+    return max(0, request.output_tokens - is_first_late)
 
 
 @kernel

@@ -9,7 +9,7 @@ import numpy as np
 
 from predictor import loop, queues
 from predictor.batching import is_compiled
-from predictor.compiled import direct, inner_kernel, interpreted, kernel
+from predictor.compiled import direct, inner_kernel, interpreted, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
@@ -23,10 +23,15 @@ RESULT = np.dtype(
         ("delay_sum_s", "f8"),
         ("delay_worst_s", "f8"),
         ("fetched_s", "f8"),  # NaN where nothing is fetched
+        ("gain_before", "f8"),
+        ("gain_after", "f8"),
+        ("least_slack_s", "f8"),
         ("output_tokens", "i8"),
         ("num_preemptions", "i8"),
         ("others_preempted", "i8"),
         ("hit_tokens", "i8"),
+        ("attained", "i8"),
+        ("others_missed", "i8"),
     ],
     align=True,
 )
@@ -64,7 +69,8 @@ class Forecaster:
         num_inserted = 0
         try:
             for candidate in candidates:
-                slots[num_inserted] = self.engine.insert(candidate, arrival_s=now_s + candidate.in_s)
+                slot = slots[num_inserted] = self.engine.insert(candidate, arrival_s=now_s + candidate.in_s)
+                self.engine.state.facts[slot].ttft_slo_s -= candidate.in_s
                 num_inserted += 1
             return self._forecast_inserted(slots, now_s, delays)
         finally:
@@ -108,10 +114,16 @@ class Forecaster:
                 delay_sum_s=delay_sum_s if delays else None,
                 delay_worst_s=delay_worst_s if delays else None,
                 fetched_s=fetched_s if fetched_s == fetched_s else None,  # noqa: PLR0124 - not NaN
+                attained=float(attained),
+                others_missed=others_missed if delays else None,
+                gain_before=gain_before if delays else None,
+                gain_after=gain_after if delays else None,
+                least_slack_s=least_slack_s if delays else None,
             )
             for slot, (
-                scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s, fetched_s,
-                output_tokens, num_preemptions, others_preempted, hit_tokens,
+                scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s, fetched_s, gain_before,
+                gain_after, least_slack_s, output_tokens, num_preemptions, others_preempted, hit_tokens, attained,
+                others_missed,
             ) in zip(slots, results.tolist(), strict=True)
         ]  # fmt: skip
 
@@ -133,6 +145,7 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
         shared = layer(workspace, source, SHARED)
         if not is_ready[0]:
             copy_into(shared, source)
+            shared.engine[0].least_slack_s = np.inf
             if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
                 drive(shared, FOREVER, any_number, tail)
                 is_ready[0] = True
@@ -187,27 +200,56 @@ def read_result(after: State, slot: int, now_s: float, result: np.record) -> Non
     result.output_tokens = request.final_tokens
     result.num_preemptions = request.num_preemptions
     result.hit_tokens = request.hit_tokens
+    result.attained = attains(after, slot)
+
+
+@small_kernel
+def attains(state: State, slot: int) -> bool:
+    """Return whether all tokens of a response have come by their deadlines; one without deadlines attains them."""
+    request = state.requests[slot]
+    if request.tokens_on_time < 0:
+        return True
+    num_due = 1 if np.isnan(state.facts[slot].tpot_slo_s) else request.final_tokens
+    return bool(request.status == FINISHED and request.tokens_on_time >= num_due)
 
 
 @kernel
 def compare(source: State, shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
-    """Record how much later than without the candidate the others end, and how often more they are preempted."""
+    """Record what the candidate does to the others: delays, preemptions, missed deadlines and gain."""
     engine = source.engine[0]
-    result.delay_sum_s = result.delay_worst_s = 0.0
+    result.delay_sum_s = result.delay_worst_s = result.gain_before = result.gain_after = 0.0
+    result.others_missed = 0
     for position in range(engine.num_running):
-        _add_delay(shared, alone, after, source.running[position], result)
+        _compare_one(source, shared, alone, after, source.running[position], result)
     for position in range(engine.num_waiting):
-        _add_delay(shared, alone, after, queues.waiting_at(source, position), result)
+        _compare_one(source, shared, alone, after, queues.waiting_at(source, position), result)
     for position in range(engine.num_pending):
-        _add_delay(shared, alone, after, source.pending[(engine.pending_head + position) % len(source.pending)], result)
+        slot_of_other = source.pending[(engine.pending_head + position) % len(source.pending)]
+        _compare_one(source, shared, alone, after, slot_of_other, result)
+    result.gain_after += gain_of(after, slot, 0)
+    result.least_slack_s = after.engine[0].least_slack_s
     preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions
     result.others_preempted = preemptions - after.requests[slot].num_preemptions
 
 
+@small_kernel
+def gain_of(state: State, slot: int, before: int) -> float:
+    """Return the value of a request's tokens that came by their deadlines, of those after the first `before`."""
+    request = state.requests[slot]
+    return state.facts[slot].weight * (request.tokens_on_time - before) if request.tokens_on_time > before else 0.0
+
+
 @kernel
-def _add_delay(shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
-    if shared.requests[slot].status == FINISHED:
-        return  # it ended before the candidate arrived, and the copies leave it out
+def _compare_one(source: State, shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
+    on_time = max(0, source.requests[slot].tokens_on_time)
+    if shared.requests[slot].status == FINISHED:  # it ended before the candidate arrived, and the copies leave it out
+        gain = gain_of(shared, slot, on_time)
+        result.gain_before += gain
+        result.gain_after += gain
+        return
+    result.gain_before += gain_of(alone, slot, on_time)
+    result.gain_after += gain_of(after, slot, on_time)
+    result.others_missed += attains(alone, slot) and not attains(after, slot)
     if alone.requests[slot].status != FINISHED:
         return  # it never ends without the candidate either
     delay_s = np.inf

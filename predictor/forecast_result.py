@@ -12,6 +12,12 @@ class Forecast:
     The delays are what the request adds to the end of the other requests, in sum and for the one that is delayed most,
     and `others_preempted` the preemptions that it causes among them; None if they were not forecast. `fetched_s` is
     when the KV blocks of a decode leg have been fetched; None for other requests.
+
+    `attained` is whether all tokens come by their deadlines (true without deadlines), as a probability where several
+    lengths were tried. `others_missed` counts the other requests that miss a deadline because of this one and would
+    not without it. The gain is the summed weight of the tokens that come by their deadlines from now on, without and
+    with this request, and `least_slack_s` the least time to its deadline at which any token comes, of requests none of
+    whose tokens were late before; infinite without deadlines.
     """
 
     request_id: str
@@ -26,3 +32,8 @@ class Forecast:
     delay_sum_s: float | None = None
     delay_worst_s: float | None = None
     fetched_s: float | None = None
+    attained: float = 1.0
+    others_missed: int | None = None
+    gain_before: float | None = None
+    gain_after: float | None = None
+    least_slack_s: float | None = None

@@ -12,6 +12,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
+from predictor.load import LOAD, NUM_SUMS, add, clear, write
 from predictor.profile import constant_profile
 from predictor.remote_kv import is_under_way
 from predictor.state import HELD, NO_TRANSFER, State
@@ -35,8 +36,8 @@ def indicators_of(view: EngineView, num_reserved: int) -> dict[str, float]:
     engine = view.engine
     state = engine.state
     head = state.engine[0]
-    sums = np.zeros(len(SUMS))
-    sum_up(state, sums)
+    sums, load = np.zeros(len(SUMS)), np.zeros(len(LOAD))
+    sum_up(state, sums, load)
     return {
         "num_running": float(head.num_running),
         "num_waiting": float(head.num_waiting),
@@ -44,8 +45,14 @@ def indicators_of(view: EngineView, num_reserved: int) -> dict[str, float]:
         "num_total_blocks": float(engine.num_blocks),
         "num_free_blocks": float(head.num_free_blocks),
         **dict(zip(SUMS, sums.tolist(), strict=True)),
+        **load_of(load, view.clock_rate),
         **view.counters,
     }
+
+
+def load_of(load: np.ndarray, clock_rate: float) -> dict[str, float]:
+    """Return the load as times on the wall clock."""
+    return {name: value / clock_rate for name, value in zip(LOAD, load.tolist(), strict=True)}
 
 
 def warm_indicators() -> None:
@@ -59,17 +66,25 @@ def warm_indicators() -> None:
 
 @direct
 @kernel
-def sum_up(state: State, sums: np.ndarray) -> None:
-    """Sum over running, waiting and reserved requests, in the order of SUMS; numpy takes ten times as long."""
+def sum_up(state: State, sums: np.ndarray, load: np.ndarray) -> None:
+    """Sum over running, waiting and reserved requests, in the order of SUMS; numpy takes ten times as long.
+
+    `load` gets the indicators of predictor/load.py.
+    """
+    times = np.empty(NUM_SUMS)
+    clear(times)
     head, requests = state.engine[0], state.requests
     block_size, waiting, pending = head.block_size, state.waiting, state.pending
     for position in range(head.num_running):
         request = requests[state.running[position]]
+        add(state, state.running[position], times)
         sums[2] += max(0, request.prefill_tokens - request.computed_tokens)
         sums[3] += request.computed_tokens
         sums[4] += request.final_tokens - request.output_tokens
     for position in range(head.num_waiting):
-        request = requests[waiting[(head.waiting_head + position) % len(waiting)]]
+        slot = waiting[(head.waiting_head + position) % len(waiting)]
+        request = requests[slot]
+        add(state, slot, times)
         tokens = request.prompt_tokens + request.output_tokens
         sums[1] += -(-tokens // block_size) - request.num_blocks
         if request.stage == NO_TRANSFER:
@@ -77,7 +92,9 @@ def sum_up(state: State, sums: np.ndarray) -> None:
         sums[4] += request.final_tokens - request.output_tokens
         sums[5] += is_under_way(request.stage)
     for position in range(head.num_pending):
-        request = requests[pending[(head.pending_head + position) % len(pending)]]
+        slot = pending[(head.pending_head + position) % len(pending)]
+        request = requests[slot]
+        add(state, slot, times)
         sums[0] += -(-request.prompt_tokens // block_size)
         if request.stage == NO_TRANSFER:
             sums[2] += request.prompt_tokens
@@ -86,6 +103,7 @@ def sum_up(state: State, sums: np.ndarray) -> None:
         request = requests[state.transfers[position]]
         if request.stage == HELD:
             sums[6] += request.num_blocks
+    write(state, times, load)
 
 
 class EngineCounters:

@@ -307,8 +307,12 @@ def _count_on_time(
     if np.isnan(tpot_s):
         return 0
     slack_s = steps.due_s(state, slot, state.requests[slot].output_tokens + 1) - from_s
-    is_first_late = _late_s(1, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0
-    is_last_late = _late_s(num_repeats, slack_s, tpot_s, first_s, growth_s, num_ahead) > 0
+    first_late_s = _late_s(1, slack_s, tpot_s, first_s, growth_s, num_ahead)
+    last_late_s = _late_s(num_repeats, slack_s, tpot_s, first_s, growth_s, num_ahead)
+    engine, request = state.engine[0], state.requests[slot]
+    if request.tokens_on_time == request.output_tokens:
+        engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
+    is_first_late, is_last_late = first_late_s > 0, last_late_s > 0
     if not is_first_late and not is_last_late:
         return num_repeats
     on_time = num_repeats if is_first_late else 1

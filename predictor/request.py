@@ -47,7 +47,8 @@ class RequestFacts:
     `prefix_hashes` are the names of the contents of the leading full blocks; each name stands for all tokens up to
     the end of its block. `client_id` is the tenant, `session_id` is shared by the requests of one conversation, and
     `weight` is the value of each token that is delivered by its deadline. `arrival_s` is on an engine's clock; `in_s`
-    is above 0 for a request that will arrive at the engine this long after it is forecast, or reserved.
+    is above 0 for a request that will arrive at the engine this long after it is forecast, or reserved. Deadlines count
+    from `waited_s` before it is forecast, reserved or added: the time that it has been in the system by then.
 
     `leg` is the part that this engine serves. The blocks of a prefill leg are held for `held_s` after its end, None
     for as long as the engine's lease. The KV blocks of a decode leg are fetched within `transfer_s`, None as the
@@ -72,6 +73,7 @@ class RequestFacts:
     model: str = ""
     min_tokens: int | None = None
     in_s: float = 0.0
+    waited_s: float = 0.0
     leg: str = SERVE
     held_s: float | None = None
     transfer_s: float | None = None
@@ -95,8 +97,9 @@ class RequestFacts:
             raise ValueError(f"priority: must lie within 32 bits, not {self.priority}")
         if self.request_class not in CLASSES:
             raise ValueError(f"request_class: {self.request_class!r} is neither {REAL_TIME} nor {BEST_EFFORT}")
-        if not (math.isfinite(self.in_s) and self.in_s >= 0):
-            raise ValueError(f"in_s: must be a time from 0 on, not {self.in_s}")
+        for name in ("in_s", "waited_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: must be a time from 0 on, not {getattr(self, name)}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight: must be above 0, not {self.weight}")
         self._check_leg()

@@ -58,7 +58,13 @@ class ReservedRequests:
         """
         if request.request_id in self._requests:
             return False
-        reserved = replace(request, request_id=PREFIX + request.request_id, arrival_s=now_s + request.in_s, in_s=0.0)
+        reserved = replace(
+            request,
+            request_id=PREFIX + request.request_id,
+            arrival_s=now_s + request.in_s,
+            waited_s=request.waited_s + request.in_s,
+            in_s=0.0,
+        )
         engine.add(reserved)
         self._requests[request.request_id] = reserved
         return True

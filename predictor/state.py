@@ -105,6 +105,7 @@ ENGINE = np.dtype(
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
+        ("least_slack_s", "f8"),  # of any token so far, of requests without a late one before it, until its deadline
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
     ],
     align=True,

@@ -160,8 +160,8 @@ def retire(state: State) -> None:
         request.output_tokens += 1
         if request.output_tokens == 1:
             request.first_token_s = engine.now_s
-        if request.tokens_on_time >= 0 and engine.now_s <= due_s(state, entry.slot, request.output_tokens):
-            request.tokens_on_time += 1
+        if request.tokens_on_time >= 0:
+            count_on_time(state, entry.slot)
         if engine.pipeline_depth > 1 and not stale:
             request.placeholders -= 1
             if request.status == RUNNING:
@@ -172,6 +172,17 @@ def retire(state: State) -> None:
             num_finished += 1
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+
+
+@small_kernel
+def count_on_time(state: State, slot: int) -> None:
+    """Count the token that a request has just got, if it came by its deadline; keep the least slack."""
+    engine, request = state.engine[0], state.requests[slot]
+    slack_s = due_s(state, slot, request.output_tokens) - engine.now_s  # NaN without a deadline
+    if request.tokens_on_time == request.output_tokens - 1 and slack_s < engine.least_slack_s:
+        engine.least_slack_s = slack_s
+    if slack_s >= 0:
+        request.tokens_on_time += 1
 
 
 @kernel

@@ -135,6 +135,11 @@ FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "delay_sum_s": attrgetter("delay_sum_s"),
     "delay_worst_s": attrgetter("delay_worst_s"),
     "prefix_hit_tokens": attrgetter("prefix_hit_tokens"),
+    "predicted_attained": attrgetter("attained"),
+    "others_missed": attrgetter("others_missed"),
+    "gain_before": attrgetter("gain_before"),
+    "gain_after": attrgetter("gain_after"),
+    "least_slack_s": attrgetter("least_slack_s"),
 }
 UNKNOWN = SimpleNamespace(**dict.fromkeys((one.name for one in fields(Forecast)), None))
 

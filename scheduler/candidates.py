@@ -17,10 +17,15 @@ SECONDS_PER_MINUTE = 60.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestIndicators:
-    """Numbers about a request that policies read; `prefix_class` is equal for requests that share a cached prefix."""
+    """Numbers about a request that policies read; `prefix_class` is equal for requests that share a cached prefix.
+
+    `due_s` is when its first token is due, on the scheduler's clock.
+    """
 
     prompt_tokens: int = 1
     tag_tokens: float = math.nan
+    due_s: float = math.inf
+    tpot_slo_s: float = math.inf
     prefix_class: Hashable = None
 
 
@@ -129,7 +134,9 @@ class Candidates:
             return indicator.formula(self)
         if name == "age_s":
             return self.now_s - self._of_candidates(self.known.reported_s)
-        if name in ("prompt_tokens", "tag_tokens"):
+        if name == "ttft_left_s":
+            return np.full(len(self), self.request.due_s - self.now_s)
+        if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):
             return np.full(len(self), getattr(self.request, name), np.float64)
         return np.full(len(self), indicator.otherwise)
 

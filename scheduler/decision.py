@@ -904,4 +904,8 @@ def _with_delays_of(before: Forecast | None, forecast: Forecast) -> Forecast:
         delay_sum_s=before.delay_sum_s,
         delay_worst_s=before.delay_worst_s,
         others_preempted=before.others_preempted,
+        others_missed=before.others_missed,
+        gain_before=before.gain_before,
+        gain_after=before.gain_after,
+        least_slack_s=before.least_slack_s,
     )

@@ -85,6 +85,7 @@ REASON_OF_PAIR = {ALWAYS: PAIR_ALWAYS, BY_FORECAST: PAIR_BY_FORECAST, "": PAIR_B
 REASON_OF_WHOLE = {ALWAYS: WHOLE_DECODE_DOWN, BY_FORECAST: WHOLE_BY_FORECAST, "": WHOLE_BY_CONDITION}
 
 ROLES_OF = {RolePool.PREFILL: "role prefill", RolePool.DECODE: "role decode or both"}
+SUMMED = ("delay_sum_s", "others_preempted", "others_missed", "gain_before", "gain_after")  # over both legs
 PREDICTED = FORECAST_FIELDS.keys() - {"prefix_hit_tokens"}
 GONE = (CandidateStatus.DOWN, CandidateStatus.STOPPED, CandidateStatus.DRAINING)
 
@@ -411,13 +412,15 @@ class DisaggregatedDecision(Decision):
         if prefill is None or is_decode is None:
             return
         columns = compared.columns
-        for name in ("delay_sum_s", "others_preempted", "delay_worst_s", "predicted_queue_s"):
+        for name in (*SUMMED, "delay_worst_s", "least_slack_s", "predicted_queue_s"):
             value = prefill.predicted(name) if name in columns else None
             if value is None:
                 continue
             column = columns[name]
             if name == "delay_worst_s":
                 both = np.maximum(column, value)
+            elif name == "least_slack_s":
+                both = np.minimum(column, value)
             elif name == "predicted_queue_s":
                 both = value + np.maximum(column - self._arrives_s, 0.0)
             else:

@@ -87,6 +87,9 @@ REPORTED = (
     _reported("num_finished_total", "requests", "finished since the engine started"),
     _reported("num_fetching", "requests", "waiting while their KV blocks are fetched from another engine", 0.0),
     _reported("num_held_blocks", "blocks", "of finished prefill legs, held until they are fetched", 0.0),
+    _reported("decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too"),
+    _reported("queued_prefill_s", "s", "predicted to compute `queued_prefill_tokens`, beside such steps"),
+    _reported("least_tpot_slo_s", "s", "shortest TPOT target of a request there; infinite without one", math.inf),
 )
 
 OTHERS = (
@@ -100,6 +103,18 @@ OTHERS = (
     Indicator(name="prompt_tokens", unit="tokens", meaning="of this request's prompt", source=IndicatorSource.REQUEST),
     Indicator(
         name="tag_tokens", unit="tokens", meaning="this request's predicted length", source=IndicatorSource.REQUEST
+    ),
+    Indicator(
+        name="ttft_left_s",
+        unit="s",
+        meaning="until this request's first token is due; infinite without a target",
+        source=IndicatorSource.REQUEST,
+    ),
+    Indicator(
+        name="tpot_slo_s",
+        unit="s",
+        meaning="this request's target for the time per token; infinite without one",
+        source=IndicatorSource.REQUEST,
     ),
     Indicator(
         name="prefix_hit_tokens",
@@ -116,9 +131,21 @@ OTHERS = (
     _forecast("others_preempted", "times", "requests there will be preempted because of this one"),
     _forecast("delay_sum_s", "s", "added to the latencies of all requests there, in sum"),
     _forecast("delay_worst_s", "s", "added to the latency of the request there that is delayed most"),
+    _forecast("predicted_attained", "ratio", "that all tokens of this request come by their deadlines; 1 without any"),
+    _forecast("others_missed", "requests", "there that miss a deadline because of this one, and would miss none else"),
+    _forecast("gain_before", "gain", "weights of tokens that come by their deadlines there, in sum, without this one"),
+    _forecast("gain_after", "gain", "the same with this request"),
+    _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
 )
 
 DERIVED = (
+    _derived(
+        "gain_added",
+        "gain",
+        "by this request: its own, less what others lose",
+        ("gain_before", "gain_after"),
+        lambda of: of["gain_after"] - of["gain_before"],
+    ),
     _derived(
         "num_queued",
         "requests",

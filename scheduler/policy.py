@@ -29,7 +29,9 @@ from scheduler.spec import (
 )
 
 DEFAULT_SHORTLIST = "lmetric"
-DELAYS = ("delay_sum_s", "delay_worst_s", "others_preempted")
+DELAYS = (
+    "delay_sum_s", "delay_worst_s", "others_preempted", "others_missed", "gain_before", "gain_after", "least_slack_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from predictor import blocks, loop, queues
+from predictor import blocks, load, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER
 from predictor.state import DECODE_LEG, FINISHED, HELD, NO_TRANSFER, NONE, PENDING, PREFILL_LEG, TO_FETCH, State
@@ -99,7 +99,7 @@ INSTANCE = np.dtype(
 INDICATORS = (
     "num_running", "num_waiting", "num_reserved", "num_total_blocks", "num_free_blocks", "num_reserved_blocks",
     "num_waiting_blocks", "queued_prefill_tokens", "context_tokens", "remaining_tokens", "kv_hit_ratio", "pace",
-    "step_s", "num_preemptions_total", "num_finished_total", "num_fetching", "num_held_blocks",
+    "step_s", "num_preemptions_total", "num_finished_total", "num_fetching", "num_held_blocks", *load.LOAD,
 )  # fmt: skip
 
 SENT, FULL = 0, 1  # what `send` returns
@@ -341,9 +341,12 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     engine, instance = fleet.stack.engine[index, 0], fleet.instances[index]
     requests, slots = fleet.stack.requests[index], fleet.slots[index]
     queued_tokens = context = remaining = 0
+    state, times = engine_at(fleet.stack, fleet.predicted_costs, index), np.empty(load.NUM_SUMS)
+    load.clear(times)
     for position in range(engine.num_running):
         slot = fleet.stack.running[index, position]
         request = requests[slot]
+        load.add(state, slot, times)
         context += request.computed_tokens
         queued_tokens += max(0, request.prefill_tokens - request.computed_tokens)
         remaining += remaining_tokens_of(fleet, request, slots[slot])
@@ -354,6 +357,7 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
         tokens = request.prompt_tokens + request.output_tokens
+        load.add(state, slot, times)
         queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
@@ -362,6 +366,7 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
         request = requests[slot]
         if slots[slot].visible_s > now_s:
             continue
+        load.add(state, slot, times)
         queued_tokens += request.prompt_tokens if request.stage == NO_TRANSFER else 0
         remaining += remaining_tokens_of(fleet, request, slots[slot])
         needed = blocks.blocks_for(np.int64(request.prompt_tokens), engine.block_size)
@@ -388,6 +393,10 @@ def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.nda
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
     indicators[rows[16]] = count_held_blocks(fleet, index)
+    shown = np.empty(len(load.LOAD))
+    load.write(state, times, shown)
+    for row in range(len(shown)):
+        indicators[rows[17 + row]] = shown[row]
 
 
 @small_kernel

@@ -49,6 +49,11 @@ FORECAST_FIELDS = {
     "others_preempted": "others_preempted",
     "delay_sum_s": "delay_sum_s",
     "delay_worst_s": "delay_worst_s",
+    "predicted_attained": "attained",
+    "others_missed": "others_missed",
+    "gain_before": "gain_before",
+    "gain_after": "gain_after",
+    "least_slack_s": "least_slack_s",
 }
 
 
@@ -90,6 +95,8 @@ class Simulation:
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, which each decision writes
     _scheduler_of: list[int] = field(default_factory=list)
     _arrival_s: list[float] = field(default_factory=list)
+    _due_s: list[float] = field(default_factory=list)  # of first tokens
+    _tpot_slo_s: list[float] = field(default_factory=list)
     _has_fresh_indicators: bool = True
     _needs_forecast: bool = False
     _needs_prefix: bool = False
@@ -109,6 +116,7 @@ class Simulation:
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
         self.queue_order.mean_step_s = lambda: float(self.reported[STEP_S].mean())
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
+        self._due_s, self._tpot_slo_s = _targets(self.work)
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         needed = {name for part in policy.parts for name in part.forecast_fields} | {"predicted_e2e_s"}
         self._needs_tpot = "predicted_tpot_s" in needed
@@ -270,7 +278,12 @@ class Simulation:
         """Start the decision of a request's scheduler."""
         which = self._scheduler_of[number]
         core = self.schedulers[which].core
-        indicators = RequestIndicators(prompt_tokens=self.prompt_tokens[number], tag_tokens=self.tag_tokens[number])
+        indicators = RequestIndicators(
+            prompt_tokens=self.prompt_tokens[number],
+            tag_tokens=self.tag_tokens[number],
+            due_s=self._due_s[number],
+            tpot_slo_s=self._tpot_slo_s[number],
+        )
         request = PlacementRequest(
             number=number, indicators=indicators, any_model=True, arrived_s=self._arrival_s[number]
         )
@@ -454,3 +467,11 @@ class Simulation:
             end_s=end_s,
             up_s=up_s,
         )
+
+
+def _targets(work: Workload) -> tuple[list[float], list[float]]:
+    """Return when the first token of each request is due, and its TPOT target; infinite without a target."""
+    if work.service is None:
+        return [math.inf] * len(work), [math.inf] * len(work)
+    due_s = work.arrival_s + work.service.ttft_slo_s
+    return np.nan_to_num(due_s, nan=math.inf).tolist(), np.nan_to_num(work.service.tpot_slo_s, nan=math.inf).tolist()

@@ -231,7 +231,7 @@ def to_wall_clock(forecast: Forecast, clock_rate: float, transit: Transit = NO_T
         return forecast
     transit_s = transit.inward_s + transit.outward_s
     delay_sum_s, delay_worst_s = forecast.delay_sum_s, forecast.delay_worst_s
-    fetched_s = forecast.fetched_s
+    fetched_s, least_slack_s = forecast.fetched_s, forecast.least_slack_s
     return replace(
         forecast,
         ttft_s=forecast.ttft_s / clock_rate + transit_s,
@@ -241,4 +241,5 @@ def to_wall_clock(forecast: Forecast, clock_rate: float, transit: Transit = NO_T
         delay_sum_s=None if delay_sum_s is None else delay_sum_s / clock_rate,
         delay_worst_s=None if delay_worst_s is None else delay_worst_s / clock_rate,
         fetched_s=None if fetched_s is None else fetched_s / clock_rate + transit.inward_s,
+        least_slack_s=None if least_slack_s is None else least_slack_s / clock_rate,
     )

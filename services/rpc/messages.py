@@ -45,7 +45,7 @@ INDICATOR_FIELDS = {
 WHOLE_INDICATORS = frozenset(
     name for name, field in INDICATOR_FIELDS.items() if field.type in (field.TYPE_UINT32, field.TYPE_UINT64)
 )
-MAY_BE_INFINITE = frozenset({"drained_s"})
+MAY_BE_INFINITE = frozenset({"drained_s", "least_tpot_slo_s"})
 
 
 # Requests.
@@ -89,6 +89,7 @@ def request_from(
         client_id=message.client_id,
         session_id=message.session_id,
         in_s=message.in_s * clock_rate,
+        waited_s=message.waited_s * clock_rate,
         leg=LEG_NAMES.get(message.leg, SERVE),
         held_s=message.held_s * clock_rate if message.HasField("held_s") else None,
     )
@@ -208,7 +209,20 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         delay_sum_s=_delay(message, "delay_sum_s"),
         delay_worst_s=_delay(message, "delay_worst_s"),
         fetched_s=_delay(message, "fetched_s"),
+        attained=_attained(message),
+        others_missed=message.others_missed if message.HasField("others_missed") else None,
+        gain_before=_delay(message, "gain_before"),
+        gain_after=_delay(message, "gain_after"),
+        least_slack_s=_delay(message, "least_slack_s"),
     )
+
+
+def _attained(message: common_pb2.Forecast) -> float:
+    if not message.HasField("attained"):
+        return 1.0
+    if not 0 <= message.attained <= 1:
+        raise ValueError(f"forecast.attained: must be from 0 to 1, not {message.attained}")
+    return message.attained
 
 
 def _delay(message: common_pb2.Forecast, name: str) -> float | None:
@@ -249,6 +263,11 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         delay_sum_s=forecast.delay_sum_s,
         delay_worst_s=forecast.delay_worst_s,
         fetched_s=forecast.fetched_s,
+        attained=None if forecast.attained == 1.0 else forecast.attained,  # so that the message stays small
+        others_missed=forecast.others_missed,
+        gain_before=forecast.gain_before,
+        gain_after=forecast.gain_after,
+        least_slack_s=forecast.least_slack_s,
     )
 
 

@@ -470,6 +470,11 @@ class Forecast(_message.Message):
     DELAY_SUM_S_FIELD_NUMBER: _builtins.int
     DELAY_WORST_S_FIELD_NUMBER: _builtins.int
     FETCHED_S_FIELD_NUMBER: _builtins.int
+    ATTAINED_FIELD_NUMBER: _builtins.int
+    OTHERS_MISSED_FIELD_NUMBER: _builtins.int
+    GAIN_BEFORE_FIELD_NUMBER: _builtins.int
+    GAIN_AFTER_FIELD_NUMBER: _builtins.int
+    LEAST_SLACK_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -492,6 +497,21 @@ class Forecast(_message.Message):
     """and the largest delay"""
     fetched_s: _builtins.float
     """Of a decode leg: until all its KV blocks have been fetched."""
+    attained: _builtins.float
+    """Whether all its tokens come by their deadlines: 1 or 0, or a probability where several lengths were tried; 1 without
+    deadlines.
+    """
+    others_missed: _builtins.int
+    """Its effects on the deadlines of the requests that are there; absent where they were not asked for. The gain is the
+    summed weight of the tokens that come by their deadlines from now on, of all requests there.
+    those that miss a deadline because of it, and would miss none without it
+    """
+    gain_before: _builtins.float
+    """without it"""
+    gain_after: _builtins.float
+    """with it"""
+    least_slack_s: _builtins.float
+    """the least time to its deadline at which a token comes, of any request whose"""
     def __init__(
         self,
         *,
@@ -507,25 +527,50 @@ class Forecast(_message.Message):
         delay_sum_s: _builtins.float | None = ...,
         delay_worst_s: _builtins.float | None = ...,
         fetched_s: _builtins.float | None = ...,
+        attained: _builtins.float | None = ...,
+        others_missed: _builtins.int | None = ...,
+        gain_before: _builtins.float | None = ...,
+        gain_after: _builtins.float | None = ...,
+        least_slack_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "others_preempted", b"others_preempted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_others_preempted", b"_others_preempted", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "num_preemptions", b"num_preemptions", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
+    _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
     _WhichOneofReturnType__delay_sum_s: _TypeAlias = _typing.Literal["delay_sum_s"]  # noqa: Y015
     _WhichOneofArgType__delay_sum_s: _TypeAlias = _typing.Literal["_delay_sum_s", b"_delay_sum_s"]  # noqa: Y015
     _WhichOneofReturnType__delay_worst_s: _TypeAlias = _typing.Literal["delay_worst_s"]  # noqa: Y015
     _WhichOneofArgType__delay_worst_s: _TypeAlias = _typing.Literal["_delay_worst_s", b"_delay_worst_s"]  # noqa: Y015
     _WhichOneofReturnType__fetched_s: _TypeAlias = _typing.Literal["fetched_s"]  # noqa: Y015
     _WhichOneofArgType__fetched_s: _TypeAlias = _typing.Literal["_fetched_s", b"_fetched_s"]  # noqa: Y015
+    _WhichOneofReturnType__gain_after: _TypeAlias = _typing.Literal["gain_after"]  # noqa: Y015
+    _WhichOneofArgType__gain_after: _TypeAlias = _typing.Literal["_gain_after", b"_gain_after"]  # noqa: Y015
+    _WhichOneofReturnType__gain_before: _TypeAlias = _typing.Literal["gain_before"]  # noqa: Y015
+    _WhichOneofArgType__gain_before: _TypeAlias = _typing.Literal["_gain_before", b"_gain_before"]  # noqa: Y015
+    _WhichOneofReturnType__least_slack_s: _TypeAlias = _typing.Literal["least_slack_s"]  # noqa: Y015
+    _WhichOneofArgType__least_slack_s: _TypeAlias = _typing.Literal["_least_slack_s", b"_least_slack_s"]  # noqa: Y015
+    _WhichOneofReturnType__others_missed: _TypeAlias = _typing.Literal["others_missed"]  # noqa: Y015
+    _WhichOneofArgType__others_missed: _TypeAlias = _typing.Literal["_others_missed", b"_others_missed"]  # noqa: Y015
     _WhichOneofReturnType__others_preempted: _TypeAlias = _typing.Literal["others_preempted"]  # noqa: Y015
     _WhichOneofArgType__others_preempted: _TypeAlias = _typing.Literal["_others_preempted", b"_others_preempted"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attained) -> _WhichOneofReturnType__attained | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_sum_s) -> _WhichOneofReturnType__delay_sum_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_worst_s) -> _WhichOneofReturnType__delay_worst_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fetched_s) -> _WhichOneofReturnType__fetched_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gain_after) -> _WhichOneofReturnType__gain_after | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gain_before) -> _WhichOneofReturnType__gain_before | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__least_slack_s) -> _WhichOneofReturnType__least_slack_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__others_missed) -> _WhichOneofReturnType__others_missed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__others_preempted) -> _WhichOneofReturnType__others_preempted | None: ...
 
@@ -580,6 +625,9 @@ class Indicators(_message.Message):
     NUM_FINISHED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_FETCHING_FIELD_NUMBER: _builtins.int
     NUM_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_S_FIELD_NUMBER: _builtins.int
+    QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
+    LEAST_TPOT_SLO_S_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
     """how old the state was when this message was sent; a receiver adds the time since"""
@@ -626,6 +674,14 @@ class Indicators(_message.Message):
     """
     num_held_blocks: _builtins.int
     """of finished prefill legs, until they are fetched"""
+    decode_step_s: _builtins.float
+    """Load as time, by the profile.
+    a step that decodes all requests there
+    """
+    queued_prefill_s: _builtins.float
+    """to compute queued_prefill_tokens, beside what such a step takes"""
+    least_tpot_slo_s: _builtins.float
+    """the shortest target of any request there; infinite where none has one"""
     @_builtins.property
     def more(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for experiments; established ones become fields above"""
@@ -654,18 +710,25 @@ class Indicators(_message.Message):
         num_finished_total: _builtins.int | None = ...,
         num_fetching: _builtins.int | None = ...,
         num_held_blocks: _builtins.int | None = ...,
+        decode_step_s: _builtins.float | None = ...,
+        queued_prefill_s: _builtins.float | None = ...,
+        least_tpot_slo_s: _builtins.float | None = ...,
         more: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "more", b"more", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "more", b"more", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__decode_step_s: _TypeAlias = _typing.Literal["decode_step_s"]  # noqa: Y015
+    _WhichOneofArgType__decode_step_s: _TypeAlias = _typing.Literal["_decode_step_s", b"_decode_step_s"]  # noqa: Y015
     _WhichOneofReturnType__drained_s: _TypeAlias = _typing.Literal["drained_s"]  # noqa: Y015
     _WhichOneofArgType__drained_s: _TypeAlias = _typing.Literal["_drained_s", b"_drained_s"]  # noqa: Y015
     _WhichOneofReturnType__kv_hit_ratio: _TypeAlias = _typing.Literal["kv_hit_ratio"]  # noqa: Y015
     _WhichOneofArgType__kv_hit_ratio: _TypeAlias = _typing.Literal["_kv_hit_ratio", b"_kv_hit_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__least_tpot_slo_s: _TypeAlias = _typing.Literal["least_tpot_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__least_tpot_slo_s: _TypeAlias = _typing.Literal["_least_tpot_slo_s", b"_least_tpot_slo_s"]  # noqa: Y015
     _WhichOneofReturnType__num_fetching: _TypeAlias = _typing.Literal["num_fetching"]  # noqa: Y015
     _WhichOneofArgType__num_fetching: _TypeAlias = _typing.Literal["_num_fetching", b"_num_fetching"]  # noqa: Y015
     _WhichOneofReturnType__num_finished_total: _TypeAlias = _typing.Literal["num_finished_total"]  # noqa: Y015
@@ -690,6 +753,8 @@ class Indicators(_message.Message):
     _WhichOneofArgType__num_waiting_blocks: _TypeAlias = _typing.Literal["_num_waiting_blocks", b"_num_waiting_blocks"]  # noqa: Y015
     _WhichOneofReturnType__pace: _TypeAlias = _typing.Literal["pace"]  # noqa: Y015
     _WhichOneofArgType__pace: _TypeAlias = _typing.Literal["_pace", b"_pace"]  # noqa: Y015
+    _WhichOneofReturnType__queued_prefill_s: _TypeAlias = _typing.Literal["queued_prefill_s"]  # noqa: Y015
+    _WhichOneofArgType__queued_prefill_s: _TypeAlias = _typing.Literal["_queued_prefill_s", b"_queued_prefill_s"]  # noqa: Y015
     _WhichOneofReturnType__queued_prefill_tokens: _TypeAlias = _typing.Literal["queued_prefill_tokens"]  # noqa: Y015
     _WhichOneofArgType__queued_prefill_tokens: _TypeAlias = _typing.Literal["_queued_prefill_tokens", b"_queued_prefill_tokens"]  # noqa: Y015
     _WhichOneofReturnType__remaining_tokens: _TypeAlias = _typing.Literal["remaining_tokens"]  # noqa: Y015
@@ -701,9 +766,13 @@ class Indicators(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__context_tokens) -> _WhichOneofReturnType__context_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_step_s) -> _WhichOneofReturnType__decode_step_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drained_s) -> _WhichOneofReturnType__drained_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_hit_ratio) -> _WhichOneofReturnType__kv_hit_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__least_tpot_slo_s) -> _WhichOneofReturnType__least_tpot_slo_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetching) -> _WhichOneofReturnType__num_fetching | None: ...
     @_typing.overload
@@ -728,6 +797,8 @@ class Indicators(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_waiting_blocks) -> _WhichOneofReturnType__num_waiting_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pace) -> _WhichOneofReturnType__pace | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_prefill_s) -> _WhichOneofReturnType__queued_prefill_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_prefill_tokens) -> _WhichOneofReturnType__queued_prefill_tokens | None: ...
     @_typing.overload
