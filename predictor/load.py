@@ -34,8 +34,7 @@ def add(state: State, slot: int, sums: np.ndarray) -> None:
         token_s, sequence_s, _, _ = ordered.unit_costs_s(state)
         sums[PREFILL_S] += token_s * left + sequence_s + ordered.prefill_s(state, float(left), request.computed_tokens)
     tpot_s = state.facts[slot].tpot_slo_s
-    if tpot_s < sums[TPOT_S]:
-        sums[TPOT_S] = tpot_s
+    sums[TPOT_S] = min(sums[TPOT_S], tpot_s)
 
 
 @kernel

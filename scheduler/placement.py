@@ -12,6 +12,7 @@ from predictor.forecast_result import Forecast
 from predictor.request import SERVE
 from scheduler.candidates import RequestIndicators, Rows
 from scheduler.indicators import Column
+from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class PlacementRequest:
     patience_s: float = math.inf  # how long the caller waits for the decision
     number: int = -1
     leg: str = SERVE  # prefill or decode: only this leg is placed
+    objective: Objective = NO_OBJECTIVE
+    client_id: str = ""
+    session_id: str = ""
     undivided: bool = False  # one instance serves it, whatever the policy says
 
 

@@ -336,7 +336,9 @@ def refresh(
 
 
 @kernel
-def write_indicators(fleet: EngineArrays, index: int, now_s: float, rows: np.ndarray, indicators: np.ndarray) -> None:
+def write_indicators(  # noqa: PLR0915 - one loop writes them all
+    fleet: EngineArrays, index: int, now_s: float, rows: np.ndarray, indicators: np.ndarray
+) -> None:
     """Write an engine's indicators as its sidecar computes them (predictor/indicators.py)."""
     engine, instance = fleet.stack.engine[index, 0], fleet.instances[index]
     requests, slots = fleet.stack.requests[index], fleet.slots[index]

@@ -48,6 +48,34 @@ REQUEST_CLASS_REAL_TIME: RequestClass.ValueType  # 1
 REQUEST_CLASS_BEST_EFFORT: RequestClass.ValueType  # 2
 Global___RequestClass: _TypeAlias = RequestClass  # noqa: Y015
 
+class _WhenLate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WhenLateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WhenLate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WHEN_LATE_UNSPECIFIED: _WhenLate.ValueType  # 0
+    """as SERVE"""
+    WHEN_LATE_SERVE: _WhenLate.ValueType  # 1
+    """it is served late, where that harms the other requests least"""
+    WHEN_LATE_DEMOTE: _WhenLate.ValueType  # 2
+    """it goes on as best effort, without deadlines"""
+    WHEN_LATE_SHED: _WhenLate.ValueType  # 3
+    """it is refused with 429, and a time after which a new attempt may succeed"""
+
+class WhenLate(_WhenLate, metaclass=_WhenLateEnumTypeWrapper):
+    """What becomes of a request whose deadlines no instance can keep any more."""
+
+WHEN_LATE_UNSPECIFIED: WhenLate.ValueType  # 0
+"""as SERVE"""
+WHEN_LATE_SERVE: WhenLate.ValueType  # 1
+"""it is served late, where that harms the other requests least"""
+WHEN_LATE_DEMOTE: WhenLate.ValueType  # 2
+"""it goes on as best effort, without deadlines"""
+WHEN_LATE_SHED: WhenLate.ValueType  # 3
+"""it is refused with 429, and a time after which a new attempt may succeed"""
+Global___WhenLate: _TypeAlias = WhenLate  # noqa: Y015
+
 class _Leg:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -342,6 +370,8 @@ class Request(_message.Message):
     IN_S_FIELD_NUMBER: _builtins.int
     LEG_FIELD_NUMBER: _builtins.int
     HELD_S_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    WHEN_LATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine names it; an adapter has its own name"""
@@ -381,6 +411,11 @@ class Request(_message.Message):
     """that is forecast or reserved"""
     held_s: _builtins.float
     """Of a prefill leg: how long its KV blocks are predicted to be held after its end; absent: unknown."""
+    objective: _builtins.str
+    """The name of what it asks for; the receiver's table of objectives gives class, targets, priority, weight and
+    when_late, of which the fields above take precedence. Empty where these are final.
+    """
+    when_late: Global___WhenLate.ValueType
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -418,10 +453,12 @@ class Request(_message.Message):
         in_s: _builtins.float = ...,
         leg: Global___Leg.ValueType = ...,
         held_s: _builtins.float | None = ...,
+        objective: _builtins.str = ...,
+        when_late: Global___WhenLate.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
