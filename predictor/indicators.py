@@ -12,7 +12,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
-from predictor.load import LOAD, NUM_SUMS, add, clear, write
+from predictor.load import LOAD, NONE_YET, added, shown
 from predictor.profile import constant_profile
 from predictor.remote_kv import is_under_way
 from predictor.state import HELD, NO_TRANSFER, State
@@ -71,20 +71,19 @@ def sum_up(state: State, sums: np.ndarray, load: np.ndarray) -> None:
 
     `load` gets the indicators of predictor/load.py.
     """
-    times = np.empty(NUM_SUMS)
-    clear(times)
+    times = NONE_YET
     head, requests = state.engine[0], state.requests
     block_size, waiting, pending = head.block_size, state.waiting, state.pending
     for position in range(head.num_running):
         request = requests[state.running[position]]
-        add(state, state.running[position], times)
+        times = added(state, state.running[position], times)
         sums[2] += max(0, request.prefill_tokens - request.computed_tokens)
         sums[3] += request.computed_tokens
         sums[4] += request.final_tokens - request.output_tokens
     for position in range(head.num_waiting):
         slot = waiting[(head.waiting_head + position) % len(waiting)]
         request = requests[slot]
-        add(state, slot, times)
+        times = added(state, slot, times)
         tokens = request.prompt_tokens + request.output_tokens
         sums[1] += -(-tokens // block_size) - request.num_blocks
         if request.stage == NO_TRANSFER:
@@ -94,7 +93,7 @@ def sum_up(state: State, sums: np.ndarray, load: np.ndarray) -> None:
     for position in range(head.num_pending):
         slot = pending[(head.pending_head + position) % len(pending)]
         request = requests[slot]
-        add(state, slot, times)
+        times = added(state, slot, times)
         sums[0] += -(-request.prompt_tokens // block_size)
         if request.stage == NO_TRANSFER:
             sums[2] += request.prompt_tokens
@@ -103,7 +102,7 @@ def sum_up(state: State, sums: np.ndarray, load: np.ndarray) -> None:
         request = requests[state.transfers[position]]
         if request.stage == HELD:
             sums[6] += request.num_blocks
-    write(state, times, load)
+    load[0], load[1], load[2] = shown(state, times)
 
 
 class EngineCounters:

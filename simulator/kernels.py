@@ -343,12 +343,11 @@ def write_indicators(  # noqa: PLR0915 - one loop writes them all
     engine, instance = fleet.stack.engine[index, 0], fleet.instances[index]
     requests, slots = fleet.stack.requests[index], fleet.slots[index]
     queued_tokens = context = remaining = 0
-    state, times = engine_at(fleet.stack, fleet.predicted_costs, index), np.empty(load.NUM_SUMS)
-    load.clear(times)
+    state, times = engine_at(fleet.stack, fleet.predicted_costs, index), load.NONE_YET
     for position in range(engine.num_running):
         slot = fleet.stack.running[index, position]
         request = requests[slot]
-        load.add(state, slot, times)
+        times = load.added(state, slot, times)
         context += request.computed_tokens
         queued_tokens += max(0, request.prefill_tokens - request.computed_tokens)
         remaining += remaining_tokens_of(fleet, request, slots[slot])
@@ -359,7 +358,7 @@ def write_indicators(  # noqa: PLR0915 - one loop writes them all
         slot = fleet.stack.waiting[index, queues.at(engine.waiting_head, position, fleet.slots.shape[1])]
         request = requests[slot]
         tokens = request.prompt_tokens + request.output_tokens
-        load.add(state, slot, times)
+        times = load.added(state, slot, times)
         queued_tokens += tokens - request.computed_tokens if request.stage == NO_TRANSFER else 0
         waiting_blocks += blocks.blocks_for(tokens, engine.block_size) - request.num_blocks
         remaining += remaining_tokens_of(fleet, request, slots[slot])
@@ -368,7 +367,7 @@ def write_indicators(  # noqa: PLR0915 - one loop writes them all
         request = requests[slot]
         if slots[slot].visible_s > now_s:
             continue
-        load.add(state, slot, times)
+        times = load.added(state, slot, times)
         queued_tokens += request.prompt_tokens if request.stage == NO_TRANSFER else 0
         remaining += remaining_tokens_of(fleet, request, slots[slot])
         needed = blocks.blocks_for(np.int64(request.prompt_tokens), engine.block_size)
@@ -395,10 +394,7 @@ def write_indicators(  # noqa: PLR0915 - one loop writes them all
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
     indicators[rows[16]] = count_held_blocks(fleet, index)
-    shown = np.empty(len(load.LOAD))
-    load.write(state, times, shown)
-    for row in range(len(shown)):
-        indicators[rows[17 + row]] = shown[row]
+    indicators[rows[17]], indicators[rows[18]], indicators[rows[19]] = load.shown(state, times)
 
 
 @small_kernel

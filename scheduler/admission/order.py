@@ -1,9 +1,95 @@
-"""Orders other than arrival in which requests of an admission queue get their turn."""
+"""Orders in which requests of an admission queue get their turn."""
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from predictor.suggestions import did_you_mean
+
+AGEING_S = 10.0  # of waiting that counts as much as one step of priority
+MAX_TENANTS = 10_000  # whose tokens are remembered
+
+
+@dataclass(slots=True, kw_only=True)
+class WaitingRequest:
+    """What an order needs to know of a waiting request; its number grows with its arrival."""
+
+    number: int
+    lane: int = 0
+    leave_s: float = math.inf  # when it leaves at the latest
+    joined_s: float = 0.0
+    due_s: float = math.inf  # of its first token
+    priority: int = 0  # lower goes first
+    tenant: str = ""
+    num_tokens: float = 0.0  # of its prompt and its predicted response
+
+
+HeadOf = Callable[[Sequence[WaitingRequest], float], int]  # the number of the first of some waiting requests, at a time
+
+
+def by_arrival(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
+    """First come, first served."""
+    return waiting[0].number
+
+
+def by_deadline(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
+    """The first token that is due first; requests without deadlines by arrival, after all others."""
+    return min(waiting, key=lambda one: (one.due_s, one.number)).number
+
+
+def by_priority(waiting: Sequence[WaitingRequest], now_s: float) -> int:
+    """The lowest priority number; each ten seconds of waiting count as one."""
+    return min(waiting, key=lambda one: (one.priority - (now_s - one.joined_s) / AGEING_S, one.number)).number
+
+
+class FairTurns:
+    """Tenants take turns by tokens: the next request is of the tenant that was served fewest.
+
+    A tenant that comes, or comes back, starts level with the one that was served fewest so far: nobody saves up turns.
+    """
+
+    def __init__(self) -> None:
+        """Start without any tenant."""
+        self._served: defaultdict[str, float] = defaultdict(float)
+        self._level = 0.0  # what the tenant had been served that was served last
+
+    def __call__(self, waiting: Sequence[WaitingRequest], _now_s: float) -> int:
+        """Return the number of the first request of the tenant whose turn it is."""
+        return min(waiting, key=lambda one: (self._of(one.tenant), one.number)).number
+
+    def served(self, tenant: str, num_tokens: float) -> None:
+        """Count the tokens of a request that was admitted."""
+        before = self._of(tenant)
+        self._level = max(self._level, before)
+        if len(self._served) >= MAX_TENANTS and tenant not in self._served:
+            self._served = defaultdict(float, {name: one for name, one in self._served.items() if one > self._level})
+        self._served[tenant] = before + num_tokens
+
+    def _of(self, tenant: str) -> float:
+        return max(self._level, self._served[tenant]) if tenant in self._served else self._level
+
+
+DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN, ARRIVAL_TURN = "deadline", "priority", "fair", "arrival"
+TURNS: dict[str, Callable[[], HeadOf]] = {
+    ARRIVAL_TURN: lambda: by_arrival,
+    DEADLINE_TURN: lambda: by_deadline,
+    PRIORITY_TURN: lambda: by_priority,
+    FAIR_TURN: FairTurns,
+}
+
+
+def turn_named(name: str) -> HeadOf:
+    """Return an order by name, without any memory of requests."""
+    if name not in TURNS:
+        raise ValueError(f"turn: {name!r} is none of {', '.join(TURNS)}{did_you_mean(name, TURNS)}")
+    return TURNS[name]()
+
+
+# Orders over the whole queue, for simulations.
 
 
 def late_last(waiting: Sequence[int], due_s: Callable[[int], float], now_s: float) -> list[int]:

@@ -1,8 +1,9 @@
 """The admission queue: requests that a policy's `hold` condition keeps at the scheduler until an instance admits them.
 
 In an engine's queue a request may see later requests start sooner elsewhere, and it starts by preempting others; at
-the scheduler it waits for whichever instance can take it first. Time is an argument here, and requests are numbers
-that grow with their arrival.
+the scheduler it waits for whichever instance can take it first. Requests with different targets wait in lanes of their
+own, so that one which fits nowhere keeps no other from the instances that fit others. Time is an argument here, and
+requests are numbers that grow with their arrival.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import bisect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.admission.order import by_arrival, HeadOf, WaitingRequest
 from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
@@ -27,15 +30,22 @@ Order = Callable[[Sequence[int], float], Sequence[int]]  # the numbers of waitin
 
 @dataclass(slots=True)
 class AdmissionQueue:
-    """The requests of one model that wait at one scheduler, first come, first served unless `order` says otherwise.
+    """The requests of one model that wait at one scheduler, first come, first served unless an order says otherwise.
 
-    No request waits beyond its deadline, and when more than `max_held` wait, the oldest leaves without admission.
+    No request waits beyond its deadline, and when more than `max_held` requests wait, or requests with more than
+    `max_tokens` tokens, the oldest leaves without admission. `turn` chooses the first request of a lane; an `order`
+    sorts all of them instead, and there are no lanes.
     """
 
     max_held: int = sys.maxsize
     order: Order | None = None
+    turn: HeadOf = by_arrival
+    max_tokens: float = math.inf
+    num_tokens: float = 0.0
     _numbers: list[int] = field(default_factory=list)  # by arrival
-    _deadlines_s: dict[int, float] = field(default_factory=dict)
+    _requests: dict[int, WaitingRequest] = field(default_factory=dict)
+    _lanes: dict[int, list[int]] = field(default_factory=dict)  # by arrival
+    _num_of_tenant: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -51,31 +61,100 @@ class AdmissionQueue:
         """The waiting request that arrived first."""
         return self._numbers[0]
 
-    def head(self, now_s: float) -> int:
-        """Return the request whose turn it is."""
-        if self.order is None or len(self._numbers) < 2:
-            return self._numbers[0]
-        return self.order(self._numbers, now_s)[0]
+    @property
+    def is_full(self) -> bool:
+        """Whether more wait than may."""
+        return len(self._numbers) > self.max_held or self.num_tokens > self.max_tokens
 
-    def join(self, number: int, deadline_s: float = math.inf) -> None:
+    def num_of_tenant(self, tenant: str) -> int:
+        """Return how many requests of a tenant wait."""
+        return self._num_of_tenant.get(tenant, 0)
+
+    def num_of_class(self, *, best_effort: bool) -> int:
+        """Return how many requests wait that are best effort, or that are not."""
+        return sum(len(lane) for key, lane in self._lanes.items() if is_patient(key) == best_effort)
+
+    def head(self, now_s: float, lane: int = 0) -> int:
+        """Return the request of a lane whose turn it is; -1 where the lane is empty."""
+        if self.order is not None:
+            return self._numbers[0] if len(self._numbers) < 2 else self.order(self._numbers, now_s)[0]
+        waiting = self._lanes.get(lane, ())
+        if len(waiting) < 2 or self.turn is by_arrival:
+            return waiting[0] if waiting else NO_NUMBER
+        return self.turn([self._requests[number] for number in waiting], now_s)
+
+    def heads(self, now_s: float) -> list[int]:
+        """Return the requests whose turn it is, one of each lane, the strictest lane first."""
+        if self.order is not None:
+            return [self.head(now_s)]
+        return [self.head(now_s, lane) for lane in sorted(self._lanes)]
+
+    def join(self, number: int, deadline_s: float = math.inf, request: WaitingRequest | None = None) -> None:
         """Add a request that waits until its deadline at the latest."""
+        request = WaitingRequest(number=number) if request is None else request
+        request.leave_s = deadline_s
         bisect.insort(self._numbers, number)
-        self._deadlines_s[number] = deadline_s
+        bisect.insort(self._lanes.setdefault(request.lane, []), number)
+        self._requests[number] = request
+        self._num_of_tenant[request.tenant] += 1
+        self.num_tokens += request.num_tokens
 
     def leave(self, number: int) -> None:
         """Remove a request."""
-        del self._numbers[self._position(number)], self._deadlines_s[number]
+        request = self._requests.pop(number)
+        del self._numbers[self._position(number)]
+        lane = self._lanes[request.lane]
+        del lane[bisect.bisect_left(lane, number)]
+        if not lane:
+            del self._lanes[request.lane]
+        self._num_of_tenant[request.tenant] -= 1
+        if not self._num_of_tenant[request.tenant]:
+            del self._num_of_tenant[request.tenant]
+        self.num_tokens = self.num_tokens - request.num_tokens if self._numbers else 0.0
+
+    def move(self, number: int, lane: int, deadline_s: float) -> None:
+        """Move a request to another lane, in which it waits until another deadline."""
+        request = self._requests[number]
+        self.leave(number)
+        request.lane = lane
+        self.join(number, deadline_s, request)
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request goes now, whether or not an instance admits it."""
-        return self._deadlines_s[number] <= now_s or self._position(number) < len(self._numbers) - self.max_held
+        if self._requests[number].leave_s <= now_s or self._position(number) < len(self._numbers) - self.max_held:
+            return True
+        return self.num_tokens > self.max_tokens and number == self.oldest
 
     def deadline_s(self, number: int) -> float:
         """Return when a request leaves at the latest."""
-        return self._deadlines_s[number]
+        return self._requests[number].leave_s
 
     def _position(self, number: int) -> int:
         return bisect.bisect_left(self._numbers, number)
+
+
+# Lanes.
+
+NO_NUMBER = -1
+PATIENT = 1 << 20  # the first lane of requests that leave the deadlines of others alone
+LANES_PER_OCTAVE = 2
+LOOSEST = 100  # the lane of requests without a target for the time per token
+
+
+def lane_of(tpot_slo_s: float, *, patient: bool) -> int:
+    """Return the lane of requests with about this target; `patient` ones are best effort, or late already.
+
+    A lower lane is stricter. Targets within half an octave share a lane, so that there are few of them.
+    """
+    lane = LOOSEST
+    if 0 < tpot_slo_s < math.inf:
+        lane = min(LOOSEST - 1, max(-LOOSEST, round(LANES_PER_OCTAVE * math.log2(tpot_slo_s))))
+    return lane + PATIENT if patient else lane
+
+
+def is_patient(lane: int) -> bool:
+    """Return whether the requests of a lane leave the deadlines of others alone."""
+    return lane >= PATIENT // 2
 
 
 class RecentRefusals:
