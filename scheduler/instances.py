@@ -51,6 +51,27 @@ class NoInstanceError(ConnectionError):
     """No instance can take the request now."""
 
 
+# Why a request is shed: its targets cannot be kept, the admission queue is full, or its tenant or its class has as many
+# waiting requests as it may have.
+LATE, QUEUE_FULL, TENANT_LIMIT, CLASS_LIMIT = "late", "queue_full", "tenant_limit", "class_limit"
+SHED_REASONS = {
+    LATE: "no instance can keep the request's targets (ttft_slo_s, tpot_slo_s) now",
+    QUEUE_FULL: "the admission queue is full",
+    TENANT_LIMIT: "the client has as many waiting requests as it may have",
+    CLASS_LIMIT: "the class of the request has as many waiting requests as it may have",
+}
+
+
+class OverloadedError(ConnectionError):
+    """The request is shed, because its targets or a limit cannot be kept now; it may succeed after `retry_after_s`."""
+
+    def __init__(self, reason: str, message: str = "", *, retry_after_s: float | None = None) -> None:
+        """Note why; by default the message is that of the reason."""
+        super().__init__(message or SHED_REASONS[reason])
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class InstanceStatus:
     """What is known of one instance; all of it may be lost without harm.

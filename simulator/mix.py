@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +11,10 @@ import numpy.typing as npt
 
 from predictor.gain import ServiceLevels, default_levels
 from predictor.request import CLASSES, MAX_PRIORITY, RequestFacts, Slo
-from predictor.suggestions import require_known
+from scheduler.toml_tables import entries_from, entries_in, require_fields, require_positive, require_text
 from simulator.codec import read_text
 from simulator.workload import Workload
 
-MAX_NUMBER = 1e9
 STREAM = 15  # of random numbers: other draws of a run with the same seed are independent of these
 KEYS = {"class": "request_class"}  # names in a file that differ from those of `MixEntry`
 FIELDS = ("name", "share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s")
@@ -36,15 +34,11 @@ class MixEntry:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field as a file has it."""
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name: must be a text, not {self.name!r}")
+        require_text("name", self.name)
         for field in ("share", "weight", "ttft_slo_s", "tpot_slo_s"):
             value = getattr(self, field)
-            if value is None and field != "share":
-                continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0 < value <= MAX_NUMBER):
-                raise ValueError(f"{field}: must be a number above 0, at most {MAX_NUMBER:g}, not {value!r:.20}")
+            if value is not None or field == "share":
+                require_positive(field, value)
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
         if self.priority is not None and (type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY):
@@ -71,41 +65,16 @@ Mix = tuple[MixEntry, ...]
 
 def mix_from_file(path: str) -> Mix:
     """Read a mix: a TOML file with a table [[mix]] for each entry."""
-    try:
-        data = tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: is not TOML: {error}") from None
-    try:
-        require_known(data, ("mix",), "table")
-        return mix_from(data.get("mix"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return entries_in(read_text(path), path, "mix", mix_from)
 
 
 def mix_from(tables: Any) -> Mix:
     """Read the entries of a mix; the error for an invalid one has its index."""
-    if not isinstance(tables, Sequence) or isinstance(tables, str) or not tables:
-        raise ValueError("mix: must be a list of tables, one [[mix]] for each entry")
-    entries = []
-    for index, table in enumerate(tables):
-        try:
-            entries.append(_entry_from(table))
-        except ValueError as error:
-            raise ValueError(f"mix[{index}].{error}") from None
-    names = [entry.name for entry in entries]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ValueError(f"mix[{index}].name: {name!r} is there twice")
-    return tuple(entries)
+    return entries_from(tables, "mix", _entry_from)
 
 
-def _entry_from(table: Any) -> MixEntry:
-    if not isinstance(table, Mapping):
-        raise ValueError(f"name: the entry must be a table, not {table!r:.40}")
-    require_known(table, FIELDS, "field")
-    for field in ("name", "share"):
-        if field not in table:
-            raise ValueError(f"{field}: is missing")
+def _entry_from(table: Mapping[str, Any]) -> MixEntry:
+    require_fields(table, FIELDS, ("name", "share"))
     return MixEntry(**{KEYS.get(field, field): table[field] for field in FIELDS if field in table})
 
 
