@@ -79,6 +79,8 @@ class ServiceLevels:
     priority: Counts
     request_class: Counts  # index in `request.CLASSES`
     mix_entry: npt.NDArray[np.str_] | None = None  # names of entries of a mix
+    tenant: npt.NDArray[np.str_] | None = None
+    when_late: npt.NDArray[np.str_] | None = None  # words of `scheduler.objectives`
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -93,6 +95,8 @@ class ServiceLevels:
             priority=self.priority[rows],
             request_class=self.request_class[rows],
             mix_entry=None if self.mix_entry is None else self.mix_entry[rows],
+            tenant=None if self.tenant is None else self.tenant[rows],
+            when_late=None if self.when_late is None else self.when_late[rows],
         )
 
 
@@ -168,6 +172,8 @@ def attainment_report(served: ServedRequests, weights: GainWeights = EQUAL_WEIGH
     }
     if levels.mix_entry is not None:
         report["by_mix"] = _by(levels.mix_entry, served, weights)
+    if levels.tenant is not None:
+        report["by_tenant"] = _by(levels.tenant, served, weights)
     return report
 
 
@@ -277,7 +283,7 @@ def attainment_table(report: Mapping[str, Any]) -> Iterator[str]:
     if "num_with_targets" not in report:
         return
     rows = {"all with targets": report}
-    for group in ("priority", "class", "mix"):
+    for group in ("priority", "class", "mix", "tenant"):
         parts = report.get(f"by_{group}", {})
         if len(parts) > 1:
             rows |= {f"{group} {name}": part for name, part in parts.items()}

@@ -26,8 +26,7 @@ def added(state: State, slot: int, sums: Sums) -> Sums:
         token_s, sequence_s, _, _ = ordered.unit_costs_s(state)
         prefill_s += token_s * left + sequence_s + ordered.prefill_s(state, left, request.computed_tokens)
     target_s = state.facts[slot].tpot_slo_s
-    if target_s < tpot_s:
-        tpot_s = target_s
+    tpot_s = min(tpot_s, target_s)
     return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s
 
 

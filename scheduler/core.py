@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from predictor.config import require_count
 from predictor.request import SERVE
+from scheduler.admission.order import ARRIVAL_TURN, FairTurns, WaitingRequest, turn_named
 from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
+from scheduler.admission.shares import ClassShares
 from scheduler.decision import Decision
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL, DisaggregatedDecision
-from scheduler.instances import InstanceDirectory
-from scheduler.placement import PlacementRequest
+from scheduler.instances import CLASS_LIMIT, QUEUE_FULL, TENANT_LIMIT, InstanceDirectory
+from scheduler.objectives import SHED
+from scheduler.placement import PlacementRequest, num_tokens_of
 from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
 
@@ -28,6 +34,11 @@ class DecisionRules:
     max_conflicts: int = 10  # of one request with other schedulers; then it reserves unconditionally
     max_failed_reservations: int = 2  # of one request; then it is sent without a reservation
     max_held: int = 1000  # requests of one model in the admission queue
+    max_held_tokens: float = math.inf  # of these requests: prompts and predicted responses
+    max_held_of_tenant: int = sys.maxsize
+    max_held_best_effort: int = sys.maxsize
+    turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
+    best_effort_share: float = 0.05  # of the admitted tokens, which best effort gets even where that makes others late
     forecast_always: bool = False  # have the chosen instance forecast, where the policy does without
     without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
     hand_over_s: float = 0.003  # from the end of a prefill leg to the arrival of the decode leg, until it is measured
@@ -37,6 +48,13 @@ class DecisionRules:
         """Refuse words that mean nothing, naming the field."""
         if self.without_pool not in WITHOUT_POOL:
             raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
+        turn_named(self.turn)
+        for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
+            require_count(name, getattr(self, name), at_least=0)
+        if not self.max_held_tokens >= 0:
+            raise ValueError(f"max_held_tokens: must be a number of tokens from 0 on, not {self.max_held_tokens}")
+        if not 0 <= self.best_effort_share <= 1:
+            raise ValueError(f"best_effort_share: must be a share from 0 to 1, not {self.best_effort_share}")
 
 
 class SchedulerCore:
@@ -68,8 +86,10 @@ class SchedulerCore:
         self._seed = seed
         self._numbers = count()
         self._queues: dict[str, AdmissionQueue] = {}
-        self._refusals = RecentRefusals(0)
+        self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
+        self._turn = turn_named(self.rules.turn)
+        self.shares = ClassShares()
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
 
@@ -114,26 +134,42 @@ class SchedulerCore:
         """Return the admission queue of a model, if any request waits for it."""
         return self._queues.get(model)
 
-    def join(self, decision: Decision, number: int, deadline_s: float) -> AdmissionQueue:
+    def join(self, decision: Decision, waiting: WaitingRequest, deadline_s: float) -> AdmissionQueue:
         """Add a decision to its model's admission queue; if that is too long, the oldest is next."""
         model = decision.request.model
         queue = self._queues.get(model)
         if queue is None:
-            queue = self._queues[model] = AdmissionQueue(self.rules.max_held, self._order)
-        queue.join(number, deadline_s)
-        self.waiting[number] = decision
-        if len(queue) > queue.max_held:
+            queue = self._queues[model] = AdmissionQueue(
+                self.rules.max_held, self._order, self._turn, self.rules.max_held_tokens
+            )
+        queue.join(waiting.number, deadline_s, waiting)
+        self.waiting[waiting.number] = decision
+        if queue.is_full:
             self.wake(queue.oldest)
         return queue
 
+    def limit_for(self, request: PlacementRequest) -> str:
+        """Return the limit that keeps a request from waiting: a reason to shed it, empty where there is none."""
+        queue = self._queues.get(request.model) or AdmissionQueue()
+        is_full = len(queue) >= self.rules.max_held or queue.num_tokens >= self.rules.max_held_tokens
+        if is_full and request.objective.when_late == SHED:
+            return QUEUE_FULL
+        if queue.num_of_tenant(request.client_id) >= self.rules.max_held_of_tenant:
+            return TENANT_LIMIT
+        is_best_effort = request.objective.is_best_effort
+        if is_best_effort and queue.num_of_class(best_effort=True) >= self.rules.max_held_best_effort:
+            return CLASS_LIMIT
+        return ""
+
     def leave(self, decision: Decision, number: int, now_s: float) -> None:
-        """Remove a decision from its queue; it is the next one's turn."""
+        """Remove a decision from its queue; it is the turn of the next one, in every lane."""
         model = decision.request.model
         queue = self._queues[model]
         queue.leave(number)
         del self.waiting[number]
         if queue:
-            self.wake(queue.head(now_s))
+            for head in queue.heads(now_s):
+                self.wake(head)
         else:
             del self._queues[model]  # callers may name any model
 
@@ -148,10 +184,19 @@ class SchedulerCore:
         """The number of requests in admission queues."""
         return len(self.waiting)
 
-    @property
-    def refusals(self) -> RecentRefusals:
-        """Which instances admitted no request recently; forgotten when the list of instances changes."""
+    def refusals(self, lane: int = 0) -> RecentRefusals:
+        """Return which instances admitted no request of a lane recently; forgotten when the list of them changes."""
         ids = self.instances.table.known.instance_ids
         if ids is not self._refusals_of:
-            self._refusals, self._refusals_of = RecentRefusals(len(ids)), ids
-        return self._refusals
+            self._refusals, self._refusals_of = {}, ids
+        if lane not in self._refusals:
+            self._refusals[lane] = RecentRefusals(len(ids))
+        return self._refusals[lane]
+
+    def admitted(self, decision: Decision, now_s: float) -> None:
+        """Count the tokens of a request that got its placement, for the turns of tenants and the share of classes."""
+        request = decision.request
+        tokens = num_tokens_of(request)
+        if isinstance(self._turn, FairTurns):
+            self._turn.served(request.client_id, tokens)
+        self.shares.count(tokens, now_s, best_effort=request.objective.is_best_effort)

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from predictor.forecast_result import Forecast
-from predictor.request import DECODE, PREFILL, SERVE
-from scheduler.admission.queue import AdmissionQueue, retry_pause_s
+from predictor.request import BEST_EFFORT, DECODE, PREFILL, SERVE, Slo
+from scheduler.admission.order import WaitingRequest
+from scheduler.admission.queue import NO_NUMBER, AdmissionQueue, lane_of, retry_pause_s
 from scheduler.candidate import (
     FALLBACK_ORDER,
     FORECAST_FIELDS,
@@ -40,8 +41,10 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import NoInstanceError, RolePool, age_of
-from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest
+from scheduler.instances import LATE, QUEUE_FULL, NoInstanceError, OverloadedError, RolePool, age_of
+from scheduler.objectives import DEMOTE
+from scheduler.objectives import SHED as SHED_LATE
+from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest, num_tokens_of
 from scheduler.policy import Policy
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ NONE = -1  # no position
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+MIN_RETRY_AFTER_S = 0.1
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
 
 # Of an instance in one of these states it is unknown whether it could reserve anything.
@@ -196,6 +200,9 @@ class Decision:
     _held_s = 0.0
     _wait_until_s = math.inf
     _may_wait = False
+    _patient = False  # it is best effort, or late already, and must leave the deadlines of others alone
+    _lane = 0  # of the admission queue
+    _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
         """Prepare the decision for a request by a policy."""
@@ -219,7 +226,10 @@ class Decision:
         """Start: compare instances, ask them, or join the admission queue behind others."""
         if self.policy.holds and not self.request.dry_run:
             self._may_wait = True
-            if self.core.queue(self.request.model):
+            self._patient = self.request.objective.is_best_effort
+            self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=self._patient)
+            queue = self.core.queue(self.request.model)
+            if queue is not None and queue.head(now_s, self._lane) != NO_NUMBER:
                 return self._wait(now_s)
         return self._attempt(now_s)
 
@@ -331,7 +341,7 @@ class Decision:
         self._wait_until_s = math.inf
         if self._queue.must_leave(self._number, now_s):
             self._may_wait = False
-        elif (head := self._queue.head(now_s)) != self._number:
+        elif now_s < self._latest_s and (head := self._queue.head(now_s, self._lane)) != self._number:
             self.core.wake(head)
             return self._wait(now_s)
         self._held_s = now_s - self._joined_s
@@ -432,7 +442,8 @@ class Decision:
 
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
         """Leave out the instances that have just refused, and where nothing has finished since."""
-        worth = self.core.refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
+        refusals = self.core.refusals(self._lane)
+        worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
     def _score(self) -> None:
@@ -441,7 +452,7 @@ class Decision:
         self._order = None
         self._scores = policy.scores(compared)
         if policy.holds:
-            self._admits = policy.admits(compared)
+            self._admits = policy.admits(compared, patient=self._patient)
 
     def _rank_forecasts(self) -> None:
         """Score by forecasts, corrected for the reservations that were made since; again after every conflict."""
@@ -482,10 +493,66 @@ class Decision:
                 return self._none_left(now_s)
             if fallback is not None:
                 return self._choose_fallback(fallback, now_s)
-        if self._may_wait and self._admits is not None and not self._admits[best]:
-            return self._wait(now_s)
+        if self._admits is not None and not self._admits[best] and not self.request.dry_run:
+            intention = self._not_admitted(now_s)
+            if intention is not None:
+                return intention
         self._chosen = best
         return self._admit(best, now_s)
+
+    def _not_admitted(self, now_s: float) -> Intention | None:
+        """Go on with a request that no instance admits now; None: it goes to the best instance all the same."""
+        objective, keeps_deadlines = self.request.objective, self.policy.keeps_deadlines
+        if keeps_deadlines and not self._patient and now_s >= self._latest_start_s():
+            if objective.when_late == SHED_LATE:
+                return self._refuse_for_now(LATE, now_s)
+            if objective.when_late == DEMOTE:
+                self._demote()
+            self._patient = True
+            self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=True)
+            self._score()
+            return self._decide(now_s)
+        if self.request.objective.is_best_effort and keeps_deadlines:
+            if self.core.shares.is_below(self.core.rules.best_effort_share):
+                return None
+            return self._wait(now_s) if self._may_wait else self._refuse_for_now(QUEUE_FULL, now_s)
+        if self._may_wait:
+            return self._wait(now_s)
+        if keeps_deadlines and objective.when_late == SHED_LATE:
+            return self._refuse_for_now(QUEUE_FULL, now_s)
+        return None
+
+    def _latest_start_s(self) -> float:
+        """Return until when an idle instance could start the request and deliver its first token in time."""
+        compared, due_s = self._compared, self.request.indicators.due_s
+        if compared is None or due_s == math.inf or "predicted_queue_s" not in compared.columns:
+            return due_s
+        takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
+        known = takes_s[np.isfinite(takes_s)]
+        return due_s - float(known.min()) if len(known) else due_s
+
+    def _demote(self) -> None:
+        """Make the request best effort without deadlines."""
+        request = self.request
+        request.objective = replace(request.objective, request_class=BEST_EFFORT, slo=Slo())
+        request.indicators = replace(request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
+
+    def _refuse_for_now(self, reason: str, now_s: float) -> Shed:
+        """Refuse the request, and say when a new attempt may succeed."""
+        return self._shed(OverloadedError(reason, retry_after_s=self._retry_after_s(now_s)), now_s)
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """Return when a request like this one may be admitted: after those that wait, where it would be in time."""
+        queue = self.core.queue(self.request.model)
+        rate = self.core.shares.tokens_per_s(now_s)
+        queued_s = queue.num_tokens / rate if queue is not None and rate > 0 else 0.0
+        compared, slo = self._compared, self.request.objective.slo
+        late_s = 0.0
+        if compared is not None and len(compared) and slo.ttft_s is not None and self.policy.needs_forecast:
+            ttft_s = compared.columns.get("predicted_ttft_s")
+            if ttft_s is not None and np.isfinite(ttft_s).any():
+                late_s = max(0.0, float(ttft_s.min()) - slo.ttft_s)
+        return max(MIN_RETRY_AFTER_S, queued_s, late_s)
 
     def _admit(self, best: int, now_s: float) -> Intention:
         """Have the chosen instance reserve the request, or forecast it first, or place it there as it is."""
@@ -596,7 +663,8 @@ class Decision:
             self._may_wait and compared.known is self.core.instances.table.known
         ):  # otherwise the rows are of another list
             rows = rows_of(compared)
-            self.core.refusals.note(self._refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
+            refusals = self.core.refusals(self._lane)
+            refusals.note(self._refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
 
     def _refused(self, admits: np.ndarray, _rows: Rows) -> np.ndarray:
         """Return which of the compared do not admit the request."""
@@ -677,26 +745,52 @@ class Decision:
 
     # Ends.
 
-    def _wait(self, now_s: float) -> Wait:
-        """Wait in the admission queue, the first until its next attempt, the others for their turn."""
+    def _wait(self, now_s: float) -> Wait | Shed:
+        """Wait in the admission queue, the first of a lane until its next attempt, the others for their turn."""
         core, request = self.core, self.request
+        if self._queue is None and (limit := core.limit_for(request)):
+            return self._refuse_for_now(limit, now_s)
+        self._latest_s = math.inf
+        if self.policy.keeps_deadlines and not self._patient:
+            self._latest_s = self._latest_start_s()
         self._reset()
         if self._queue is None:
             if self._number < 0:
                 self._number = core.next_number()
-            deadline_s = request.arrived_s + min(self.policy.hold_s - request.waited_s, request.patience_s)
             self._joined_s = now_s
             self._wait_until_s = math.inf
-            self._queue = core.join(self, self._number, deadline_s)
-        deadline_s = self._queue.deadline_s(self._number)
+            self._queue = core.join(self, self._waiting(now_s), self._leave_s(now_s))
+        elif self._queue.lane_of(self._number) != self._lane:
+            self._queue.move(self._number, self._lane, self._leave_s(now_s))
+        deadline_s = min(self._queue.deadline_s(self._number), max(now_s, self._latest_s))
         if self._wait_until_s == -math.inf:  # woken already
             return Wait(now_s)
-        if self._queue.head(now_s) == self._number:
+        if self._queue.head(now_s, self._lane) == self._number:
             pause_s = retry_pause_s(now_s - request.arrived_s, core.random())
             self._wait_until_s = min(deadline_s, now_s + pause_s)
         else:
             self._wait_until_s = deadline_s
         return Wait(self._wait_until_s)
+
+    def _waiting(self, now_s: float) -> WaitingRequest:
+        """Return what the admission queue's order needs to know of the request."""
+        request = self.request
+        return WaitingRequest(
+            number=self._number,
+            lane=self._lane,
+            joined_s=now_s,
+            due_s=request.indicators.due_s,
+            priority=request.objective.priority,
+            tenant=request.client_id,
+            num_tokens=num_tokens_of(request),
+        )
+
+    def _leave_s(self, now_s: float) -> float:
+        """Return when the request leaves the admission queue at the latest; patient ones have nothing to miss there."""
+        request = self.request
+        if self._patient and self.policy.keeps_deadlines:
+            return now_s + max(0.0, request.patience_s - (now_s - request.arrived_s))
+        return request.arrived_s + min(self.policy.hold_s - request.waited_s, request.patience_s)
 
     def _leave_queue(self, now_s: float) -> None:
         queue, self._queue = self._queue, None
@@ -711,6 +805,8 @@ class Decision:
         request = self.request
         if self.policy.needs_prefix and request.prefix_hits is None and not request.dry_run:
             self.core.prefixes.sent(self._chosen_id(), request.blocks)
+        if self.policy.holds and not request.dry_run:
+            self.core.admitted(self, self._joined_s + self._held_s if self._queue is not None else request.arrived_s)
         if self._queue is not None:
             self._leave_queue(self._joined_s + self._held_s)
         return Placed(self)
@@ -760,7 +856,7 @@ class Decision:
     def _shed(self, error: Exception, now_s: float) -> Shed:
         if self._queue is not None:
             self._leave_queue(now_s)
-        return Shed(error)
+        return Shed(error, getattr(error, "retry_after_s", None))
 
     # The explanation.
 

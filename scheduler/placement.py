@@ -57,6 +57,12 @@ class PlacementRequest:
     undivided: bool = False  # one instance serves it, whatever the policy says
 
 
+def num_tokens_of(request: PlacementRequest) -> float:
+    """Return the tokens of a request: of its prompt, and of its response as far as it is predicted."""
+    tag_tokens = request.indicators.tag_tokens
+    return request.indicators.prompt_tokens + (tag_tokens if tag_tokens > 0 else 0.0)
+
+
 class Leg(NamedTuple):
     """One part of a request's way: `serve`, or `prefill` and then `decode`, on one instance."""
 

@@ -83,7 +83,11 @@ class Policy:
         self._tie_break = number(tie_break, f"policy: {spec.name}: tie_break") if tie_break else None
         hold = entry.hold if spec.hold is None else spec.hold
         self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
+        # a condition of the user's own holds for all requests
+        harmless = entry.harmless if spec.hold is None else ""
+        self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
         self.holds = self._hold is not None
+        self.keeps_deadlines = self._harmless is not self._hold
         self.hold_s = spec.hold_s
         self._sample = entry.sample if spec.sample is None else spec.sample
         self._sampler = RandomSampler(generator)
@@ -91,13 +95,15 @@ class Policy:
         self._shortlist_policy = Policy(_shortlist_spec(spec), generator, is_part=True) if self._k else None
         self.legs = None if is_part else _leg_rules(spec, entry, generator)
         applies = None if self.legs is None else self.legs.condition
-        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, applies)
+        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._harmless, applies)
         self.needs = (*entry.needs, *_needs_of(*parts))
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it reads no indicators
         self.forecast_fields = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
         self.needs_forecast = bool(self.forecast_fields)
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
+        if self.keeps_deadlines:
+            names |= {"predicted_ttft_s", "predicted_queue_s"}  # which tell how late a request may start
         self.needs_delays = any(root.name in DELAYS for root in roots)
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
         self.forecast_columns = tuple(sorted(names | {"prefix_hit_tokens"} if self.needs_prefix else names))
@@ -123,11 +129,15 @@ class Policy:
             candidates = candidates.only(self._shortlist_policy.lowest(candidates, self._k), "is not on the shortlist")
         return candidates
 
-    def admits(self, candidates: Candidates) -> npt.NDArray[np.bool_]:
-        """Return which candidates admit the request now; an unknown condition counts as false."""
-        if self._hold is None:
+    def admits(self, candidates: Candidates, *, patient: bool = False) -> npt.NDArray[np.bool_]:
+        """Return which candidates admit the request now; an unknown condition counts as false.
+
+        A `patient` request is late already, or has no deadlines, and must only leave those of others alone.
+        """
+        condition = self._harmless if patient else self._hold
+        if condition is None:
             return np.ones(len(candidates), np.bool_)
-        admits: npt.NDArray[np.bool_] = self._hold(candidates) == 1.0
+        admits: npt.NDArray[np.bool_] = condition(candidates) == 1.0
         return admits
 
     def scores(self, candidates: Candidates) -> Column:

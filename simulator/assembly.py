@@ -13,6 +13,7 @@ import numpy.typing as npt
 from predictor.forecast import RESULT
 from predictor.gain import default_levels
 from predictor.state import NONE
+from scheduler.admission.order import ARRIVAL_TURN
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.indicators import roots_of
 from scheduler.instance_table import InstanceTable
@@ -20,7 +21,7 @@ from scheduler.instances import InstanceDirectory
 from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator import kernels
-from simulator.conditions import FIRST_COME, Conditions, require_outages
+from simulator.conditions import FIRST_COME, WHOLE_QUEUE_TURNS, Conditions, require_outages
 from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
 from simulator.queue_order import QueueOrder
@@ -79,8 +80,8 @@ def simulation(
             made,
             InstanceDirectory(table, roles),
             random=pauses.random,
-            rules=DecisionRules(max_held=sys.maxsize, explains=False, hand_over_s=conditions.hop_s),
-            order=None if conditions.turn == FIRST_COME else queue_order.order,
+            rules=_rules(conditions),
+            order=queue_order.order if conditions.turn in WHOLE_QUEUE_TURNS else None,
             prefixes=PromptPrefixes(table, sizes),
         )
         schedulers.append(SchedulerView(core=core))
@@ -125,6 +126,17 @@ def simulation(
     if conditions.sample_s > 0:
         simulation.schedule(float(work.arrival_s[0]), SAMPLE)
     return simulation
+
+
+def _rules(conditions: Conditions) -> DecisionRules:
+    is_first_come = conditions.turn in (FIRST_COME, *WHOLE_QUEUE_TURNS)
+    return DecisionRules(
+        max_held=conditions.max_held or sys.maxsize,
+        turn=ARRIVAL_TURN if is_first_come else conditions.turn,
+        best_effort_share=conditions.best_effort_share,
+        explains=False,
+        hand_over_s=conditions.hop_s,
+    )
 
 
 def _schedulers_of(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -9,11 +9,13 @@ from itertools import pairwise
 
 from predictor.config import require_count
 from predictor.lengths import RESIDUALS
+from scheduler.admission.order import DEADLINE_TURN, FAIR_TURN, PRIORITY_TURN
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
 FIRST_COME, LATE_LAST, FEWEST_LATE = "first_come", "late_last", "fewest_late"
 MIN_HOP_S = 1e-6  # coupled engines advance by at most this time together
-TURNS = (FIRST_COME, LATE_LAST, FEWEST_LATE)
+WHOLE_QUEUE_TURNS = (LATE_LAST, FEWEST_LATE)  # which sort the whole queue, without lanes
+TURNS = (FIRST_COME, *WHOLE_QUEUE_TURNS, DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,8 @@ class Conditions:
     both are 0, indicators are always current. Forecasts are made at every decision. Without `reservations`, indicators
     and forecasts leave out requests that are on their way. `prefix_view` is where prefix hits are looked up: in the
     engines' caches, or in an index of what was sent. If the policy holds requests, `turn` is the order in which they
-    are retried; those that were held for `late_s` are late. `hop_s` passes between the end of a prefill leg and the
-    arrival of its decode leg.
+    are retried; those that were held for `late_s` are late; `best_effort_share` is that of `DecisionRules`. `hop_s`
+    passes between the end of a prefill leg and the arrival of its decode leg.
     """
 
     num_schedulers: int = 1
@@ -58,6 +60,8 @@ class Conditions:
     order_s_per_token: float = 0.0
     late_s: float = math.inf
     turn: str = FIRST_COME
+    max_held: int = 0  # requests in an admission queue; 0: any number
+    best_effort_share: float = 0.05
     prefix_view: str = ENGINE_CACHE
     hop_s: float = 0.003
     sample_s: float = 1.0  # interval of the cluster samples; 0 for none
@@ -79,6 +83,9 @@ class Conditions:
             raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
         if self.turn not in TURNS:
             raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
+        require_count("max_held", self.max_held, at_least=0)
+        if not 0 <= self.best_effort_share <= 1:
+            raise ValueError(f"best_effort_share: must be a share from 0 to 1, not {self.best_effort_share!r}")
         if not MIN_HOP_S <= self.hop_s < math.inf:
             raise ValueError(f"hop_s: must be a time from {MIN_HOP_S:g} on, not {self.hop_s!r}")
         if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):

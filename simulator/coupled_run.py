@@ -11,10 +11,11 @@ import numpy as np
 from predictor.config import RECOMPUTE
 from predictor.request import DECODE, LEGS, PREFILL
 from predictor.state import NONE
-from scheduler.decision import Ask, AskLegs, Decision, Intention, Reserve, Wait
+from scheduler.decision import Ask, AskLegs, Decision, Intention, Reserve, Shed, Wait
 from scheduler.indicators import Column
 from simulator import coupled, kernels
 from simulator.fleet import with_more_slots
+from simulator.result import SHED, STATUSES
 from simulator.run import FOREVER, ROWS, WAKE, Simulation
 
 UNKNOWN = (np.nan, np.nan, np.nan)
@@ -46,12 +47,15 @@ class CoupledSimulation(Simulation):
         """Carry out a decision's intentions at this moment of the virtual clock; every reservation is made."""
         self.predicted.clear()
         while isinstance(intention, Ask | AskLegs | Reserve):
+            self._apply_objective(decision)
             if isinstance(intention, Reserve):
                 self._reserve(decision, intention, which, now_s)
                 intention = decision.reserved(0.0, now_s)
             else:
                 columns = [self._forecast_legs(ask, decision.request.number, now_s) for ask in intention.asks]
                 intention = decision.answers_in_columns(columns, now_s)
+        if isinstance(intention, Shed):
+            self.decisions[decision.request.number].status = STATUSES.index(SHED)
         if isinstance(intention, Wait) and intention.until_s < FOREVER:
             self.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
         if self.holds:

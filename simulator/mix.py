@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from predictor.gain import ServiceLevels, default_levels
 from predictor.request import CLASSES, MAX_PRIORITY, RequestFacts, Slo
+from scheduler.objectives import SERVE_LATE, WHEN_LATE
 from scheduler.toml_tables import entries_from, entries_in, require_fields, require_positive, require_text
 from simulator.codec import read_text
 from simulator.workload import Workload
 
 STREAM = 15  # of random numbers: other draws of a run with the same seed are independent of these
 KEYS = {"class": "request_class"}  # names in a file that differ from those of `MixEntry`
-FIELDS = ("name", "share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s")
+FIELDS = ("name", "share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s", "when_late", "tenant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class MixEntry:
     weight: float | None = None
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    when_late: str | None = None  # one of `scheduler.objectives.WHEN_LATE`
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field as a file has it."""
@@ -41,6 +44,10 @@ class MixEntry:
                 require_positive(field, value)
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
+        if self.when_late is not None and self.when_late not in WHEN_LATE:
+            raise ValueError(f"when_late: {self.when_late!r} is none of {', '.join(WHEN_LATE)}")
+        if self.tenant is not None:
+            require_text("tenant", self.tenant)
         if self.priority is not None and (type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY):
             raise ValueError(f"priority: must be a whole number within 32 bits, not {self.priority!r}")
 
@@ -57,6 +64,7 @@ class MixEntry:
             priority=request.priority if self.priority is None else self.priority,
             weight=request.weight if self.weight is None else float(self.weight),
             slo=None if slo == Slo() else slo,
+            client_id=request.client_id if self.tenant is None else self.tenant,
         )
 
 
@@ -107,6 +115,12 @@ def mixed_workload(work: Workload, mix: Mix, seed: int) -> Workload:
         new = np.array([0 if one is None else value(one) for one in given], old.dtype)
         return np.where(np.array([one is not None for one in given])[drawn], new[drawn], old)
 
+    def words(name: str, otherwise: str) -> npt.NDArray[np.str_] | None:
+        given = [getattr(entry, name) for entry in mix]
+        if not any(given):
+            return None
+        return np.array([otherwise if one is None else one for one in given])[drawn]
+
     service = ServiceLevels(
         ttft_slo_s=column("ttft_slo_s", levels.ttft_slo_s),
         tpot_slo_s=column("tpot_slo_s", levels.tpot_slo_s),
@@ -114,6 +128,8 @@ def mixed_workload(work: Workload, mix: Mix, seed: int) -> Workload:
         priority=column("priority", levels.priority),
         request_class=column("request_class", levels.request_class, CLASSES.index),
         mix_entry=np.array([entry.name for entry in mix])[drawn],
+        tenant=words("tenant", ""),
+        when_late=words("when_late", SERVE_LATE),
     )
     return replace(work, service=service)
 

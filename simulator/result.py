@@ -12,8 +12,8 @@ from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 
 # The final status of a request.
-FINISHED, REFUSED, LOST, UNFINISHED = "finished", "refused", "lost", "unfinished"
-STATUSES = (UNFINISHED, FINISHED, REFUSED, LOST)
+FINISHED, REFUSED, LOST, UNFINISHED, SHED = "finished", "refused", "lost", "unfinished", "shed"
+STATUSES = (UNFINISHED, FINISHED, REFUSED, LOST, SHED)
 
 DECISION = np.dtype(
     [

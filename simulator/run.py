@@ -15,7 +15,7 @@ import numpy.typing as npt
 from predictor.request import LEGS
 from predictor.state import NONE, PREFILL_LEG
 from scheduler.candidates import RequestIndicators
-from scheduler.decision import Ask, Decision, Intention, Reserve, Wait
+from scheduler.decision import Ask, Decision, Intention, Reserve, Shed, Wait
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.placement import PlacementRequest
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
@@ -23,7 +23,8 @@ from simulator import forecast_kernels, kernels
 from simulator.conditions import SENT_INDEX, Conditions
 from simulator.fleet import InstanceSpec, restart, with_more_slots, workspace_for
 from simulator.queue_order import QueueOrder
-from simulator.result import FINISHED, LOST, REFUSED, STATUSES, ClusterSample, RunResult
+from simulator.request_levels import RequestLevels, levels_of
+from simulator.result import FINISHED, LOST, REFUSED, SHED, STATUSES, ClusterSample, RunResult
 from simulator.scheduler_view import SchedulerView
 from simulator.workload import Workload
 
@@ -95,13 +96,12 @@ class Simulation:
     columns: tuple[np.ndarray, ...] = ()  # of `decisions`, which each decision writes
     _scheduler_of: list[int] = field(default_factory=list)
     _arrival_s: list[float] = field(default_factory=list)
-    _due_s: list[float] = field(default_factory=list)  # of first tokens
-    _tpot_slo_s: list[float] = field(default_factory=list)
     _has_fresh_indicators: bool = True
     _needs_forecast: bool = False
     _needs_prefix: bool = False
     _needs_tpot: bool = False
     _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
+    _levels: RequestLevels = field(default_factory=RequestLevels)
     _no_hits: npt.NDArray[np.float64] | None = None  # where no prompt's content is known
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Simulation:
         self.tag_tokens = np.where(np.isnan(median), lengths.output_tokens, median).tolist()
         self.queue_order.mean_step_s = lambda: float(self.reported[STEP_S].mean())
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
-        self._due_s, self._tpot_slo_s = _targets(self.work)
+        self._levels = levels_of(self.work)
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         needed = {name for part in policy.parts for name in part.forecast_fields} | {"predicted_e2e_s"}
         self._needs_tpot = "predicted_tpot_s" in needed
@@ -278,14 +278,20 @@ class Simulation:
         """Start the decision of a request's scheduler."""
         which = self._scheduler_of[number]
         core = self.schedulers[which].core
+        levels = self._levels
         indicators = RequestIndicators(
             prompt_tokens=self.prompt_tokens[number],
             tag_tokens=self.tag_tokens[number],
-            due_s=self._due_s[number],
-            tpot_slo_s=self._tpot_slo_s[number],
+            due_s=levels.due_s[number],
+            tpot_slo_s=levels.tpot_slo_s[number],
         )
         request = PlacementRequest(
-            number=number, indicators=indicators, any_model=True, arrived_s=self._arrival_s[number]
+            number=number,
+            indicators=indicators,
+            any_model=True,
+            arrived_s=self._arrival_s[number],
+            objective=levels.objectives[number],
+            client_id=levels.tenants[number],
         )
         decision = core.decision(request)
         if self._prepare(decision, which, now_s, refresh=not (self.holds and core.num_waiting)):
@@ -324,10 +330,15 @@ class Simulation:
         """Carry out a decision's intentions at this moment of the virtual clock."""
         while True:
             if isinstance(intention, Reserve):
+                self._apply_objective(decision)
                 self._send(decision, intention, which, now_s)
                 decision.reserved(0.0, now_s)
                 break
+            if isinstance(intention, Shed):
+                self.decisions[decision.request.number].status = STATUSES.index(SHED)
+                break
             if isinstance(intention, Ask):
+                self._apply_objective(decision)
                 columns = self._forecast(intention, decision.request.number, now_s)
                 intention = decision.answers_in_columns((columns,), now_s)
             else:
@@ -337,6 +348,15 @@ class Simulation:
                 break
         if self.holds:
             self._tick_ready(which, now_s)
+
+    def _apply_objective(self, decision: Decision) -> None:
+        """Serve a request that was demoted as best effort without deadlines."""
+        number, objective = decision.request.number, decision.request.objective
+        if objective is self._levels.objectives[number]:
+            return
+        self._levels.objectives[number] = objective
+        facts = self.requests.facts[number]
+        facts.request_class, facts.ttft_slo_s, facts.tpot_slo_s = 1, np.nan, np.nan
 
     def _tick_ready(self, which: int, now_s: float) -> None:
         ready = self.schedulers[which].core.ready
@@ -467,11 +487,3 @@ class Simulation:
             end_s=end_s,
             up_s=up_s,
         )
-
-
-def _targets(work: Workload) -> tuple[list[float], list[float]]:
-    """Return when the first token of each request is due, and its TPOT target; infinite without a target."""
-    if work.service is None:
-        return [math.inf] * len(work), [math.inf] * len(work)
-    due_s = work.arrival_s + work.service.ttft_slo_s
-    return np.nan_to_num(due_s, nan=math.inf).tolist(), np.nan_to_num(work.service.tpot_slo_s, nan=math.inf).tolist()

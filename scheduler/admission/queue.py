@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admission.order import by_arrival, HeadOf, WaitingRequest
+from scheduler.admission.order import HeadOf, WaitingRequest, by_arrival
 from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
@@ -118,6 +118,10 @@ class AdmissionQueue:
         self.leave(number)
         request.lane = lane
         self.join(number, deadline_s, request)
+
+    def lane_of(self, number: int) -> int:
+        """Return the lane of a request."""
+        return self._requests[number].lane
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request goes now, whether or not an instance admits it."""

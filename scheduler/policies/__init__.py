@@ -13,6 +13,8 @@ from scheduler.policies import (
     block_ttft,
     dynamo,
     filter,  # noqa: A004 - the policy's name
+    gain,
+    gorouting,
     hold,
     infaas,
     infaas_paper,
@@ -26,12 +28,15 @@ from scheduler.policies import (
     lmetric_tokens,
     marginal,
     min_qpm,
+    minimal,
     pd_dynamo,
     pd_least,
     pd_threshold,
+    polyserve,
     power_of_two,
     random,
     round_robin,
+    slo,
 )
 from scheduler.policies.entry import Parameter, PolicyEntry, plain
 
@@ -195,6 +200,51 @@ POLICIES = {
         },
         prefill="dynamo",
         disaggregate="new_prefill_tokens >= {isl} or 1 - prefix_hit_ratio >= {ratio}",
+    ),
+    "slo": PolicyEntry(
+        make=slo.make,
+        formula=f"affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until {slo.ADMITS}",
+        source="ours",
+        needs=slo.NEEDS,
+        parameters={
+            "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: least loaded"),
+            "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
+        },
+        hold=slo.ADMITS,
+        harmless=slo.HARMLESS,
+    ),
+    "polyserve": PolicyEntry(
+        make=polyserve.make,
+        formula=f"tier (own, stricter, empty), then -(decode_step_s + queued_prefill_s), held until {polyserve.ADMITS}",
+        source="PolyServe §4",
+        needs=slo.NEEDS,
+        parameters={
+            "gradient": Parameter(default=1, high=1, meaning="1: the busiest instance first, 0: the least loaded"),
+            "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),
+        },
+        hold=polyserve.ADMITS,
+        harmless=slo.HARMLESS,
+    ),
+    "gorouting": PolicyEntry(
+        make=gorouting.make,
+        formula="most gain_added, then queued_prefill_s: least of light instances, most of others with time to spare",
+        source="ProServe §4.3, algorithm 2",
+        needs=("gain_added", "ttft_left_s", "queued_prefill_s", "predicted_ttft_s"),
+        parameters={
+            "alpha": Parameter(default=0.9, high=1.0, meaning="share of the most added gain that suffices"),
+            "mu": Parameter(default=0.2, high=1.0, meaning="share of the TTFT target below which an instance is light"),
+            "lambda": Parameter(default=0.8, meaning="share of the TTFT target above which an instance is loaded"),
+        },
+    ),
+    "gain": PolicyEntry(
+        make=plain(gain.most_added),
+        formula="-gain_added",
+        source="ours, after ProServe §2",
+        needs=("gain_added",),
+        tie_break="predicted_e2e_s",
+    ),
+    "minimal": PolicyEntry(
+        make=plain(minimal.shortest_step), formula="decode_step_s", source="PolyServe §5.1", needs=("decode_step_s",)
     ),
     "round_robin": PolicyEntry(make=round_robin.make, formula="each in turn", source="Block §5"),
     "random": PolicyEntry(make=random.make, formula="uniform", source="Block §5"),

@@ -1,0 +1,31 @@
+"""What part of the admitted tokens belongs to best effort, so that it gets its share and does not starve."""
+
+from __future__ import annotations
+
+import math
+
+HALF_LIFE_S = 10.0  # after which a token counts half
+
+
+class ClassShares:
+    """Counts admitted tokens of both classes; old ones count less and less."""
+
+    def __init__(self) -> None:
+        """Start without any token."""
+        self._best_effort = self._all = self._counted_s = 0.0
+
+    def count(self, num_tokens: float, now_s: float, *, best_effort: bool) -> None:
+        """Count the tokens of a request that was admitted."""
+        fade = math.exp2(-max(0.0, now_s - self._counted_s) / HALF_LIFE_S)
+        self._counted_s = max(now_s, self._counted_s)
+        self._all = self._all * fade + num_tokens
+        self._best_effort = self._best_effort * fade + (num_tokens if best_effort else 0.0)
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Return the rate of admitted tokens."""
+        fade = math.exp2(-max(0.0, now_s - self._counted_s) / HALF_LIFE_S)
+        return self._all * fade * math.log(2) / HALF_LIFE_S
+
+    def is_below(self, share: float) -> bool:
+        """Return whether best effort got less than a share of the tokens."""
+        return self._best_effort < share * self._all

@@ -1,0 +1,11 @@
+"""The largest added gain: weights of tokens that come by their deadlines, of this request, less what others lose."""
+
+from __future__ import annotations
+
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+
+
+def most_added(candidates: Candidates) -> Column:
+    """Score = - (gain with the request - gain without it)."""
+    return -candidates["gain_added"]

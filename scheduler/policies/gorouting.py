@@ -1,0 +1,41 @@
+"""GoRouting (ProServe §4.3, algorithm 2): instances with about the most added gain; of these, idle ones or busy ones.
+
+The gain is that of a simulation of the engine's own batching rule. A light instance takes the request at once; where
+none is light, the busiest one takes it that still has time to spare, so that others stay free for long prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from scheduler.candidates import Candidates
+from scheduler.indicators import Column
+from scheduler.policies.entry import Score
+
+CANDIDATE, OTHER = 0.0, 1e9  # added to the scores of instances with about the most gain, and of all others
+
+
+def make(parameters: Mapping[str, float], generator: np.random.Generator) -> Score:
+    """Score = seconds of prefill there, or minus that, by how loaded the best instances are; see algorithm 2."""
+    alpha, low, high = parameters["alpha"], parameters["mu"], parameters["lambda"]
+
+    def score(candidates: Candidates) -> Column:
+        gain = candidates["gain_added"]
+        most = np.fmax.reduce(gain, initial=-np.inf)
+        if not most > 0:
+            return generator.random(len(candidates))
+        left_s, queued_s, ttft_s = (
+            candidates[name] for name in ("ttft_left_s", "queued_prefill_s", "predicted_ttft_s")
+        )
+        is_best = gain >= alpha * most
+        is_light = is_best & (queued_s < low * left_s)
+        is_spare = is_best & ~(ttft_s > high * left_s)
+        if is_light.any():
+            return np.where(is_light, queued_s, OTHER + queued_s)
+        if is_spare.any():
+            return np.where(is_spare, -queued_s, OTHER + queued_s)
+        return np.where(is_best, queued_s, OTHER + queued_s)
+
+    return score
