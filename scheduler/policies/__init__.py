@@ -1,4 +1,4 @@
-"""The policies, one per file, in one table.
+"""The policies, one per file, in one table; some of prefill and decode instances score as another policy does.
 
 A policy scores the candidates of a request: the lowest score wins, and of equal scores the first instance id. Its
 parameters and its state between requests live in the closure that `make` returns. A seeded generator is an argument.
@@ -27,8 +27,6 @@ from scheduler.policies import (
     marginal,
     min_qpm,
     pd_dynamo,
-    pd_least,
-    pd_threshold,
     power_of_two,
     random,
     round_robin,
@@ -165,14 +163,14 @@ POLICIES = {
         needs=("requests_per_minute",),
     ),
     "pd_least": PolicyEntry(
-        make=plain(pd_least.fewest),
+        make=plain(least_loaded.fewest),
         formula="batch_size; prefill: queued_prefill_tokens",
         source="the usual rule for pools of prefill and decode instances",
         needs=("batch_size",),
         prefill='expr: score = "queued_prefill_tokens", tie_break = "batch_size"',
     ),
     "pd_threshold": PolicyEntry(
-        make=pd_threshold.make,
+        make=linear.make,
         formula="lambda * (1 - prefix_hit_ratio) + (1 - lambda) * batch_size / highest(batch_size)",
         source="llm-d's router: prefix-based-pd-decider",
         needs=("prefix_hit_ratio", "batch_size"),
