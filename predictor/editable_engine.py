@@ -17,8 +17,6 @@ from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
 from predictor.state import (
-    FETCH_FAILED,
-    FETCHED,
     FETCHING,
     FINISHED,
     HELD,
@@ -26,6 +24,7 @@ from predictor.state import (
     NONE,
     PENDING,
     RUNNING,
+    SHOWN_STAGES,
     TO_FETCH,
     WAITING,
 )
@@ -39,8 +38,6 @@ EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predict
 OTHER_COLUMNS = ("serial", "num_hashes", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens", "leg")
 NO_LENGTH: Length = (0, None)
-
-REPORTED_STAGES = np.array([NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING])
 
 
 class PlannedStep(NamedTuple):
@@ -378,7 +375,7 @@ class EditableEngine(Engine):
     def _show_transfers(self, live: np.ndarray, slots: np.ndarray, now_s: float) -> None:
         """Write the stages of transfers, and their times so that they end as in the model."""
         rows = self.state.requests
-        live["stage"] = REPORTED_STAGES[rows["stage"][slots]]
+        live["stage"] = np.take(SHOWN_STAGES, rows["stage"][slots])
         for name in ("fetch_started_s", "fetch_ended_s", "held_until_s"):
             live[name] = NONE
         num_fetching = max(1, int(self.state.engine[0].num_fetching))
