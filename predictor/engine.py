@@ -235,11 +235,6 @@ class Engine:
         under_way = remote_kv.is_under_way(self.state.requests[slot].stage)
         return float(remote_kv.end_s(self.state, slot)) if under_way else None
 
-    def delay_fetch(self, request_id: str, until_s: float) -> None:
-        """Have the fetch of a request's blocks end no earlier than at a time; no effect where it has ended."""
-        if self.is_fetching(request_id) and remote_kv.end_s(self.state, self.slots[request_id]) < until_s:
-            set_end(self.state, self.slots[request_id], float(until_s))
-
     def end_fetch(self, request_id: str, *, ok: bool = True, valid_tokens: int = 0, at_s: float | None = None) -> None:
         """End the fetch of a request's blocks; no effect where it has ended.
 
