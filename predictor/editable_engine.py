@@ -381,7 +381,7 @@ class EditableEngine(Engine):
         num_fetching = max(1, int(self.state.engine[0].num_fetching))
         for index in np.flatnonzero(live["stage"] > TO_FETCH).tolist():
             slot = int(slots[index])
-            end_s = float(remote_kv.end_s(self.state, slot))
+            end_s = float(remote_kv.end_at_present_rate_s(self.state, slot))
             if live["stage"][index] == FETCHING:
                 got_s = remote_kv.missing_seconds(self.state, slot) - max(0.0, end_s - now_s) / num_fetching
                 live["fetch_started_s"][index] = max(0.0, now_s - got_s * num_fetching)

@@ -146,7 +146,7 @@ def _copy_transfer(state: State, into: Copies, slot: int) -> None:
         if row.stage == LOST:
             live.fetch_started_s = NONE
         if row.status == FINISHED:
-            live.held_until_s = remote_kv.end_s(state, slot)
+            live.held_until_s = remote_kv.end_at_present_rate_s(state, slot)
     elif has_begun and live.fetch_ended_s < 0:
         live.fetch_ended_s = row.transfer_s
 
