@@ -336,11 +336,9 @@ class EditableEngine(Engine):
         pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
         transfers = state.transfers[: head.num_transfers]
         held = transfers[rows["status"][transfers] == FINISHED]
-        slots = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
-        num = len(slots)
-        slots = np.concatenate((slots, held))[:max_requests]
-        num_held = len(slots) - num
-        num = len(slots)
+        queued = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
+        slots = np.concatenate((queued, held))[:max_requests]
+        num, num_running = len(slots), min(len(running), len(queued))
         live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
         for name in records.live.names or ():
             if name not in OTHER_COLUMNS:
@@ -361,9 +359,9 @@ class EditableEngine(Engine):
             now_s=now_s,
             num_free_blocks=int(head.num_free_blocks),
             decodes_since_look=int(head.decodes_since_look),
-            running=np.arange(len(running)),
-            waiting=np.arange(len(running), num - num_held),
-            held=np.arange(num - num_held, num),
+            running=np.arange(num_running),
+            waiting=np.arange(num_running, len(queued)),
+            held=np.arange(len(queued), num),
             steps=tuple(self._shown_step(ahead, indices) for ahead in range(int(head.num_in_flight))),
             live=live,
             facts=facts,
