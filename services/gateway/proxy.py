@@ -13,13 +13,14 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.upstream_attempt import CANCELLED, FAILED, OK, SERVER_ERROR, UpstreamAttempt
+from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
-from services.http.proxying import NOT_SERVING, RETRIED, engine_error
+from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
+from services.http.sse import CANCELLED, FAILED
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
-from services.http.prefill_leg import MAX_FAILED_FETCHES, OK, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.proxying import OK
 from services.http.prompt_tokens import PromptSizes
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
