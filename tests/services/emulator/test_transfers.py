@@ -17,7 +17,7 @@ import pytest
 
 from predictor.engine import Engine
 from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
-from services.emulator.transfer_params import leg_of
+from services.emulator.transfer_params import leg_and_blocks
 from services.engine_state import layout
 from services.engine_state.reader import Reader
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated, events, process
@@ -378,10 +378,10 @@ def test_a_watch_is_for_one_request(engines: tuple[Emulated, Emulated], ids: Any
 
 def test_which_leg_is_asked_for() -> None:
     """A prefill that held nothing leaves the whole request to the second engine."""
-    assert leg_of(None) == leg_of({}) == (SERVE, None)
-    assert leg_of(TO_PREFILL) == (PREFILL, None)
-    assert leg_of({"do_remote_prefill": True, "remote_block_ids": None}) == (SERVE, None)
-    assert leg_of({"do_remote_prefill": True, "remote_block_ids": []}) == (SERVE, None)
+    assert leg_and_blocks(None) == leg_and_blocks({}) == (SERVE, None)
+    assert leg_and_blocks(TO_PREFILL) == (PREFILL, None)
+    assert leg_and_blocks({"do_remote_prefill": True, "remote_block_ids": None}) == (SERVE, None)
+    assert leg_and_blocks({"do_remote_prefill": True, "remote_block_ids": []}) == (SERVE, None)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
