@@ -461,7 +461,7 @@ def put_transfers_of(
             stage = FETCHED if stage == ARRIVED else FETCH_FAILED
         if waits and TO_FETCH <= stage <= FETCH_FAILED and engine.fetches and request.leg == DECODE_LEG:
             request.stage = stage
-            request.transfer_s = np.nan  # of one that has not begun: as configured
+            request.transfer_s = np.nan  # as configured, where the fetch has not started
             if request.stage in (FETCHED, FETCH_FAILED):
                 request.transfer_s = reported.fetch_ended_s
         if stage == FETCHING:

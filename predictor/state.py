@@ -141,8 +141,8 @@ REQUEST = np.dtype(
         ("num_preemptions", "i4"),
         ("leg", "i4"),  # index in `request.LEGS`
         ("stage", "i4"),  # of its transfer
-        # Seconds that its transfer takes (NaN: as configured), or for which its blocks are held after the prefill; once
-        # it has begun, when it ends: by the clock, or by the link's work.
+        # Before its transfer starts, the seconds that it takes (NaN: as configured), or for which the blocks are held.
+        # From then on its end: a time, or for a fetch over a shared link a value of `link_s`.
         ("transfer_s", "f8"),
         ("hit_tokens", "i8"),  # 8 bytes, so that the record has no padding, whose content would be arbitrary
     ],

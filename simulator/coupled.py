@@ -188,7 +188,7 @@ def hand_over(fleet: EngineArrays, requests: Requests, index: int, hop_s: float)
         number = fleet.slots[index, slot].number
         legs = requests.legs[number]
         if legs.prefill != index or legs.prefill_slot != slot:  # the request was started again elsewhere
-            orphan(fleet, index, slot, request.finished_s)
+            hold_for_lease(fleet, index, slot, request.finished_s)
             continue
         legs.scheduled_s = request.scheduled_s
         legs.prefilled_s = request.finished_s
@@ -214,8 +214,8 @@ def arrive(fleet: EngineArrays, requests: Requests, number: int, arrives_s: floa
 
 
 @kernel
-def orphan(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
-    """Leave the blocks of a finished prefill leg, which nobody will fetch, to the lease."""
+def hold_for_lease(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
+    """Hold the blocks of a finished prefill leg that no decode leg will fetch until the lease ends."""
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     if state.requests[slot].stage == HELD:
         remote_kv.set_end(state, slot, now_s + fleet.instances[index].lease_s)
@@ -226,7 +226,7 @@ def lose_decode(fleet: EngineArrays, requests: Requests, number: int, now_s: flo
     """Forget the decode leg of a request, whose engine has failed."""
     legs = requests.legs[number]
     if legs.prefill_slot != NONE and legs.prefilled_s >= 0 and legs.fetched_s < 0:
-        orphan(fleet, legs.prefill, legs.prefill_slot, now_s)
+        hold_for_lease(fleet, legs.prefill, legs.prefill_slot, now_s)
     legs.prefill = legs.prefill_slot = legs.decode = legs.decode_slot = NONE
 
 

@@ -355,14 +355,14 @@ class Driver:
     # KV blocks of other engines, and for them.
 
     def _follow_transfers(self, connector: EmulatedConnector) -> None:
-        """Note fetches that have begun, ended or failed, and leases that have ended."""
+        """Note fetches that have started, ended or failed, and leases that have ended."""
         rows, fetches = self._rows, connector.fetches
         for request_id, fetch in fetches.all():
             slot = self.engine.slots[request_id]
             stage, has_ended = int(rows["stage"][slot]), bool(rows["status"][slot] == FINISHED)
             if stage == FETCHING and fetch.started_s is None:
                 fetch.started_s = float(self._head["now_s"][0])
-                if self._head["num_in_flight"][0] > 1:  # it begins with the younger step
+                if self._head["num_in_flight"][0] > 1:  # it starts with the younger step
                     fetch.started_s = max(fetch.started_s, self._end_of_oldest_s())
             if fetch.is_lost and (stage == FETCHING or (stage == TO_FETCH and not connector.recomputes)):
                 self._fail_fetch(self._jobs[slot])

@@ -82,7 +82,7 @@ class Leases:
         self._endings[request_id] = asyncio.Event()
 
     def expire(self, request_id: str) -> None:
-        """End a lease that nobody has extended."""
+        """End a lease that has run out, as it was not extended."""
         self._end(request_id)
         self._counts.num_expired += 1
         log_event(log, logging.WARNING, "held KV blocks expired", request_id=request_id)
@@ -142,7 +142,7 @@ class Fetches:
             raise
 
     def begin(self, request_id: str, fetch: Fetch) -> None:
-        """Keep the blocks of a request that the engine knows from now on."""
+        """Extend the lease of the blocks of a request, which the engine has now, until its fetch ends."""
         self._fetches[request_id] = fetch
         fetch.watching = asyncio.create_task(self._wait_until_lost(request_id, fetch))
         if self._beating is None or self._beating.done():
@@ -165,7 +165,7 @@ class Fetches:
         self._close(fetch)
 
     def discard(self, fetch: Fetch) -> None:
-        """End a fetch that the engine has not begun."""
+        """End a fetch of a request that the engine has not received."""
         self.free(fetch.remote)
         self._close(fetch)
 

@@ -157,7 +157,7 @@ def remote_blocks_in(data: Any) -> RemoteBlocks | None:
     """Return the blocks that a request names, whatever else is wrong with it; None where it names none."""
     params = data.get("kv_transfer_params") if isinstance(data, dict) else None
     try:
-        return leg_and_blocks(params)[1] if isinstance(params, dict) else None
+        return leg_and_blocks(params)[1]
     except ValueError:
         return None
 

@@ -42,7 +42,7 @@ class HeldBlocks:
         """Return whether another decode instance may use the blocks after one failed, with an error or a status.
 
         An engine that has received the request may have fetched the blocks, or refused the request: both free them,
-        and whoever fetches them afterwards reads what has been written there since.
+        and a later fetch would read what has been written there since.
         """
         return self.prompt.params is None or isinstance(error, ConnectError)
 

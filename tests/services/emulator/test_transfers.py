@@ -386,7 +386,7 @@ def test_which_leg_is_asked_for() -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_prefilling_engine_that_is_killed(policy: str) -> None:
-    """Its death during a transfer is noticed; a later request finds nobody there."""
+    """Its death during a transfer is noticed; a later request finds no engine there."""
     common = ("-p", "llama-2-7b-a30", "--max-model-len", "512", "--num-gpu-blocks", "64", "--state-file", "none")
     slow = ("--kv-transfer-base-s", "1e9", "--kv-load-failure-policy", policy)
     with (
