@@ -274,6 +274,7 @@ class Decision:
 
     def released(self, now_s: float, *, confirmed: bool) -> Intention:
         """Take the end of a reservation; one that is not confirmed may still count."""
+        del now_s, confirmed
         raise AssertionError("a request with one leg releases nothing")
 
     def conflict(self, answer: Answer, now_s: float) -> Intention:

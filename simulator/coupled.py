@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor import queues, remote_kv, steps
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH, State
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH
 from simulator.kernels import (
     FULL,
     SENT,

@@ -16,8 +16,8 @@ from services.http.client import HttpClient, origin_of
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
-from services.http.proxying import OK
 from services.http.prompt_tokens import PromptSizes
+from services.http.proxying import OK
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_tracker import GenerationTracker
