@@ -17,7 +17,7 @@ from predictor.indicators import SUMS, sum_up
 from predictor.request import DECODE, PREFILL, RequestFacts
 from predictor.step_time import StepTime
 from predictor.transfer import engine_from, snapshot_of
-from tests.conformance.leg_workloads import leg_workload
+from tests.conformance.leg_workloads import leg_workload, our_request
 from tests.predictor.test_engine_replica import reported_from
 from tests.strategies import AFFINE, ONE_SECOND
 
@@ -30,20 +30,9 @@ def loaded(seed: int, step_time: StepTime = ONE_SECOND, **changes: Any) -> tuple
     """Return an engine with the legs of a random workload, of which no transfer fails."""
     load = leg_workload(seed)
     engine = Engine(EngineConfig(**{**load["engine"], **changes}), step_time)
-    requests = [
-        RequestFacts(
-            request_id=request["id"],
-            arrival_s=request["arrival_s"],
-            prompt_tokens=request["prompt_tokens"],
-            output_tokens=request["output_tokens"],
-            max_tokens=request["max_tokens"],
-            prefix_hashes=tuple(request["prefix_hashes"]),
-            leg=request["leg"],
-            held_s=request["held_s"],
-            transfer_s=None if changes else request["transfer_s"],
-        )
-        for request in load["requests"]
-    ]
+    requests = [our_request(request) for request in load["requests"]]
+    if changes:  # transfers take as long as the engine says
+        requests = [replace(request, transfer_s=None) for request in requests]
     for request in requests:
         engine.add(request)
     return engine, requests
