@@ -180,7 +180,7 @@ class RequestForwarder:
             await attempt.send()
         except (ConnectionError, TimeoutError) as error:
             self.context.failed_lately.failed(instance_id)
-            if held is not None and not held.survive(error):
+            if held is not None and not held.usable_after(error):
                 self._held = None
             await self._give_up(attempt, instance_id, str(error))
             raise EngineFailedError(type(error).__name__, engine_error(error)) from None
@@ -189,7 +189,7 @@ class RequestForwarder:
             self._held = None
             self._num_failed_fetches += 1
             again = self._num_failed_fetches >= MAX_FAILED_FETCHES
-            reason = FAILED if again else CANCELLED  # the first one is put down to the prefill instance
+            reason = FAILED if again else CANCELLED  # the first one counts for the prefill instance
             await self._give_up(attempt, held.instance_id, "the KV blocks could not be fetched", reason)
             if again:
                 self.placing.exclude(instance_id)
@@ -200,7 +200,7 @@ class RequestForwarder:
         if status in RETRIED:
             if status in NOT_SERVING:
                 self.context.failed_lately.failed(instance_id)
-            if held is not None and not held.survive(None):
+            if held is not None and not held.usable_after(None):
                 self._held = None
             await self._give_up(attempt, instance_id, f"status {status}")
             raise EngineFailedError(str(status), attempt)

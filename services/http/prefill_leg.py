@@ -38,7 +38,7 @@ class HeldBlocks:
         """Return whether a decode leg may still be sent."""
         return now_s - self.replied_s <= within_s
 
-    def survive(self, error: Exception | None) -> bool:
+    def usable_after(self, error: Exception | None) -> bool:
         """Return whether another decode instance may use the blocks after one failed, with an error or a status.
 
         An engine that has received the request may have fetched the blocks, or refused the request: both free them,

@@ -142,7 +142,7 @@ class Generation:
     def _failed(self, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception) -> str:
         """Exclude the instance that failed from the next decision, and return its id.
 
-        The first failure to fetch KV blocks is put down to the prefill instance.
+        The first failure to fetch KV blocks counts for the prefill instance.
         """
         held, failed_id = tracker.held, decision.instance.instance_id
         if isinstance(error, PrefillError):
@@ -157,7 +157,7 @@ class Generation:
             failed_id = held.instance_id
         else:
             tracker.failed()
-            if held is not None and not held.survive(error):
+            if held is not None and not held.usable_after(error):
                 self._held = None
         self._excluded |= {failed_id}
         return failed_id
