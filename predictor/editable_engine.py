@@ -16,6 +16,7 @@ from predictor.engine_replica import ReportedState, ReportedStep
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
+from predictor.snapshot_conversion import snapshot_of
 from predictor.state import (
     FETCHING,
     FINISHED,
@@ -29,7 +30,6 @@ from predictor.state import (
     WAITING,
 )
 from predictor.step_time import StepTime
-from predictor.transfer import snapshot_of
 
 end_transfer = direct(remote_kv.end_transfer)
 

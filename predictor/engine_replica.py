@@ -1,7 +1,7 @@
 """An engine model that is set, again and again, to the state which a real engine reports.
 
-`transfer.engine_from` builds a model from the values of a snapshot; this does the same from arrays, in a tenth of the
-time, because an engine reports its state with every step.
+`snapshot_conversion.engine_from` builds a model from the values of a snapshot; this does the same from arrays, in a
+tenth of the time, because an engine reports its state with every step.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, tenant_number
 from predictor.snapshot import STAGES, LiveRequest, Memory, Snapshot
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.state import MEMORY_SIZE
-from predictor.transfer import engine_from, snapshot_of
 from services.engine_state.layout import CLIENT, LIVE, REQUEST
 from tests.inspecting import free_list
 from tests.strategies import AFFINE, Load, examples, load_of, loads

@@ -15,8 +15,8 @@ from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.indicators import SUMS, sum_up
 from predictor.request import DECODE, PREFILL, RequestFacts
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import StepTime
-from predictor.transfer import engine_from, snapshot_of
 from tests.conformance.leg_workloads import leg_workload, our_request
 from tests.predictor.test_engine_replica import reported_from
 from tests.strategies import AFFINE, ONE_SECOND

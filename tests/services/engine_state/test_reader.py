@@ -23,8 +23,8 @@ from predictor.lengths import Tag
 from predictor.profile import constant_profile
 from predictor.request import CLASSES, DECODE, LEGS, PREFILL, REAL_TIME, SERVE, RequestFacts, tenant_number
 from predictor.snapshot import Memory, ServedClient, Snapshot
+from predictor.snapshot_conversion import engine_from
 from predictor.state import CLIENT, MEMORY_SIZE
-from predictor.transfer import engine_from
 from services.engine_state import layout, process, xargs
 from services.engine_state.identity import client_id, short_hash
 from services.engine_state.reader import Reader
