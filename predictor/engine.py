@@ -35,6 +35,7 @@ ANY_NUMBER = 1 << 62
 drive = direct(loop.drive)
 announce = direct(queues.announce)
 end_fetch = direct(remote_kv.end_fetch)
+fetch_end_s = direct(remote_kv.fetch_end_s)
 set_end = direct(remote_kv.set_end)
 
 
@@ -232,8 +233,10 @@ class Engine:
     def fetch_end_s(self, request_id: str) -> float | None:
         """Return when the blocks of a request are fetched, as far as is known; None before the fetch and after it."""
         slot = self.slots[request_id]
-        under_way = remote_kv.is_under_way(self.state.requests[slot].stage)
-        return float(remote_kv.end_s(self.state, slot)) if under_way else None
+        row = self.state.requests[slot]
+        if row.stage == FETCHING:
+            return float(fetch_end_s(self.state, slot))
+        return float(row.transfer_s) if remote_kv.is_under_way(row.stage) else None
 
     def delay_fetch(self, request_id: str, until_s: float) -> None:
         """Have the fetch of a request's blocks end no earlier than at a time; no effect where it has ended."""

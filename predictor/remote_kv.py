@@ -106,6 +106,26 @@ def end_s(state: State, slot: int) -> float:
 
 
 @kernel
+def fetch_end_s(state: State, slot: int) -> float:
+    """Return when a fetch ends if no other one starts: those that end before leave their share of the link to it."""
+    engine, mine_s = state.engine[0], state.requests[slot].transfer_s
+    if not engine.transfer_shared:
+        return float(mine_s)
+    at_s, link_s = engine.link_at_s, engine.link_s
+    while True:
+        next_s, num_fetching = mine_s, 0
+        for position in range(engine.num_transfers):
+            other = state.requests[state.transfers[position]]
+            if other.stage == FETCHING and other.transfer_s > link_s:
+                num_fetching += 1
+                next_s = min(next_s, other.transfer_s)
+        at_s += max(0.0, next_s - link_s) * num_fetching
+        if next_s >= mine_s:
+            return float(at_s)
+        link_s = next_s
+
+
+@kernel
 def find_next(state: State) -> None:
     """Find out when the next transfer ends."""
     engine = state.engine[0]
