@@ -39,7 +39,7 @@ from tests.simulator.test_coupled import HOP_S, Legs, Times, pools, run_coupled
 
 SPEED = 1e-6  # engine seconds per second: the resolution of timers is nothing on the engines' clock
 RESOLUTION_S = 1e-6  # of the event loop's clock, which reaches 1e8 seconds
-LEASE_S = 30.0
+LEASE_S = 1.0  # which heartbeats extend
 CLOSE_S = 1e-6
 ORDER_S = 1e-9  # between two hand-overs of legs that ended together, as the simulator has the first one first
 LONG_S = 1e6

@@ -412,7 +412,7 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
     for name, kind, *all_details in record.steps:
         details = all_details
         if kind == "Reserve":
-            instance_id, leg, *_, in_s, _ = all_details
+            instance_id, leg, *_, (_, in_s, _) = all_details
             details = [instance_id, leg, in_s]
         elif kind == "Placed":
             decision = record.decisions[name]
@@ -486,10 +486,9 @@ def assert_simulated_alike(script: Script) -> None:
     for step, other in zip(in_both(record), in_both(expected), strict=True):
         assert step == other
     assert record.times_s == pytest.approx(expected.times_s, abs=1e-6)
-    prefills = [
-        (name, details[-1]) for name, kind, *details in expected.steps if kind == "Reserve" and details[1] == PREFILL
-    ]
-    assert held == [(name, LEASE_S if blocks_held_s < 0 else blocks_held_s) for name, blocks_held_s in prefills]
+    legs = [(name, *details) for name, kind, *details in expected.steps if kind == "Reserve"]
+    blocks_held_s = [(name, times[-1]) for name, _, leg, *_, times in legs if leg == PREFILL]
+    assert held == [(name, LEASE_S if seconds < 0 else seconds) for name, seconds in blocks_held_s]
     held_s = {name: decision._held_s for name, decision in record.decisions.items()}
     assert held_s == pytest.approx({name: decision._held_s for name, decision in expected.decisions.items()}, abs=1e-6)
 
