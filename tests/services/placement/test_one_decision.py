@@ -419,7 +419,7 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
             scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
             others = [name for name in decision.placement.next_best if name in scores]
             legs = [(leg_kind, leg_name) for leg_kind, leg_name, *_ in details[5]]
-            details = [details[0], details[1], legs, others, scores]
+            details = [details[0], details[1], details[4], legs, others, scores]
         steps.append((name, kind, *details))
     return steps
 
