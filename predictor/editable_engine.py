@@ -13,6 +13,7 @@ from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import ReportedState, ReportedStep
+from predictor.reported_transfers import fetch_starts
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
@@ -376,17 +377,20 @@ class EditableEngine(Engine):
         live["stage"] = np.take(SHOWN_STAGES, rows["stage"][slots])
         for name in ("fetch_started_s", "fetch_ended_s", "held_until_s"):
             live[name] = NONE
-        num_fetching = max(1, int(self.state.engine[0].num_fetching))
+        shared = bool(self.state.engine[0].transfer_shared)
+        num_sharing = max(1, int(self.state.engine[0].num_fetching)) if shared else 1
+        got_s: dict[int, float] = {}
         for index in np.flatnonzero(live["stage"] > TO_FETCH).tolist():
             slot = int(slots[index])
             end_s = float(remote_kv.end_at_present_rate_s(self.state, slot))
             if live["stage"][index] == FETCHING:
-                got_s = remote_kv.missing_seconds(self.state, slot) - max(0.0, end_s - now_s) / num_fetching
-                live["fetch_started_s"][index] = max(0.0, now_s - got_s * num_fetching)
+                left_s = max(0.0, end_s - now_s) / num_sharing
+                got_s[index] = remote_kv.missing_seconds(self.state, slot) - left_s
             elif live["stage"][index] == HELD:
                 live["held_until_s"][index] = end_s
             else:
                 live["fetch_ended_s"][index] = end_s
+        live["fetch_started_s"][list(got_s)] = fetch_starts(list(got_s.values()), now_s, shared=shared)
 
     def _shown_step(self, ahead: int, indices: np.ndarray) -> ReportedStep:
         entries = self._entries(ahead)

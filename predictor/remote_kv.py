@@ -59,17 +59,6 @@ def missing_seconds(state: State, slot: int) -> float:
     return fetch_seconds(engine, request.prompt_tokens - request.hit_tokens, request.num_blocks - num_hits)
 
 
-@small_kernel
-def left_to_fetch(state: State, slot: int, started_s: float, now_s: float) -> float:
-    """Return `transfer_s` of a fetch that started at a time (negative: now) on a link that is as busy as it is now."""
-    engine = state.engine[0]
-    seconds = missing_seconds(state, slot)
-    since_s = max(0.0, now_s - started_s) if started_s >= 0 else 0.0
-    if engine.transfer_shared:
-        return engine.link_s + max(0.0, seconds - since_s / max(1, engine.num_fetching))
-    return now_s + max(0.0, seconds - since_s)
-
-
 @kernel
 def hold(state: State, slot: int) -> None:
     """Hold the blocks of a request whose prefill has just ended."""

@@ -126,6 +126,33 @@ def test_transfers_share_the_link(seed: int) -> None:
     assert first == pytest.approx(fluid_ends(starts, work), abs=8 / 1024)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("until_s", [0.7, 6.0, 14.0, 30.0])
+def test_a_replica_goes_on_with_fetches_that_overlap(until_s: float, *, shared: bool) -> None:
+    """Each has got the part of the link that was its own when it was reported."""
+    config = replace(ROOMY, **LINK, kv_transfer_shared=shared, enable_prefix_caching=False)
+    step_time = StepTime(constant_s=1 / 64)
+    engine = Engine(config, step_time)
+    for index in range(6):
+        tokens = 20 + 7 * (index % 3)
+        engine.add(
+            RequestFacts(
+                request_id=str(index), arrival_s=3.0 * index, prompt_tokens=tokens, output_tokens=3, leg=DECODE
+            )
+        )
+    engine.advance(until_s)
+    snapshot = snapshot_of(engine, engine.now_s)
+    replica = EngineReplica(config, step_time, num_slots=60, track_blocks=False)
+    replica.update(reported_from(replace(snapshot, reserved=())))
+    for request in snapshot.reserved:
+        replica.engine.add(request)
+    engine.advance()
+    replica.engine.advance()
+    found = replica.engine.state.requests.finished_s
+    expected = engine.state.requests.finished_s
+    assert sorted(found[found > until_s]) == pytest.approx(sorted(expected[expected > until_s]))
+
+
 def test_a_transfer_takes_base_bytes_and_blocks() -> None:
     """Only what is not cached is fetched."""
     config = replace(
