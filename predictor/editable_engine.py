@@ -13,12 +13,12 @@ from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import ReportedState, ReportedStep
+from predictor.reported_transfers import fetch_starts
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
+from predictor.snapshot_conversion import snapshot_of
 from predictor.state import (
-    FETCH_FAILED,
-    FETCHED,
     FETCHING,
     FINISHED,
     HELD,
@@ -26,11 +26,11 @@ from predictor.state import (
     NONE,
     PENDING,
     RUNNING,
+    SHOWN_STAGES,
     TO_FETCH,
     WAITING,
 )
 from predictor.step_time import StepTime
-from predictor.transfer import snapshot_of
 
 end_transfer = direct(remote_kv.end_transfer)
 
@@ -39,8 +39,6 @@ EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predict
 OTHER_COLUMNS = ("serial", "num_hashes", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens", "leg")
 NO_LENGTH: Length = (0, None)
-
-REPORTED_STAGES = np.array([NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING])
 
 
 class PlannedStep(NamedTuple):
@@ -339,11 +337,9 @@ class EditableEngine(Engine):
         pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
         transfers = state.transfers[: head.num_transfers]
         held = transfers[rows["status"][transfers] == FINISHED]
-        slots = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
-        num = len(slots)
-        slots = np.concatenate((slots, held))[:max_requests]
-        num_held = len(slots) - num
-        num = len(slots)
+        queued = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
+        slots = np.concatenate((queued, held))[:max_requests]
+        num, num_running = len(slots), min(len(running), len(queued))
         live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
         for name in records.live.names or ():
             if name not in OTHER_COLUMNS:
@@ -364,9 +360,9 @@ class EditableEngine(Engine):
             now_s=now_s,
             num_free_blocks=int(head.num_free_blocks),
             decodes_since_look=int(head.decodes_since_look),
-            running=np.arange(len(running)),
-            waiting=np.arange(len(running), num - num_held),
-            held=np.arange(num - num_held, num),
+            running=np.arange(num_running),
+            waiting=np.arange(num_running, len(queued)),
+            held=np.arange(len(queued), num),
             steps=tuple(self._shown_step(ahead, indices) for ahead in range(int(head.num_in_flight))),
             live=live,
             facts=facts,
@@ -378,20 +374,23 @@ class EditableEngine(Engine):
     def _show_transfers(self, live: np.ndarray, slots: np.ndarray, now_s: float) -> None:
         """Write the stages of transfers, and their times so that they end as in the model."""
         rows = self.state.requests
-        live["stage"] = REPORTED_STAGES[rows["stage"][slots]]
+        live["stage"] = np.take(SHOWN_STAGES, rows["stage"][slots])
         for name in ("fetch_started_s", "fetch_ended_s", "held_until_s"):
             live[name] = NONE
-        num_fetching = max(1, int(self.state.engine[0].num_fetching))
+        shared = bool(self.state.engine[0].transfer_shared)
+        num_sharing = max(1, int(self.state.engine[0].num_fetching)) if shared else 1
+        got_s: dict[int, float] = {}
         for index in np.flatnonzero(live["stage"] > TO_FETCH).tolist():
             slot = int(slots[index])
-            end_s = float(remote_kv.end_s(self.state, slot))
+            end_s = float(remote_kv.end_at_present_rate_s(self.state, slot))
             if live["stage"][index] == FETCHING:
-                got_s = remote_kv.missing_seconds(self.state, slot) - max(0.0, end_s - now_s) / num_fetching
-                live["fetch_started_s"][index] = max(0.0, now_s - got_s * num_fetching)
+                left_s = max(0.0, end_s - now_s) / num_sharing
+                got_s[index] = remote_kv.missing_seconds(self.state, slot) - left_s
             elif live["stage"][index] == HELD:
                 live["held_until_s"][index] = end_s
             else:
                 live["fetch_ended_s"][index] = end_s
+        live["fetch_started_s"][list(got_s)] = fetch_starts(list(got_s.values()), now_s, shared=shared)
 
     def _shown_step(self, ahead: int, indices: np.ndarray) -> ReportedStep:
         entries = self._entries(ahead)

@@ -35,6 +35,7 @@ ANY_NUMBER = 1 << 62
 drive = direct(loop.drive)
 announce = direct(queues.announce)
 end_fetch = direct(remote_kv.end_fetch)
+fetch_end_s = direct(remote_kv.fetch_end_s)
 set_end = direct(remote_kv.set_end)
 
 
@@ -230,15 +231,10 @@ class Engine:
         self.hold_until(request_id, self._happens_s(at_s))
 
     def fetch_end_s(self, request_id: str) -> float | None:
-        """Return when the blocks of a request are fetched, as far as is known; None before the fetch and after it."""
+        """Return when the fetch of a request's blocks ends, if no other one starts; None before and after it."""
         slot = self.slots[request_id]
         under_way = remote_kv.is_under_way(self.state.requests[slot].stage)
-        return float(remote_kv.end_s(self.state, slot)) if under_way else None
-
-    def delay_fetch(self, request_id: str, until_s: float) -> None:
-        """Have the fetch of a request's blocks end no earlier than at a time; no effect where it has ended."""
-        if self.is_fetching(request_id) and remote_kv.end_s(self.state, self.slots[request_id]) < until_s:
-            set_end(self.state, self.slots[request_id], float(until_s))
+        return float(fetch_end_s(self.state, slot)) if under_way else None
 
     def end_fetch(self, request_id: str, *, ok: bool = True, valid_tokens: int = 0, at_s: float | None = None) -> None:
         """End the fetch of a request's blocks; no effect where it has ended.

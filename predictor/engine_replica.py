@@ -1,7 +1,7 @@
 """An engine model that is set, again and again, to the state which a real engine reports.
 
-`transfer.engine_from` builds a model from the values of a snapshot; this does the same from arrays, in a tenth of the
-time, because an engine reports its state with every step.
+`snapshot_conversion.engine_from` builds a model from the values of a snapshot; this does the same from arrays, in a
+tenth of the time, because an engine reports its state with every step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from predictor import remote_kv, steps
+from predictor import reported_transfers, steps
 from predictor.blocks import chain_same
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.config import EngineConfig
@@ -19,21 +19,12 @@ from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.request import CLASSES, LEGS, MAX_PRIORITY
 from predictor.state import (
-    ARRIVED,
-    DECODE_LEG,
-    FETCH_FAILED,
-    FETCHED,
-    FETCHING,
     FINISHED,
-    HELD,
-    LOST,
     NO_CONTENT,
     NO_TRANSFER,
     NONE,
     PENDING,
-    PREFILL_LEG,
     RUNNING,
-    TO_FETCH,
     WAITING,
     State,
 )
@@ -444,49 +435,6 @@ def tokens_on_time(request: np.record, ttft_slo_s: float) -> int:
 
 
 @kernel
-def put_transfers_of(
-    state: State, slots: np.ndarray, num_running: int, num_waiting: int, live: np.ndarray, held_s: np.ndarray,
-    lease_s: float, now_s: float,
-) -> None:  # fmt: skip
-    """Continue the transfers of reported requests; a fetch has got the share of the link that it would get now."""
-    engine = state.engine[0]
-    engine.link_s, engine.link_at_s = 0.0, now_s
-    for index in range(len(slots)):
-        if index >= num_running and live[slots[index]].stage == FETCHING:
-            engine.num_fetching += 1
-    is_first = True
-    for index in range(len(slots)):
-        slot = slots[index]
-        request, reported = state.requests[slot], live[slot]
-        if request.leg == PREFILL_LEG:
-            request.transfer_s = lease_s if np.isnan(held_s[index]) else held_s[index]
-        waits = num_running <= index < num_running + num_waiting
-        if index < num_running:
-            continue
-        is_first = is_first and waits and request.num_blocks > 0
-        engine.num_holding += is_first
-        stage = reported.stage
-        if stage in (ARRIVED, LOST):  # the engine knows it before its next step
-            stage = FETCHED if stage == ARRIVED else FETCH_FAILED
-        if waits and TO_FETCH <= stage <= FETCH_FAILED and engine.fetches and request.leg == DECODE_LEG:
-            request.stage = stage
-            request.transfer_s = np.nan  # of one that has not begun: as configured
-            if request.stage in (FETCHED, FETCH_FAILED):
-                request.transfer_s = reported.fetch_ended_s
-        if stage == FETCHING:
-            request.stage = FETCHING
-            request.transfer_s = remote_kv.left_to_fetch(state, slot, reported.fetch_started_s, now_s)
-            remote_kv.add_transfer(state, slot)
-        elif not waits:
-            request.stage = HELD
-            until_s = max(now_s, reported.held_until_s)
-            if not np.isnan(held_s[index]):
-                until_s = min(until_s, max(now_s, reported.held_until_s - lease_s + held_s[index]))
-            request.transfer_s = until_s
-            remote_kv.add_transfer(state, slot)
-
-
-@kernel
 def put_step(state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, start_s: float) -> int:
     """Put a reported step in flight, behind the one that may be there already."""
     engine = state.engine[0]
@@ -574,7 +522,7 @@ def chain_free(state: State, order: np.ndarray) -> int:
 
 
 put, put_in_flight, put_contents = direct(put_requests), direct(put_step), direct(put_blocks)
-put_transfers = direct(put_transfers_of)
+put_transfers = direct(reported_transfers.put_transfers)
 
 
 def _require_memory(memory: ReportedMemory) -> None:

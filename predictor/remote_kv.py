@@ -59,17 +59,6 @@ def missing_seconds(state: State, slot: int) -> float:
     return fetch_seconds(engine, request.prompt_tokens - request.hit_tokens, request.num_blocks - num_hits)
 
 
-@small_kernel
-def left_to_fetch(state: State, slot: int, started_s: float, now_s: float) -> float:
-    """Return `transfer_s` of a fetch that started at a time (negative: now) on a link that is as busy as it is now."""
-    engine = state.engine[0]
-    seconds = missing_seconds(state, slot)
-    since_s = max(0.0, now_s - started_s) if started_s >= 0 else 0.0
-    if engine.transfer_shared:
-        return engine.link_s + max(0.0, seconds - since_s / max(1, engine.num_fetching))
-    return now_s + max(0.0, seconds - since_s)
-
-
 @kernel
 def hold(state: State, slot: int) -> None:
     """Hold the blocks of a request whose prefill has just ended."""
@@ -97,12 +86,36 @@ def advance_link(engine: np.record, now_s: float) -> None:
 
 
 @small_kernel
-def end_s(state: State, slot: int) -> float:
-    """Return when a transfer ends, if no other one starts or ends before."""
+def end_at_present_rate_s(state: State, slot: int) -> float:
+    """Return when a transfer ends, if no other one starts or ends before: the first one to end does so then."""
     engine, request = state.engine[0], state.requests[slot]
     if request.stage == FETCHING and engine.transfer_shared:
         return engine.link_at_s + max(0.0, request.transfer_s - engine.link_s) * engine.num_fetching
     return request.transfer_s
+
+
+@kernel
+def fetch_end_s(state: State, slot: int) -> float:
+    """Return when a fetch that has started ends, or has ended, if no other one starts.
+
+    The fetches that end before it leave their share of the link to it.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    mine_s = request.transfer_s
+    if request.stage != FETCHING or not engine.transfer_shared:
+        return float(mine_s)
+    end_s, link_s = engine.link_at_s, engine.link_s
+    while True:
+        next_s, num_fetching = mine_s, 0
+        for position in range(engine.num_transfers):
+            other = state.requests[state.transfers[position]]
+            if other.stage == FETCHING and other.transfer_s > link_s:
+                num_fetching += 1
+                next_s = min(next_s, other.transfer_s)
+        end_s += max(0.0, next_s - link_s) * num_fetching
+        if next_s >= mine_s:
+            return float(end_s)
+        link_s = next_s
 
 
 @kernel
@@ -111,7 +124,7 @@ def find_next(state: State) -> None:
     engine = state.engine[0]
     engine.next_transfer_s = np.inf
     for position in range(engine.num_transfers):
-        engine.next_transfer_s = min(engine.next_transfer_s, end_s(state, state.transfers[position]))
+        engine.next_transfer_s = min(engine.next_transfer_s, end_at_present_rate_s(state, state.transfers[position]))
 
 
 @small_kernel
@@ -127,7 +140,7 @@ def _absorb(state: State) -> None:
     while engine.next_transfer_s <= engine.now_s:
         for position in range(engine.num_transfers):
             slot = state.transfers[position]
-            if end_s(state, slot) <= engine.next_transfer_s:
+            if end_at_present_rate_s(state, slot) <= engine.next_transfer_s:
                 end_transfer(state, slot, engine.next_transfer_s)
                 break
 

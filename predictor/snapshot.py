@@ -39,7 +39,7 @@ class LiveRequest:
     prefill_tokens: int | None = None  # to be computed, as of its admission, before it decodes; None: unknown
     first_token_s: float | None = None  # None: not yet, or unknown
     tokens_on_time: int | None = None  # tokens that came by their deadlines; None: no deadlines, or unknown
-    stage: str = ""  # of the transfer of its KV blocks, as in `state.STAGES`
+    stage: str = ""  # of the transfer of its KV blocks, as in `STAGES`
     # Seconds until its transfer ends, if no other one shares the link, or until its blocks are held no longer.
     transfer_left_s: float | None = None
 

@@ -29,6 +29,8 @@ SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 # FETCH_FAILED: the engine knows that the transfer has ended, and has not scheduled the request. HELD: the prefill has
 # ended, and its blocks wait to be fetched. ARRIVED, LOST: the transfer has ended; the engine knows it at `transfer_s`.
 NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, ARRIVED, LOST = range(8)
+# Each stage as snapshots and reported states have it: a fetch goes on until the engine knows its end.
+SHOWN_STAGES = (NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING)
 
 # What a KV block holds. Contents that requests can share are numbered from 0 up, contents of one request only from -2
 # down. A block that is not full has no content, because no request can hit it.
@@ -140,8 +142,8 @@ REQUEST = np.dtype(
         ("num_preemptions", "i4"),
         ("leg", "i4"),  # index in `request.LEGS`
         ("stage", "i4"),  # of its transfer
-        # Seconds that its transfer takes (NaN: as configured), or for which its blocks are held after the prefill; once
-        # it has begun, when it ends: by the clock, or by the link's work.
+        # Before its transfer starts, the seconds that it takes (NaN: as configured), or for which the blocks are held.
+        # From then on its end: a time, or for a fetch over a shared link a value of `link_s`.
         ("transfer_s", "f8"),
         ("hit_tokens", "i8"),  # 8 bytes, so that the record has no padding, whose content would be arbitrary
     ],

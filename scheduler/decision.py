@@ -284,7 +284,8 @@ class Decision:
 
     def released(self, now_s: float, *, confirmed: bool) -> Intention:
         """Take the end of a reservation; one that is not confirmed may still count."""
-        raise NotImplementedError("a request with one leg gives nothing back")
+        del now_s, confirmed
+        raise AssertionError("a request with one leg releases nothing")
 
     def conflict(self, answer: Answer, now_s: float) -> Intention:
         """Take a refusal because other reservations came first; the answer holds the forecast that includes them."""

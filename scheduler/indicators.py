@@ -138,6 +138,8 @@ OTHERS = (
     _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
 )
 
+STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
+
 DERIVED = (
     _derived(
         "gain_added",
@@ -159,6 +161,17 @@ DERIVED = (
         "running, waiting or reserved (LMetric's BS)",
         ("num_running", "num_queued"),
         lambda of: of["num_running"] + of["num_queued"],
+    ),
+    _derived(
+        "tier_ratio",
+        "ratio",
+        "the instance's `least_tpot_slo_s` over this request's TPOT target; infinite where no request is there",
+        ("least_tpot_slo_s", "tpot_slo_s", "batch_size"),
+        lambda of: np.where(
+            of["batch_size"] > 0,
+            np.clip(of["least_tpot_slo_s"], STRICTEST_S, LOOSEST_S) / np.clip(of["tpot_slo_s"], STRICTEST_S, LOOSEST_S),
+            np.where(np.isnan(of["batch_size"]), np.nan, np.inf),
+        ),
     ),
     _derived(
         "num_used_blocks",

@@ -21,13 +21,12 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,33 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from predictor.profile import Profile, profile_from_json, profile_to_json
-from predictor.request import RequestFacts
-from scripts.accuracy_vllm import ANSWER_LOG, PROMPT_LOG, VLLM, lengths, measured, predicted_and_actual, progress, row
+from predictor.profile import Profile, profile_to_json
+from scripts.accuracy_vllm import (
+    ANSWER_LOG,
+    HOST,
+    MODEL,
+    MOST_ANSWER,
+    MOST_PROMPT,
+    PROMPT_LOG,
+    VLLM,
+    WARM_UP,
+    WARM_UP_TOKENS,
+    WITHIN_S,
+    VllmInstance,
+    capacity,
+    forecast_errors,
+    lengths,
+    measured,
+    planned,
+    profiled,
+    progress,
+    row,
+    serve_command,
+)
 from scripts.report import report
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.pools import connector_environment, connector_flags, planned_engines
-from services.engine_state.reader import Reader
-from services.engine_state.snapshot import config_of
 from services.http.client import HttpClient, Origin, origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
@@ -53,29 +70,12 @@ from services.logs import configure
 from services.profiling.measure_command import EngineProcess, run_engine
 from services.profiling.transfers import TransferOptions, measured_transfers
 from services.settings import seconds_of
-from simulator.load_plan import Planned, Timing, arrival_times
-from simulator.load_report import RequestResult
-from simulator.replay import replay
+from simulator.load_plan import Planned
 from tests.deploy.engines import narrow_and_deep, tiny_model
 from tests.deploy.installing import PLUGIN, pip_install
 
-MODEL, HOST = "tiny", "127.0.0.1"
 PLANNED = planned_engines(1, 1, 0)
 POLICY = 'block: disaggregate = "always"'
-LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
-MOST_PROMPT, MOST_ANSWER = 600, 256
-WITHIN_S = 600.0
-WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolEngine:
-    """One engine with its role and its profile."""
-
-    name: str
-    role: str
-    engine: EngineProcess
-    profile: Profile
 
 
 def main() -> None:
@@ -113,7 +113,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
         ]
         engines = await asyncio.gather(*starting)
         progress("measuring profiles and transfers")
-        pools = await profiled(engines, arguments)
+        names = [engine.name for engine in PLANNED]
+        pools = await profiled(names, engines, arguments, measured_with_transfers)
         results = [
             row(f"profile_error.{one.name}", one.profile.error.p50, "ratio", one.profile.error.n)
             for one in pools
@@ -129,85 +130,38 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
 
 
 def commands(arguments: argparse.Namespace, model: Path, site: Path) -> Iterator[tuple[str, str]]:
-    """Yield the commands that start the engines: one thread each, on a core of its own."""
-    vllm = Path(arguments.vllm).with_name("vllm")
-    cores = sorted(os.sched_getaffinity(0))
-    for number, planned in enumerate(PLANNED):
-        variables = connector_environment(planned, HOST, free_port(HOST), {}, on_cpu=True)
-        variables |= {
-            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(site),
-        }  # fmt: skip
-        flag, connector = connector_flags(planned, (), on_cpu=True)
-        yield (
-            planned.name,
-            (
-                f"env {' '.join(f'{name}={value}' for name, value in variables.items())}"
-                f" taskset -c {cores[number % len(cores)]}"
-                f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
-                f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
-                f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
-                f" --host {HOST} --port {free_port(HOST)} {flag} '{connector}'"
-            ),
-        )
+    """Yield the names of the engines, and the commands that start them."""
+    for number, engine in enumerate(PLANNED):
+        variables = connector_environment(engine, HOST, free_port(HOST), {}, on_cpu=True)
+        flag, connector = connector_flags(engine, (), on_cpu=True)
+        variables["PYTHONPATH"] = str(site)
+        yield engine.name, serve_command(arguments, model, number, variables, f"{flag} '{connector}'")
 
 
-async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[PoolEngine]:
-    """Return the engines with profiles: kept ones, or new ones."""
-    kept = None if arguments.profiles is None else Path(arguments.profiles)
-    files = [] if kept is None else [kept / f"{planned.name}.json" for planned in PLANNED]
-    if files and all(file.exists() for file in files):
-        made = [profile_from_json(file.read_text(encoding="utf-8")) for file in files]
-    else:
-        made = await measured(engines, arguments)
-        options = TransferOptions(
-            prefill_url=engines[0].url,
-            decode_url=engines[1].url,
-            budget_s=seconds_of(arguments.transfer_budget, "transfer_budget"),
-        )
-        transfers = await measured_transfers(options, lambda _: None)
-        made = [replace(one, transfer=transfers.fitted.time) for one in made]
-        for file, profile in zip(files, made, strict=False):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(profile_to_json(profile), encoding="utf-8")
-    return [
-        PoolEngine(name=planned.name, role=planned.role, engine=engine, profile=profile)
-        for planned, engine, profile in zip(PLANNED, engines, made, strict=True)
-    ]
+async def measured_with_transfers(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[Profile]:
+    """Measure the profiles, and the transfers between the engines."""
+    made = await measured(engines, arguments)
+    options = TransferOptions(
+        prefill_url=engines[0].url,
+        decode_url=engines[1].url,
+        budget_s=seconds_of(arguments.transfer_budget, "transfer_budget"),
+    )
+    transfers = await measured_transfers(options, lambda _: None)
+    return [replace(one, transfer=transfers.fitted.time) for one in made]
 
 
-def plan_of(arguments: argparse.Namespace, pools: Sequence[PoolEngine]) -> list[Planned]:
+def plan_of(arguments: argparse.Namespace, pools: Sequence[VllmInstance]) -> list[Planned]:
     """Draw lengths and arrivals."""
     generator = np.random.default_rng(arguments.seed)
     prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
     answers = lengths(generator, ANSWER_LOG, MOST_ANSWER, arguments.requests)
     prefill, decode = pools
     busiest = min(capacity(prefill, prompts, [1] * len(prompts)), capacity(decode, [1] * len(prompts), answers))
-    rate = arguments.rate or arguments.load * busiest
-    due_s = arrival_times(arguments.requests, Timing(kind="poisson", rate=rate), generator)
-    return [
-        Planned(request_id=str(number), due_s=due, prompt_tokens=prompt, output_tokens=answer)
-        for number, (due, prompt, answer) in enumerate(zip(due_s, prompts, answers, strict=True))
-    ]
-
-
-def capacity(one: PoolEngine, prompts: Sequence[int], answers: Sequence[int]) -> float:
-    """Return the requests per second that the engine model serves if all arrive at the beginning."""
-    requests = [
-        RequestFacts(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    reader = Reader(one.engine.state_file)
-    try:
-        config = replace(config_of(reader.read()), kv_role="")
-    finally:
-        reader.close()
-    outcomes = replay(config, one.profile.step_time, requests)
-    return len(requests) / max(outcome.finished_s or 0.0 for outcome in outcomes)
+    return planned(prompts, answers, arguments.rate or arguments.load * busiest, generator)
 
 
 async def loaded(
-    plan: Sequence[Planned], pools: Sequence[PoolEngine], folder: Path, arguments: argparse.Namespace
+    plan: Sequence[Planned], pools: Sequence[VllmInstance], folder: Path, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Start the other programs, send the load, and return the results."""
     form = RequestFormat(model=MODEL, seed=arguments.seed)
@@ -222,10 +176,10 @@ async def loaded(
     finally:
         for child in reversed(children):
             await child.stop()
-    return [*summed_up(results), *timed_legs(before, after)]
+    return [*forecast_errors(results, shares=(50,)), *timed_legs(before, after)]
 
 
-async def front_of(pools: Sequence[PoolEngine], folder: Path, children: list[Child]) -> Origin:
+async def front_of(pools: Sequence[VllmInstance], folder: Path, children: list[Child]) -> Origin:
     """Start sidecars, a tagger and a gateway that decides itself; return the gateway's origin."""
 
     async def start(name: str, *words: str) -> Child:
@@ -234,7 +188,7 @@ async def front_of(pools: Sequence[PoolEngine], folder: Path, children: list[Chi
         return children[-1]
 
     listed = []
-    for one in pools:
+    for one, engine in zip(pools, PLANNED, strict=True):
         profile = folder / f"{one.name}.json"
         profile.write_text(profile_to_json(one.profile))
         sidecar = await start(
@@ -243,7 +197,7 @@ async def front_of(pools: Sequence[PoolEngine], folder: Path, children: list[Chi
         )  # fmt: skip
         address = f"{HOST}:{sidecar.port}"
         listed.append(
-            {"instance_id": one.name, "engine_url": one.engine.url, "sidecar_address": address, "role": one.role}
+            {"instance_id": one.name, "engine_url": one.engine.url, "sidecar_address": address, "role": engine.role}
         )
     instances = folder / "instances.json"
     instances.write_text(json.dumps({"instances": listed}))
@@ -291,20 +245,6 @@ async def metrics_of(gateway: Origin) -> dict[tuple[str, str], float]:
 def legs_in(samples: dict[tuple[str, str], float]) -> float:
     """Return the number of prefill legs whose blocks a decode engine could fetch."""
     return samples.get(("block_gateway_prefill_legs_total", "held"), 0.0)
-
-
-def summed_up(results: Sequence[RequestResult]) -> list[dict[str, Any]]:
-    """Return the errors of the forecasts."""
-    good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
-    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
-    for name in ("ttft", "tpot", "e2e"):
-        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
-        errors = [(predicted - actual) / actual for predicted, actual in pairs]
-        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
-        rows.append(row(f"{name}_s.p50", statistics.median(actual for _, actual in pairs), "s", len(pairs)))
-    return rows
 
 
 def timed_legs(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> Iterator[dict[str, Any]]:

@@ -30,9 +30,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WITHIN_S = 600.0
 WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
+NO_VARIABLES: Mapping[str, str] = {}
+
+Measuring = Callable[[Sequence[EngineProcess], argparse.Namespace], Awaitable[list[Profile]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
         ]
         engines = await asyncio.gather(*starting)
         progress("measuring profiles")
-        instances = await profiled(engines, arguments)
+        names = [f"vllm-{number}" for number in range(arguments.instances)]
+        instances = await profiled(names, engines, arguments, measured)
         for one in instances:
             if one.profile.error is not None:
                 results.append(row(f"profile_error.{one.name}", one.profile.error.p50, "ratio", one.profile.error.n))
@@ -150,37 +154,51 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
 
 
 def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
-    """Yield the commands that start the engines: one thread each, on a core of its own."""
+    """Yield the names of the engines, and the commands that start them."""
+    for number in range(arguments.instances):
+        yield f"vllm-{number}", serve_command(arguments, model, number)
+
+
+def serve_command(
+    arguments: argparse.Namespace,
+    model: Path,
+    number: int,
+    variables: Mapping[str, str] = NO_VARIABLES,
+    flags: str = "",
+) -> str:
+    """Return the command that starts an engine: one thread, on a core of its own."""
     vllm = Path(arguments.vllm).with_name("vllm")
     cores = sorted(os.sched_getaffinity(0))
-    for number in range(arguments.instances):
-        yield (
-            f"vllm-{number}",
-            (
-                "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1"
-                f" VLLM_CPU_OMP_THREADS_BIND=nobind taskset -c {cores[number % len(cores)]}"
-                f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
-                f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
-                f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
-                f" --host {HOST} --port {free_port(HOST)}"
-            ),
-        )
+    environment = {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables,
+    }  # fmt: skip
+    return (
+        f"env {' '.join(f'{name}={value}' for name, value in environment.items())}"
+        f" taskset -c {cores[number % len(cores)]}"
+        f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
+        f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
+        f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
+        f" --host {HOST} --port {free_port(HOST)} {flags}"
+    )
 
 
-async def profiled(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[VllmInstance]:
+async def profiled(
+    names: Sequence[str], engines: Sequence[EngineProcess], arguments: argparse.Namespace, measuring: Measuring
+) -> list[VllmInstance]:
     """Return the engines with profiles: kept ones, or new ones."""
     kept = None if arguments.profiles is None else Path(arguments.profiles)
-    files = [] if kept is None else [kept / f"vllm-{number}.json" for number in range(len(engines))]
+    files = [] if kept is None else [kept / f"{name}.json" for name in names]
     if files and all(file.exists() for file in files):
         made = [profile_from_json(file.read_text(encoding="utf-8")) for file in files]
     else:
-        made = await measured(engines, arguments)
+        made = await measuring(engines, arguments)
         for file, profile in zip(files, made, strict=False):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(profile_to_json(profile), encoding="utf-8")
     return [
-        VllmInstance(name=f"vllm-{number}", engine=engine, profile=profile)
-        for number, (engine, profile) in enumerate(zip(engines, made, strict=True))
+        VllmInstance(name=name, engine=engine, profile=profile)
+        for name, engine, profile in zip(names, engines, made, strict=True)
     ]
 
 
@@ -207,7 +225,14 @@ def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) ->
     prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
     answers = lengths(generator, ANSWER_LOG, MOST_ANSWER, arguments.requests)
     rate = arguments.rate or arguments.load * sum(capacity(one, prompts, answers) for one in instances)
-    due_s = arrival_times(arguments.requests, Timing(kind="poisson", rate=rate), generator)
+    return planned(prompts, answers, rate, generator)
+
+
+def planned(
+    prompts: Sequence[int], answers: Sequence[int], rate: float, generator: np.random.Generator
+) -> list[Planned]:
+    """Draw arrivals for requests of these lengths."""
+    due_s = arrival_times(len(prompts), Timing(kind="poisson", rate=rate), generator)
     return [
         Planned(request_id=str(number), due_s=due, prompt_tokens=prompt, output_tokens=answer)
         for number, (due, prompt, answer) in enumerate(zip(due_s, prompts, answers, strict=True))
@@ -232,9 +257,10 @@ def capacity(instance: VllmInstance, prompts: Sequence[int], answers: Sequence[i
     ]
     reader = Reader(instance.engine.state_file)
     try:
-        outcomes = replay(config_of(reader.read()), instance.profile.step_time, requests)
+        config = replace(config_of(reader.read()), kv_role="")
     finally:
         reader.close()
+    outcomes = replay(config, instance.profile.step_time, requests)
     return len(requests) / max(outcome.finished_s or 0.0 for outcome in outcomes)
 
 
@@ -353,16 +379,8 @@ async def broadcast(
 
 def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[dict[str, Any]]:
     """Return the results of one mode."""
-    good = [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
-    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
-    for name in ("ttft", "tpot", "e2e"):
-        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
-        errors = [(predicted - actual) / actual for predicted, actual in pairs]
-        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
-        values = [actual for _, actual in pairs]
-        rows += [row(f"{name}_s.p{share}", float(np.percentile(values, share)), "s", len(values)) for share in (50, 99)]
+    good = forecast_requests(results)
+    rows = forecast_errors(results, shares=(50, 99))
     pairs = [pair for one in good if (pair := predicted_and_actual(one, "e2e")) is not None]
     rows.append(row("spearman", float(spearmanr(*zip(*pairs, strict=True)).statistic), "ratio", len(pairs)))
     if both:
@@ -373,6 +391,26 @@ def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[di
     decided = [1000 * one.decision_s for one in good if one.decision_s is not None]
     rows.append(row("decision_ms.p50", statistics.median(decided), "ms", len(decided)))
     rows.append(row("sent_late_ms.p99", 1000 * float(np.percentile([one.sent_s for one in good], 99)), "ms", len(good)))
+    return rows
+
+
+def forecast_requests(results: Sequence[RequestResult]) -> list[RequestResult]:
+    """Return the requests with a whole response and a forecast."""
+    return [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
+
+
+def forecast_errors(results: Sequence[RequestResult], shares: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the errors of the forecasts, and some percentiles of the latencies."""
+    good = forecast_requests(results)
+    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
+    for name in ("ttft", "tpot", "e2e"):
+        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
+        errors = [(predicted - actual) / actual for predicted, actual in pairs]
+        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
+        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
+        values = [actual for _, actual in pairs]
+        rows += [row(f"{name}_s.p{share}", float(np.percentile(values, share)), "s", len(values)) for share in shares]
     return rows
 
 

@@ -35,7 +35,7 @@ from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
-from predictor.transfer import engine_from
+from predictor.snapshot_conversion import engine_from
 from services.cluster import Cluster, ClusterSettings, running
 from services.decision_recordings import decisions_in
 from services.engine_state.identity import client_id

@@ -11,7 +11,7 @@ from predictor.forecast import Forecaster
 from predictor.lengths import Tag, expected_tokens
 from predictor.profile import constant_profile
 from predictor.request import RequestFacts
-from predictor.transfer import engine_from, snapshot_of
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from simulator.replay import loaded_engine
 
 

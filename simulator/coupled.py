@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor import queues, remote_kv, steps
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH, State
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH
 from simulator.kernels import (
     FULL,
     SENT,
@@ -154,7 +154,7 @@ def earliest_release(fleet: EngineArrays) -> float:
         for position in range(instance.num_underway):
             slot = fleet.underway[index, position]
             if state.requests[slot].stage == FETCHING:
-                earliest_s = min(earliest_s, fetch_end_s(state, slot))
+                earliest_s = min(earliest_s, remote_kv.fetch_end_s(state, slot))
     return earliest_s
 
 
@@ -188,7 +188,7 @@ def hand_over(fleet: EngineArrays, requests: Requests, index: int, hop_s: float)
         number = fleet.slots[index, slot].number
         legs = requests.legs[number]
         if legs.prefill != index or legs.prefill_slot != slot:  # the request was started again elsewhere
-            orphan(fleet, index, slot, request.finished_s)
+            hold_for_lease(fleet, index, slot, request.finished_s)
             continue
         legs.scheduled_s = request.scheduled_s
         legs.prefilled_s = request.finished_s
@@ -214,8 +214,8 @@ def arrive(fleet: EngineArrays, requests: Requests, number: int, arrives_s: floa
 
 
 @kernel
-def orphan(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
-    """Leave the blocks of a finished prefill leg, which nobody will fetch, to the lease."""
+def hold_for_lease(fleet: EngineArrays, index: int, slot: int, now_s: float) -> None:
+    """Hold the blocks of a finished prefill leg that no decode leg will fetch until the lease ends."""
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     if state.requests[slot].stage == HELD:
         remote_kv.set_end(state, slot, now_s + fleet.instances[index].lease_s)
@@ -226,7 +226,7 @@ def lose_decode(fleet: EngineArrays, requests: Requests, number: int, now_s: flo
     """Forget the decode leg of a request, whose engine has failed."""
     legs = requests.legs[number]
     if legs.prefill_slot != NONE and legs.prefilled_s >= 0 and legs.fetched_s < 0:
-        orphan(fleet, legs.prefill, legs.prefill_slot, now_s)
+        hold_for_lease(fleet, legs.prefill, legs.prefill_slot, now_s)
     legs.prefill = legs.prefill_slot = legs.decode = legs.decode_slot = NONE
 
 
@@ -277,7 +277,7 @@ def release_fetched(fleet: EngineArrays, requests: Requests, index: int, until_s
         request = state.requests[slot]
         fetched_s = np.inf
         if not (fleet.slots[index, slot].is_awaited or request.stage == TO_FETCH):
-            fetched_s = fetch_end_s(state, slot) if request.stage == FETCHING else float(request.transfer_s)
+            fetched_s = remote_kv.fetch_end_s(state, slot)
         if fetched_s > until_s or fetched_s == np.inf:
             fleet.underway[index, kept] = slot
             kept += 1
@@ -290,26 +290,6 @@ def release_fetched(fleet: EngineArrays, requests: Requests, index: int, until_s
         if prefill.requests[legs.prefill_slot].stage == HELD:
             remote_kv.set_end(prefill, legs.prefill_slot, fetched_s)
     instance.num_underway = kept
-
-
-@kernel
-def fetch_end_s(state: State, slot: int) -> float:
-    """Return when a fetch ends if no other one starts: those that end before leave their share of the link to it."""
-    engine, mine_s = state.engine[0], state.requests[slot].transfer_s
-    if not engine.transfer_shared:
-        return float(mine_s)
-    end_s, link_s = engine.link_at_s, engine.link_s
-    while True:
-        next_s, num_fetching = mine_s, 0
-        for position in range(engine.num_transfers):
-            other = state.requests[state.transfers[position]]
-            if other.stage == FETCHING and other.transfer_s > link_s:
-                num_fetching += 1
-                next_s = min(next_s, other.transfer_s)
-        end_s += max(0.0, next_s - link_s) * num_fetching
-        if next_s >= mine_s:
-            return float(end_s)
-        link_s = next_s
 
 
 @kernel

@@ -217,9 +217,8 @@ class Simulation:
         self.fleet.instances[index].up = 0
         self.up_s += time_s - self.up_since.pop(index)
         self.update_rows()
-        slots = np.flatnonzero(self.fleet.slots.number[index] != NONE)
-        lost = {int(self.fleet.slots.number[index, slot]): self.fleet.stack.requests[index, slot].copy()
-                for slot in slots}  # fmt: skip
+        numbers, rows = self.fleet.slots.number[index], self.fleet.stack.requests[index]
+        lost = {int(numbers[slot]): rows[slot].copy() for slot in np.flatnonzero(numbers != NONE)}
         restart(self.fleet, index, self.specs[index], time_s)
         for number in sorted(lost):
             self.lose(number, lost[number], index, time_s)
@@ -467,9 +466,7 @@ class Simulation:
             kernels.collect_finished(self.fleet, self.requests, index)
             legs = self.fleet.stack.requests.leg[index]
             for number, leg in zip(self.fleet.slots.number[index], legs, strict=True):
-                if (
-                    number != NONE and leg != PREFILL_LEG
-                ):  # it can never be served: it waits for blocks that no request will free
+                if number != NONE and leg != PREFILL_LEG:  # it waits for blocks that no request will free
                     self.requests.outcomes[number].finished_s = NONE
         finished = self.requests.outcomes.finished_s >= 0
         self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)

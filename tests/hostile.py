@@ -18,7 +18,7 @@ from predictor.config import EngineConfig
 from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
-from predictor.transfer import engine_from, snapshot_of
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from tests.inspecting import expect_blocks_conserved
 from tests.strategies import AFFINE, Load
 

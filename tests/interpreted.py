@@ -16,8 +16,8 @@ import numpy as np
 
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.state import State
-from predictor.transfer import engine_from, snapshot_of
 from tests.inspecting import counts_of, times_of
 from tests.strategies import AFFINE, Load
 

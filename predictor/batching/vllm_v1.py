@@ -208,10 +208,7 @@ def give_blocks_to_fetch(state: State, position: int, slot: int, num_hits: int) 
     engine, request = state.engine[0], state.requests[slot]
     size = engine.block_size
     num_tokens, num_blocks = request.prompt_tokens, blocks.blocks_for(request.prompt_tokens, size)
-    spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
-    if engine.num_running > 0:
-        spare -= engine.watermark_blocks
-    if num_blocks > spare - remote_kv.reserved_blocks(state):
+    if num_blocks > spare_blocks(state, slot, num_hits) - remote_kv.reserved_blocks(state):
         return False
     request.computed_tokens = num_tokens
     request.hit_tokens = num_hits * size
@@ -227,9 +224,14 @@ def give_blocks_to_fetch(state: State, position: int, slot: int, num_hits: int) 
 def fits(state: State, slot: int, num_hits: int, num_tokens: int) -> bool:
     """Return whether blocks suffice to admit the request: for this step, or for all its tokens where so configured."""
     engine, request = state.engine[0], state.requests[slot]
-    spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
-    if engine.num_running > 0:
-        spare -= engine.watermark_blocks
     if engine.reserve_full_isl:
         num_tokens = max(num_tokens, request.prompt_tokens + request.output_tokens)
-    return blocks.blocks_for(num_tokens, engine.block_size) <= spare
+    return blocks.blocks_for(num_tokens, engine.block_size) <= spare_blocks(state, slot, num_hits)
+
+
+@small_kernel
+def spare_blocks(state: State, slot: int, num_hits: int) -> int:
+    """Return how many blocks a waiting request may have, those that it hits included."""
+    engine = state.engine[0]
+    spare = engine.num_free_blocks - blocks.count_idle(state, slot, num_hits) + num_hits
+    return spare - engine.watermark_blocks if engine.num_running > 0 else spare

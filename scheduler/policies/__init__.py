@@ -1,4 +1,4 @@
-"""The policies, one per file, in one table.
+"""The policies, one per file, in one table; some of prefill and decode instances score as another policy does.
 
 A policy scores the candidates of a request: the lowest score wins, and of equal scores the first instance id. Its
 parameters and its state between requests live in the closure that `make` returns. A seeded generator is an argument.
@@ -30,8 +30,6 @@ from scheduler.policies import (
     min_qpm,
     minimal,
     pd_dynamo,
-    pd_least,
-    pd_threshold,
     polyserve,
     power_of_two,
     random,
@@ -170,14 +168,14 @@ POLICIES = {
         needs=("requests_per_minute",),
     ),
     "pd_least": PolicyEntry(
-        make=plain(pd_least.fewest),
+        make=plain(least_loaded.fewest),
         formula="batch_size; prefill: queued_prefill_tokens",
         source="the usual rule for pools of prefill and decode instances",
         needs=("batch_size",),
         prefill='expr: score = "queued_prefill_tokens", tie_break = "batch_size"',
     ),
     "pd_threshold": PolicyEntry(
-        make=pd_threshold.make,
+        make=linear.make,
         formula="lambda * (1 - prefix_hit_ratio) + (1 - lambda) * batch_size / highest(batch_size)",
         source="llm-d's router: prefix-based-pd-decider",
         needs=("prefix_hit_ratio", "batch_size"),
@@ -205,7 +203,7 @@ POLICIES = {
         make=slo.make,
         formula=f"affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until {slo.ADMITS}",
         source="ours",
-        needs=slo.NEEDS,
+        needs=("tier_ratio", "decode_step_s", "queued_prefill_s"),
         parameters={
             "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: least loaded"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
@@ -217,7 +215,7 @@ POLICIES = {
         make=polyserve.make,
         formula=f"tier (own, stricter, empty), then -(decode_step_s + queued_prefill_s), held until {polyserve.ADMITS}",
         source="PolyServe §4",
-        needs=slo.NEEDS,
+        needs=("tier_ratio", "decode_step_s", "queued_prefill_s"),
         parameters={
             "gradient": Parameter(default=1, high=1, meaning="1: the busiest instance first, 0: the least loaded"),
             "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),
@@ -240,7 +238,7 @@ POLICIES = {
         make=plain(gain.most_added),
         formula="-gain_added",
         source="ours, after ProServe §2",
-        needs=("gain_added",),
+        needs=("gain_added", "predicted_e2e_s"),
         tie_break="predicted_e2e_s",
     ),
     "minimal": PolicyEntry(

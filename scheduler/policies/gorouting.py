@@ -14,7 +14,7 @@ from scheduler.candidates import Candidates
 from scheduler.indicators import Column
 from scheduler.policies.entry import Score
 
-CANDIDATE, OTHER = 0.0, 1e9  # added to the scores of instances with about the most gain, and of all others
+OTHER = 1e9  # added to the scores of instances that are not considered
 
 
 def make(parameters: Mapping[str, float], generator: np.random.Generator) -> Score:
@@ -22,13 +22,11 @@ def make(parameters: Mapping[str, float], generator: np.random.Generator) -> Sco
     alpha, low, high = parameters["alpha"], parameters["mu"], parameters["lambda"]
 
     def score(candidates: Candidates) -> Column:
-        gain = candidates["gain_added"]
+        gain, left_s = candidates["gain_added"], candidates["ttft_left_s"]
+        queued_s, ttft_s = candidates["queued_prefill_s"], candidates["predicted_ttft_s"]
         most = np.fmax.reduce(gain, initial=-np.inf)
         if not most > 0:
             return generator.random(len(candidates))
-        left_s, queued_s, ttft_s = (
-            candidates[name] for name in ("ttft_left_s", "queued_prefill_s", "predicted_ttft_s")
-        )
         is_best = gain >= alpha * most
         is_light = is_best & (queued_s < low * left_s)
         is_spare = is_best & ~(ttft_s > high * left_s)

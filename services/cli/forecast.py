@@ -12,7 +12,7 @@ import click
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
-from predictor.transfer import engine_from
+from predictor.snapshot_conversion import engine_from
 from services.cli.engine_options import profile_named
 from services.settings import A30_PROFILE
 from simulator.codec import plain, read_json, request_from, snapshot_from

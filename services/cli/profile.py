@@ -26,7 +26,14 @@ from simulator.codec import read_json
 F = TypeVar("F", bound=Callable[..., Any])
 
 BAR = 100
+OUTPUT = click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
 MEASURED = ("source", "num_requests", "num_batches", "num_disturbed", "num_preemptions", "took_s")
+
+
+def _budget(options: type, meaning: str = "Duration of the measurement") -> Callable[[F], F]:
+    """Return the option for how long a command measures, with the default of its options."""
+    default = duration_text(default_of(options, "budget_s"))
+    return click.option("--budget", default=default, show_default=True, help=f"{meaning}: 90s, 3m.")
 
 
 @click.group()
@@ -80,12 +87,7 @@ def _line(chosen: Profile) -> str:
     show_default=True,
     help="Maximum time until a started engine serves.",
 )
-@click.option(
-    "--budget",
-    default=duration_text(default_of(MeasureOptions, "budget_s")),
-    show_default=True,
-    help="Duration of the measurement: 90s, 3m.",
-)
+@_budget(MeasureOptions)
 @click.option("--name", default="", help="Name of the profile.  [default: from the model's and the GPU's name]")
 @click.option("--gpu", default="", help="Name of the GPU.  [default: this machine's, otherwise CPU]")
 @click.option(
@@ -110,7 +112,7 @@ def _line(chosen: Profile) -> str:
     show_default=True,
     help="What the engine is measured for: whole requests, or one leg of disaggregated prefill and decode.",
 )
-@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@OUTPUT
 @click.option("--json", "as_json", is_flag=True, help="Print the measurement and the profile as one JSON object.")
 def measure(output: str | None, *, budget: str, start_timeout: str, as_json: bool, **fields: Any) -> None:
     """Measure an engine that exports its state, and fit a profile to the step times of planned batches.
@@ -151,19 +153,14 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
     metavar="NAME|FILE",
     help="Profile that the transfer is added to.  [default: print the transfer alone]",
 )
-@click.option(
-    "--budget",
-    default=duration_text(default_of(TransferOptions, "budget_s")),
-    show_default=True,
-    help="Duration of the measurement: 90s, 3m.",
-)
+@_budget(TransferOptions)
 @click.option(
     "--kv-bytes-per-token",
     type=int,
     default=0,
     help="Bytes of a token's KV cache, for engines that do not count them.  [default: the profile's]",
 )
-@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@OUTPUT
 @click.option("--json", "as_json", is_flag=True, help="Print the measurement as one JSON object.")
 def transfer(
     known: str | None, budget: str, kv_bytes_per_token: int, output: str | None, *, as_json: bool, **urls: str
@@ -222,12 +219,7 @@ def transfer(
     show_default=True,
     help="Number of devices that the model is divided among; one device's share is timed.",
 )
-@click.option(
-    "--budget",
-    default=duration_text(default_of(KernelOptions, "budget_s")),
-    show_default=True,
-    help="Maximum duration of the timing: 90s, 3m.",
-)
+@_budget(KernelOptions, "Maximum duration of the timing")
 @click.option(
     "--max-num-seqs",
     type=int,
@@ -262,7 +254,7 @@ def transfer(
     show_default=True,
     help="Seed of the choice of mixed batches.",
 )
-@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@OUTPUT
 @click.option("--json", "as_json", is_flag=True, help="Print all timings and the profile as one JSON object.")
 def timed_kernels(
     output: str | None,
@@ -332,7 +324,7 @@ def fit() -> None:
 def _described(command: F) -> F:
     """Give a command the description of a fitted profile."""
     for option in (
-        click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]"),
+        OUTPUT,
         click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
         click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Number of devices."),
         click.option("--gpu", required=True, help="Name of the GPU, such as H100."),
@@ -380,7 +372,7 @@ def kernels(folder: str, model_config: str, output: str | None, **described: Any
 @click.option("--gpu", required=True, help="Name of the GPU, such as H100.")
 @click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Number of devices.")
 @click.option("--name", default=None, help="Name of the profile.")
-@click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
+@OUTPUT
 def roofline(model_config: str, gpu: str, tensor_parallel: int, name: str | None, output: str | None) -> None:
     """Estimate the profile of a model without measurements, from its config.json and the GPU's data sheet."""
     from predictor.fitting.roofline import roofline_profile

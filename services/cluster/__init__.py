@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scheduler.instances import BOTH
 from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_exported
-from services.cluster.pools import BOTH, emulator_flags, pass_blocks_on
+from services.cluster.pools import emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.rpc.channels import refuse_taken
 

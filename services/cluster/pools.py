@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER
+from scheduler.instances import BOTH, DECODE_ROLE, PREFILL_ROLE
 from services.cluster.programs import LOCAL
 from services.http.client import HttpClient, origin_of
 from services.http.engine_identity import difference, engine_identity
@@ -17,8 +18,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-KV_ROLES = {PREFILL: PRODUCER, DECODE: CONSUMER, BOTH: PRODUCER_AND_CONSUMER}
+KV_ROLES = {PREFILL_ROLE: PRODUCER, DECODE_ROLE: CONSUMER, BOTH: PRODUCER_AND_CONSUMER}
 CONNECTOR = "NixlConnector"
 CONNECTOR_FLAG = "--kv-transfer-config"
 
@@ -38,8 +38,8 @@ def planned_engines(num_prefill: int, num_decode: int, num_both: int) -> tuple[P
     return tuple(
         PlannedEngine(name=f"{word}-{number}", role=role, kv_role=KV_ROLES[role] if pooled else "")
         for word, role, num in (
-            (PREFILL, PREFILL, num_prefill),
-            (DECODE, DECODE, num_decode),
+            (PREFILL_ROLE, PREFILL_ROLE, num_prefill),
+            (DECODE_ROLE, DECODE_ROLE, num_decode),
             ("engine", BOTH, num_both),
         )
         for number in range(num)

@@ -211,9 +211,7 @@ class Driver:
             self._wake_up = loop.create_future()
             self._update()
             timer = None
-            due_s = (
-                self._end_of_oldest_s() if self._head["num_in_flight"][0] else float(self._head["next_transfer_s"][0])
-            )
+            due_s = self._due_s()
             if due_s < math.inf and not self.clock.is_held:
                 delay_s = self.clock.wall_s(due_s) - time.monotonic()
                 # timers count whole milliseconds; one that fires too early would have to be set again
@@ -221,6 +219,16 @@ class Driver:
             await self._wake_up
             if timer is not None:
                 timer.cancel()
+
+    def _due_s(self) -> float:
+        """Return when a step, a lease or a fetch ends next."""
+        if not self._head["num_in_flight"][0]:
+            return float(self._head["next_transfer_s"][0])
+        due_s = self._end_of_oldest_s()
+        if self.connector is not None:  # the other engine frees its blocks while this step goes on
+            ends_s = (self._fetch_end_s(name, fetch) for name, fetch in self.connector.fetches.all())
+            due_s = min((due_s, *ends_s))
+        return due_s
 
     def _wake(self) -> None:
         """Update the engine now."""
@@ -355,18 +363,20 @@ class Driver:
     # KV blocks of other engines, and for them.
 
     def _follow_transfers(self, connector: EmulatedConnector) -> None:
-        """Note fetches that have begun, ended or failed, and leases that have ended."""
+        """Note fetches that have started, ended or failed, and leases that have ended."""
         rows, fetches = self._rows, connector.fetches
         for request_id, fetch in fetches.all():
             slot = self.engine.slots[request_id]
             stage, has_ended = int(rows["stage"][slot]), bool(rows["status"][slot] == FINISHED)
             if stage == FETCHING and fetch.started_s is None:
                 fetch.started_s = float(self._head["now_s"][0])
-                if self._head["num_in_flight"][0] > 1:  # it begins with the younger step
+                if self._head["num_in_flight"][0] > 1:  # it starts with the younger step
                     fetch.started_s = max(fetch.started_s, self._end_of_oldest_s())
             if fetch.is_lost and (stage == FETCHING or (stage == TO_FETCH and not connector.recomputes)):
                 self._fail_fetch(self._jobs[slot])
                 fetches.fail(request_id)
+            elif self._fetch_end_s(request_id, fetch) <= self.clock.now_s():
+                fetches.discard(fetch)  # the engine knows it with its next step
             elif not is_under_way(stage) and (stage != TO_FETCH or has_ended):
                 if fetch.started_s is not None:
                     config, num_tokens = self.engine.config, int(rows["prompt_tokens"][slot] - rows["hit_tokens"][slot])
@@ -381,6 +391,13 @@ class Driver:
         for job in [one for one in self._held if not self.engine.is_held(one.engine_id)]:
             self._held.remove(job)
             self._remove(job)
+
+    def _fetch_end_s(self, request_id: str, fetch: Fetch) -> float:
+        """Return when a fetch under way ends; infinity where the other engine need not be told."""
+        if fetch.is_freed or not self.engine.is_fetching(request_id):
+            return math.inf
+        end_s = self.engine.fetch_end_s(request_id)
+        return math.inf if end_s is None else end_s
 
     def _fail_fetch(self, job: Job) -> None:
         """End the fetch of a request whose blocks are lost: it fails, or computes its prompt here."""

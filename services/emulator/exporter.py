@@ -132,22 +132,22 @@ def _copy_held(state: State, into: Copies) -> None:
 
 @kernel
 def _copy_transfer(state: State, into: Copies, slot: int) -> None:
-    """Copy where the transfer of a request's blocks stands, and note when its fetch began and ended."""
+    """Copy where the transfer of a request's blocks stands, and note when its fetch started and ended."""
     row, live = state.requests[slot], into.live[slot]
-    has_begun = remote_kv.is_under_way(live.stage)
+    has_started = remote_kv.is_under_way(live.stage)
     live.stage = row.stage
     if row.stage == HELD:
         live.held_until_s = row.transfer_s
     elif remote_kv.is_under_way(row.stage):
-        if not has_begun:
+        if not has_started:
             live.fetch_started_s = state.engine[0].now_s
-            if state.engine[0].num_in_flight > 1:  # it begins with the younger step
+            if state.engine[0].num_in_flight > 1:  # it starts with the younger step
                 live.fetch_started_s = max(live.fetch_started_s, state.steps[state.engine[0].oldest].end_s)
         if row.stage == LOST:
             live.fetch_started_s = NONE
         if row.status == FINISHED:
-            live.held_until_s = remote_kv.end_s(state, slot)
-    elif has_begun and live.fetch_ended_s < 0:
+            live.held_until_s = remote_kv.end_at_present_rate_s(state, slot)
+    elif has_started and live.fetch_ended_s < 0:
         live.fetch_ended_s = row.transfer_s
 
 

@@ -36,12 +36,13 @@ MAX_NOTIFICATIONS = 1024  # under way; without further ones the leases end
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A request whose blocks another engine holds; `started_s` is on the engine's clock."""
+    """A request whose blocks another engine holds until `is_freed`; `started_s` is on the engine's clock."""
 
     remote: RemoteBlocks
     watch: Watch
     started_s: float | None = None
     is_lost: bool = False
+    is_freed: bool = False
     watching: asyncio.Task[None] | None = None
 
 
@@ -82,7 +83,7 @@ class Leases:
         self._endings[request_id] = asyncio.Event()
 
     def expire(self, request_id: str) -> None:
-        """End a lease that nobody has extended."""
+        """End a lease that has run out, as it was not extended."""
         self._end(request_id)
         self._counts.num_expired += 1
         log_event(log, logging.WARNING, "held KV blocks expired", request_id=request_id)
@@ -142,7 +143,7 @@ class Fetches:
             raise
 
     def begin(self, request_id: str, fetch: Fetch) -> None:
-        """Keep the blocks of a request that the engine knows from now on."""
+        """Extend the lease of the blocks of a request, which the engine has now, until its fetch ends."""
         self._fetches[request_id] = fetch
         fetch.watching = asyncio.create_task(self._wait_until_lost(request_id, fetch))
         if self._beating is None or self._beating.done():
@@ -153,10 +154,8 @@ class Fetches:
         return list(self._fetches.items())
 
     def end(self, request_id: str) -> None:
-        """Let the other engine free its blocks: they have been fetched, or are not needed."""
-        fetch = self._fetches.pop(request_id)
-        self.free(fetch.remote)
-        self._close(fetch)
+        """End a fetch: its blocks have been fetched, or are not needed."""
+        self.discard(self._fetches.pop(request_id))
 
     def fail(self, request_id: str) -> None:
         """End a fetch whose blocks are lost."""
@@ -165,9 +164,11 @@ class Fetches:
         self._close(fetch)
 
     def discard(self, fetch: Fetch) -> None:
-        """End a fetch that the engine has not begun."""
-        self.free(fetch.remote)
-        self._close(fetch)
+        """Let the other engine free the blocks of a fetch, if it has not yet; they are not needed any more."""
+        if not fetch.is_freed:
+            fetch.is_freed = True
+            self.free(fetch.remote)
+            self._close(fetch)
 
     def free(self, remote: RemoteBlocks) -> None:
         """Let another engine free blocks; where that fails their lease ends."""
@@ -217,7 +218,8 @@ class Fetches:
             self._last_beat_s = time.monotonic()
             by_engine: dict[str, list[RemoteBlocks]] = {}
             for fetch in self._fetches.values():
-                by_engine.setdefault(fetch.remote.engine_id, []).append(fetch.remote)
+                if not fetch.is_freed:
+                    by_engine.setdefault(fetch.remote.engine_id, []).append(fetch.remote)
             for remotes in by_engine.values():
                 self._start(self._extend(remotes))
 

@@ -14,7 +14,7 @@ from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
 from services.emulator.errors import VllmError, bad_value, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
-from services.emulator.transfer_params import RemoteBlocks, leg_of
+from services.emulator.transfer_params import RemoteBlocks, leg_and_blocks
 from services.engine_state.xargs import facts_in
 from services.http.openai_body import MessageError, read_messages
 
@@ -157,7 +157,7 @@ def remote_blocks_in(data: Any) -> RemoteBlocks | None:
     """Return the blocks that a request names, whatever else is wrong with it; None where it names none."""
     params = data.get("kv_transfer_params") if isinstance(data, dict) else None
     try:
-        return leg_of(params)[1] if isinstance(params, dict) else None
+        return leg_and_blocks(params)[1]
     except ValueError:
         return None
 
@@ -306,7 +306,7 @@ def _wanted_tokens(headers: Mapping[str, str]) -> int | None:
 
 def _leg(params: Mapping[str, Any] | None) -> tuple[str, RemoteBlocks | None]:
     try:
-        return leg_of(params)
+        return leg_and_blocks(params)
     except ValueError as error:
         raise bad_value(f"kv_transfer_params.{error}", "kv_transfer_params") from None
 

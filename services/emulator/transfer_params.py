@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from predictor.request import DECODE, PREFILL, SERVE
+from predictor.request import DECODE
+from services.http.kv_transfer import leg_of
 
 MAX_PORT = 65535
 
@@ -26,16 +27,10 @@ class RemoteBlocks:
     cached_tokens: int | None = None
 
 
-def leg_of(params: Mapping[str, Any] | None) -> tuple[str, RemoteBlocks | None]:
-    """Return the leg that a request asks for, and the blocks to fetch; ValueError names an invalid field.
-
-    Parameters without blocks ask for the whole request, as after a prefill that held nothing.
-    """
-    if not params:
-        return SERVE, None
-    if params.get("do_remote_prefill") and params.get("remote_block_ids"):
-        return DECODE, _remote_blocks(params)
-    return (PREFILL if params.get("do_remote_decode") else SERVE), None
+def leg_and_blocks(params: Mapping[str, Any] | None) -> tuple[str, RemoteBlocks | None]:
+    """Return the leg that a request asks for, and the blocks to fetch; ValueError names an invalid field."""
+    leg = leg_of(params)
+    return leg, _remote_blocks(params) if params and leg == DECODE else None
 
 
 def _remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks:

@@ -21,6 +21,7 @@ MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
 # Where the transfer of a request's KV blocks stands.
 NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, BLOCKS_HELD, ARRIVED, LOST = range(8)
+SERVE, PREFILL, DECODE = range(3)  # the part of a request that its engine serves
 
 LIVE_FILE, SUPERSEDED, CLOSED = 0, 1, 2
 REASONS = ("stop", "length", "abort", "error")

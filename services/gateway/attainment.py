@@ -9,11 +9,11 @@ from predictor.request import REAL_TIME, Slo
 from protos.block.v1 import common_pb2
 from services.attainment import AttainmentTally
 from services.gateway.incoming import Incoming
-from services.http.sse import Ending, StreamReader
+from services.http.proxying import SERVER_ERROR
+from services.http.sse import FAILED, Ending, StreamReader
 from services.rpc.messages import CLASSES
 
-BUSY, SERVER_ERROR = 429, 500
-FAILED = common_pb2.FINISH_REASON_FAILED
+BUSY = 429
 
 
 @dataclass(slots=True, kw_only=True)

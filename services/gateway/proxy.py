@@ -13,13 +13,14 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.upstream_attempt import CANCELLED, FAILED, OK, SERVER_ERROR, UpstreamAttempt
+from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
-from services.http.proxying import NOT_SERVING, RETRIED, engine_error
+from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
+from services.http.sse import CANCELLED, FAILED
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class RequestForwarder:
             await attempt.send()
         except (ConnectionError, TimeoutError) as error:
             self.context.failed_lately.failed(instance_id)
-            if held is not None and not held.survive(error):
+            if held is not None and not held.usable_after(error):
                 self._held = None
             await self._give_up(attempt, instance_id, str(error))
             raise EngineFailedError(type(error).__name__, engine_error(error)) from None
@@ -188,7 +189,7 @@ class RequestForwarder:
             self._held = None
             self._num_failed_fetches += 1
             again = self._num_failed_fetches >= MAX_FAILED_FETCHES
-            reason = FAILED if again else CANCELLED  # the first one is put down to the prefill instance
+            reason = FAILED if again else CANCELLED  # the first one counts for the prefill instance
             await self._give_up(attempt, held.instance_id, "the KV blocks could not be fetched", reason)
             if again:
                 self.placing.exclude(instance_id)
@@ -199,7 +200,7 @@ class RequestForwarder:
         if status in RETRIED:
             if status in NOT_SERVING:
                 self.context.failed_lately.failed(instance_id)
-            if held is not None and not held.survive(None):
+            if held is not None and not held.usable_after(None):
                 self._held = None
             await self._give_up(attempt, instance_id, f"status {status}")
             raise EngineFailedError(str(status), attempt)

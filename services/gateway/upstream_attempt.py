@@ -13,15 +13,12 @@ from services.gateway.incoming import Incoming
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
-from services.http.proxying import RETRIED, is_event_stream
-from services.http.sse import Ending, StreamReader, ending_of
+from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
+from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
 
-CANCELLED = common_pb2.FINISH_REASON_CANCELLED
-FAILED = common_pb2.FINISH_REASON_FAILED
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
-OK, SERVER_ERROR = 200, 500
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from predictor.request import DECODE, PREFILL, SERVE
 from services.http.openai_body import KV_TRANSFER_PARAMS, with_fields
 from services.settings import Option
 
@@ -68,6 +69,18 @@ class PrefilledPrompt:
 
     params: bytes | None = None  # as JSON, for the decode leg; None: nothing needs to be named
     cached_tokens: int | None = None  # the prefix hits of the prefill instance, where they are known
+
+
+def leg_of(params: Any) -> str:
+    """Return the leg that a request's `kv_transfer_params` ask for.
+
+    Parameters without blocks ask for the whole request, as after a prefill that held nothing.
+    """
+    if not isinstance(params, dict):
+        return SERVE
+    if params.get("do_remote_prefill") and params.get("remote_block_ids"):
+        return DECODE
+    return PREFILL if params.get("do_remote_decode") else SERVE
 
 
 def prefill_body(body: bytes, connector: KvConnector) -> bytes:

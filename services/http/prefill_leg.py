@@ -10,23 +10,19 @@ from dataclasses import dataclass, field
 from protos.block.v1 import common_pb2
 from services.http.client import ConnectError, Headers, HttpClient, Origin, request_head
 from services.http.kv_transfer import KvConnector, PrefilledPrompt, prefill_body, read_prefill_reply
-from services.http.proxying import RETRIED
+from services.http.proxying import OK, RETRIED
+from services.http.sse import CANCELLED, FAILED
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-CANCELLED = common_pb2.FINISH_REASON_CANCELLED
-FAILED = common_pb2.FINISH_REASON_FAILED
-LENGTH = common_pb2.FINISH_REASON_LENGTH
-UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
-OK = 200
 MAX_FAILED_FETCHES = 2  # of one request; then one engine serves it
 
 # The results of a leg, as metrics name them.
 HELD, NO_BLOCKS, INVALID, REFUSED, BROKEN, SKIPPED, LEFT = (
     "held", "no_blocks", "invalid", "refused", "failed", "skipped", "client_left",
 )  # fmt: skip
-REASONS = {BROKEN: FAILED, REFUSED: UNSPECIFIED, SKIPPED: CANCELLED, LEFT: CANCELLED}
+REASONS = {BROKEN: FAILED, REFUSED: common_pb2.FINISH_REASON_UNSPECIFIED, SKIPPED: CANCELLED, LEFT: CANCELLED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +38,11 @@ class HeldBlocks:
         """Return whether a decode leg may still be sent."""
         return now_s - self.replied_s <= within_s
 
-    def survive(self, error: Exception | None) -> bool:
+    def usable_after(self, error: Exception | None) -> bool:
         """Return whether another decode instance may use the blocks after one failed, with an error or a status.
 
         An engine that has received the request may have fetched the blocks, or refused the request: both free them,
-        and whoever fetches them afterwards reads what has been written there since.
+        and a later fetch would read what has been written there since.
         """
         return self.prompt.params is None or isinstance(error, ConnectError)
 
@@ -132,7 +128,7 @@ class PrefillLeg:
             instance_id=self.instance_id,
             model=self.request.model,
             prompt_tokens=self.request.prompt_tokens,
-            finish_reason=REASONS.get(self.result, LENGTH),
+            finish_reason=REASONS.get(self.result, common_pb2.FINISH_REASON_LENGTH),
             policy=self.policy,
             finished_unix_s=time.time(),
             prefill_instance_id=self.instance_id,

@@ -14,7 +14,8 @@ HOP_BY_HOP = frozenset(
     (b"host", CONNECTION, b"content-length", b"transfer-encoding", b"keep-alive", b"te", b"trailer", b"upgrade",
      b"expect", b"proxy-connection", b"proxy-authorization")
 )  # fmt: skip
-RETRIED = (429, 500, 502, 503, 504)  # statuses of an engine that another engine may not return
+OK, SERVER_ERROR = 200, 500
+RETRIED = (429, SERVER_ERROR, 502, 503, 504)  # statuses of an engine that another engine may not return
 NOT_SERVING = (502, 503, 504)  # of them, those of an engine that is down
 KEPT_CONNECTIONS = (b"keep-alive", b"close")
 

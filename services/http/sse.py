@@ -25,12 +25,13 @@ _USAGE_ONLY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _ROLE_ONLY = re.compile(rb'"delta"\s*:\s*\{[^{}]*"role"\s*:[^{}]*"content"\s*:\s*(?:""|null)')
 _ERROR = re.compile(rb'\ndata: ?\{\s*"error"\s*:')
 
+CANCELLED, FAILED = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_FAILED
 REASONS = {
     b"stop": common_pb2.FINISH_REASON_STOP,
     b"tool_calls": common_pb2.FINISH_REASON_STOP,
     b"length": common_pb2.FINISH_REASON_LENGTH,
-    b"abort": common_pb2.FINISH_REASON_FAILED,
-    b"error": common_pb2.FINISH_REASON_FAILED,
+    b"abort": FAILED,
+    b"error": FAILED,
 }
 
 
@@ -91,7 +92,7 @@ class StreamReader:
         """Return how the stream ended, as far as it has come."""
         tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
         ending = ending_of(tail)
-        finish_reason = common_pb2.FINISH_REASON_FAILED if _ERROR.search(tail) else ending.finish_reason
+        finish_reason = FAILED if _ERROR.search(tail) else ending.finish_reason
         if ending.output_tokens:
             return Ending(
                 finish_reason=finish_reason, output_tokens=ending.output_tokens, prompt_tokens=ending.prompt_tokens

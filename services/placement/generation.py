@@ -15,8 +15,9 @@ from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
-from services.http.prefill_leg import MAX_FAILED_FETCHES, OK, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
+from services.http.proxying import OK
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_tracker import GenerationTracker
@@ -141,7 +142,7 @@ class Generation:
     def _failed(self, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception) -> str:
         """Exclude the instance that failed from the next decision, and return its id.
 
-        The first failure to fetch KV blocks is put down to the prefill instance.
+        The first failure to fetch KV blocks counts for the prefill instance.
         """
         held, failed_id = tracker.held, decision.instance.instance_id
         if isinstance(error, PrefillError):
@@ -156,7 +157,7 @@ class Generation:
             failed_id = held.instance_id
         else:
             tracker.failed()
-            if held is not None and not held.survive(error):
+            if held is not None and not held.usable_after(error):
                 self._held = None
         self._excluded |= {failed_id}
         return failed_id

@@ -13,11 +13,11 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
+from services.http.proxying import OK, SERVER_ERROR
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
-OK, SERVER_ERROR = 200, 500
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 

@@ -355,8 +355,8 @@ def _profile_of(view: View) -> Profile:
 def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
     """Return the slots of requests whose blocks were fetched while no others were, so that one can predict the time."""
     started_s, ended_s = live["fetch_started_s"][slots], live["fetch_ended_s"][slots]
-    has_begun = started_s >= 0
-    slots, started_s, ended_s = slots[has_begun], started_s[has_begun], ended_s[has_begun]
+    has_started = started_s >= 0
+    slots, started_s, ended_s = slots[has_started], started_s[has_started], ended_s[has_started]
     until_s = np.where(ended_s >= 0, ended_s, np.inf)
     return [
         int(slot)

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from predictor.lengths import Tag
 from predictor.mirror.events import MirrorEvent, PromptCounted, RequestEnded, TokensReceived
-from predictor.request import DECODE, PREFILL, SERVE
-from services.http.openai_body import OpenAIRequest, read_body
+from predictor.request import SERVE
+from services.http.kv_transfer import leg_of
+from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, read_body
 
 MAX_SAMPLES = 128
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
@@ -61,17 +62,8 @@ def parse_request(body: bytes, *, chat: bool) -> ProxiedRequest | None:
         num_samples=samples if type(samples) is int and 1 <= samples <= MAX_SAMPLES else 1,
         tag=_tag(data, parsed),
         to_tokenize=_to_tokenize(data, chat=chat),
-        leg=_leg(data.get("kv_transfer_params")),
+        leg=leg_of(data.get(KV_TRANSFER_PARAMS)),
     )
-
-
-def _leg(params: Any) -> str:
-    """Return the part of a request that its engine will serve, if it has a KV connector."""
-    if not isinstance(params, dict):
-        return SERVE
-    if params.get("do_remote_prefill") and params.get("remote_block_ids"):
-        return DECODE
-    return PREFILL if params.get("do_remote_decode") else SERVE
 
 
 def _tag(data: Mapping[str, Any], body: OpenAIRequest) -> Tag | None:

@@ -144,10 +144,15 @@ def best_rival(experiment: Experiment, found: Mapping[str, VariantGoodput]) -> s
 
 
 def gains_over_best(experiment: Experiment, found: Found) -> dict[tuple[str, str], list[float]]:
-    """Return by setting and variant how far it is above the best rival, as a share, seed by seed."""
+    """Return by setting and variant how far it is above the best rival, as a share, seed by seed.
+
+    Settings are left out in which the best rival's goodput is 0 for some seed.
+    """
     gains: dict[tuple[str, str], list[float]] = {}
     for setting, variants in found.items():
         best = variants[best_rival(experiment, variants)]
+        if min(best.rates) <= 0:
+            continue
         for name, one in variants.items():
             if name not in experiment.rivals:
                 gains[setting, name] = [rate / other - 1 for rate, other in zip(one.rates, best.rates, strict=True)]

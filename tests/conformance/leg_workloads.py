@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
@@ -43,26 +43,31 @@ def leg_workload(seed: int) -> dict[str, Any]:
     return load
 
 
+def our_request(request: dict[str, Any]) -> RequestFacts:
+    """Return a request of a workload, whose transfer does not fail."""
+    return RequestFacts(
+        request_id=request["id"],
+        arrival_s=request["arrival_s"],
+        prompt_tokens=request["prompt_tokens"],
+        output_tokens=request["output_tokens"],
+        max_tokens=request["max_tokens"],
+        priority=request["priority"],
+        prefix_hashes=tuple(request["prefix_hashes"]),
+        leg=request["leg"],
+        held_s=request["held_s"],
+        transfer_s=request["transfer_s"],
+    )
+
+
 def our_engine(load: dict[str, Any]) -> Engine:
     """Return the engine model with the same requests; a transfer that fails is ended by the caller."""
     engine = Engine(EngineConfig(**load["engine"], kv_transfer_shared=False), ONE_SECOND)
     by_id = {name: rank for rank, name in enumerate(sorted(request["id"] for request in load["requests"]))}
     for request in load["requests"]:
-        engine.add(
-            RequestFacts(
-                request_id=request["id"],
-                arrival_s=request["arrival_s"],
-                prompt_tokens=request["prompt_tokens"],
-                output_tokens=request["output_tokens"],
-                max_tokens=request["max_tokens"],
-                priority=request["priority"],
-                prefix_hashes=tuple(request["prefix_hashes"]),
-                leg=request["leg"],
-                held_s=request["held_s"],
-                transfer_s=ENDLESS_S if request["fails"] else request["transfer_s"],
-            ),
-            tie_break=by_id[request["id"]],
-        )
+        facts = our_request(request)
+        if request["fails"]:
+            facts = replace(facts, transfer_s=ENDLESS_S)
+        engine.add(facts, tie_break=by_id[request["id"]])
     return engine
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from predictor.profile import profile_to_json
 from services.cluster import Cluster, ClusterSettings, VllmSettings, running
@@ -20,6 +19,7 @@ from services.http.kv_transfer import REMOTE_DECODE
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import ENGINE_FLAGS, MODEL, PROFILE, START_S, need_vllm, random_weights, tiny_model
 from tests.deploy.installing import PLUGIN, pip_install
+from tests.services.cluster.living import metric_of
 from tests.services.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("cluster")]
@@ -92,14 +92,7 @@ class Pools:
 
     async def metric(self, part: str, name: str, **labels: str) -> float:
         """Sum a metric of a part over the series with these labels."""
-        child = self.cluster.children[part]
-        text = (await self.client.get(f"http://127.0.0.1:{child.metrics_port or child.port}/metrics")).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return await metric_of(self.client, self.cluster.children[part], name, **labels)
 
     async def held_legs(self) -> float:
         """Return the number of prefill legs whose blocks were held."""
@@ -245,7 +238,7 @@ def test_the_text_is_that_of_a_whole_request(pools: Pools) -> None:
     pools.run(test())
 
 
-def test_blocks_that_nobody_fetches_are_held_for_the_lease(pools: Pools) -> None:
+def test_blocks_that_are_not_fetched_are_held_for_the_lease(pools: Pools) -> None:
     """A prefill leg without a decode leg occupies its blocks until the lease ends, and no longer."""
 
     async def test() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +16,11 @@ from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica, ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
+from predictor.reported_transfers import fetch_starts
 from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, tenant_number
 from predictor.snapshot import STAGES, LiveRequest, Memory, Snapshot
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.state import MEMORY_SIZE
-from predictor.transfer import engine_from, snapshot_of
 from services.engine_state.layout import CLIENT, LIVE, REQUEST
 from tests.inspecting import free_list
 from tests.strategies import AFFINE, Load, examples, load_of, loads
@@ -50,7 +52,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         row["prefill_tokens"] = -1 if item.prefill_tokens is None else item.prefill_tokens
         row["scheduled_s"] = -1
         row["first_token_s"] = -1 if item.first_token_s is None else item.first_token_s
-        write_transfer(row, item, snapshot)
+        write_transfer(row, item, snapshot.taken_s)
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
         slo = request.slo or Slo()
         facts[slot] = (
@@ -61,6 +63,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         known[slot] = request.output_tokens or 0
         if isinstance(request.tag, Tag):
             median[slot], spread[slot] = request.tag.median_tokens, request.tag.spread
+    write_starts(live, snapshot, at)
     running, waiting = len(snapshot.running), len(snapshot.running) + len(snapshot.waiting)
     return ReportedState(
         now_s=snapshot.taken_s,
@@ -88,17 +91,24 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
     )
 
 
-def write_transfer(row: np.void, item: LiveRequest, snapshot: Snapshot) -> None:
-    """Write the stage of a transfer, and its times so that it ends as the snapshot says."""
-    config = snapshot.config
+def write_transfer(row: np.void, item: LiveRequest, taken_s: float) -> None:
+    """Write the stage of a transfer, and when blocks are held no longer."""
     row["stage"] = STAGES.index(item.stage)
     row["fetch_started_s"] = row["fetch_ended_s"] = row["held_until_s"] = -1
     if item.stage == "held":
-        row["held_until_s"] = snapshot.taken_s + (item.transfer_left_s or 0.0)
-    elif item.stage == "fetching":
-        num_fetching = sum(one.stage == "fetching" for one in (*snapshot.waiting, *snapshot.held))
-        got_s = config.transfer_s(item.request.prompt_tokens, item.num_blocks) - (item.transfer_left_s or 0.0)
-        row["fetch_started_s"] = snapshot.taken_s - got_s * (num_fetching if config.kv_transfer_shared else 1)
+        row["held_until_s"] = taken_s + (item.transfer_left_s or 0.0)
+
+
+def write_starts(live: np.ndarray, snapshot: Snapshot, at: Mapping[str, int]) -> None:
+    """Write when fetches started, so that they end as the snapshot says."""
+    config = snapshot.config
+    fetching = [one for one in (*snapshot.waiting, *snapshot.held) if one.stage == "fetching"]
+    got_s = [
+        config.transfer_s(one.request.prompt_tokens, one.num_blocks) - (one.transfer_left_s or 0.0) for one in fetching
+    ]
+    starts_s = fetch_starts(got_s, snapshot.taken_s, shared=config.kv_transfer_shared)
+    for one, start_s in zip(fetching, starts_s, strict=True):
+        live["fetch_started_s"][at[one.request.request_id]] = start_s
 
 
 def reported_memory(memory: Memory) -> ReportedMemory:

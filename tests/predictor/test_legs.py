@@ -15,9 +15,9 @@ from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.indicators import SUMS, sum_up
 from predictor.request import DECODE, PREFILL, RequestFacts
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import StepTime
-from predictor.transfer import engine_from, snapshot_of
-from tests.conformance.leg_workloads import leg_workload
+from tests.conformance.leg_workloads import leg_workload, our_request
 from tests.predictor.test_engine_replica import reported_from
 from tests.strategies import AFFINE, ONE_SECOND
 
@@ -30,20 +30,9 @@ def loaded(seed: int, step_time: StepTime = ONE_SECOND, **changes: Any) -> tuple
     """Return an engine with the legs of a random workload, of which no transfer fails."""
     load = leg_workload(seed)
     engine = Engine(EngineConfig(**{**load["engine"], **changes}), step_time)
-    requests = [
-        RequestFacts(
-            request_id=request["id"],
-            arrival_s=request["arrival_s"],
-            prompt_tokens=request["prompt_tokens"],
-            output_tokens=request["output_tokens"],
-            max_tokens=request["max_tokens"],
-            prefix_hashes=tuple(request["prefix_hashes"]),
-            leg=request["leg"],
-            held_s=request["held_s"],
-            transfer_s=None if changes else request["transfer_s"],
-        )
-        for request in load["requests"]
-    ]
+    requests = [our_request(request) for request in load["requests"]]
+    if changes:  # transfers take as long as the engine says
+        requests = [replace(request, transfer_s=None) for request in requests]
     for request in requests:
         engine.add(request)
     return engine, requests
@@ -135,6 +124,33 @@ def test_transfers_share_the_link(seed: int) -> None:
     engine.advance()
     first = [engine.outcome(str(index)).first_token_s for index in range(count)]
     assert first == pytest.approx(fluid_ends(starts, work), abs=8 / 1024)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("until_s", [0.7, 6.0, 14.0, 30.0])
+def test_a_replica_goes_on_with_fetches_that_overlap(until_s: float, *, shared: bool) -> None:
+    """Each has got the part of the link that was its own when it was reported."""
+    config = replace(ROOMY, **LINK, kv_transfer_shared=shared, enable_prefix_caching=False)
+    step_time = StepTime(constant_s=1 / 64)
+    engine = Engine(config, step_time)
+    for index in range(6):
+        tokens = 20 + 7 * (index % 3)
+        engine.add(
+            RequestFacts(
+                request_id=str(index), arrival_s=3.0 * index, prompt_tokens=tokens, output_tokens=3, leg=DECODE
+            )
+        )
+    engine.advance(until_s)
+    snapshot = snapshot_of(engine, engine.now_s)
+    replica = EngineReplica(config, step_time, num_slots=60, track_blocks=False)
+    replica.update(reported_from(replace(snapshot, reserved=())))
+    for request in snapshot.reserved:
+        replica.engine.add(request)
+    engine.advance()
+    replica.engine.advance()
+    found = replica.engine.state.requests.finished_s
+    expected = engine.state.requests.finished_s
+    assert sorted(found[found > until_s]) == pytest.approx(sorted(expected[expected > until_s]))
 
 
 def test_a_transfer_takes_base_bytes_and_blocks() -> None:

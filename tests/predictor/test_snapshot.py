@@ -15,8 +15,8 @@ from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, LiveRequest, Snapshot
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.state import FINISHED
-from predictor.transfer import engine_from, snapshot_of
 from tests.inspecting import expect_blocks_conserved, expect_nothing_left
 from tests.strategies import AFFINE, Load, examples, load_of, loads
 

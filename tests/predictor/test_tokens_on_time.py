@@ -15,8 +15,8 @@ from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.request import RequestFacts, Slo
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import Curve, StepTime
-from predictor.transfer import engine_from, snapshot_of
 from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, vllm_v0, vllm_v1
 from tests.oracle.engine import one_second
 from tests.strategies import AFFINE, ONE_SECOND, ORDERED, Load, affine_seconds, examples, loads

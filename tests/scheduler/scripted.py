@@ -351,7 +351,7 @@ class ReferenceDriver:
     """Drives decisions on a virtual clock; every wait is a generator's `yield` of the time at which it goes on."""
 
     def __init__(self, script: Script, *, fresh: bool = False) -> None:
-        """Prepare a script; with `fresh` indicators decisions always see the instances as they are."""
+        """Prepare a script; with `fresh` decisions see, as in the simulator, what instances are and can do now."""
         self.script = script
         self.sidecars = {one.name: Sidecar(one, script) for one in script.instances}
         self.core = core_of(script, self.sidecars)
@@ -388,7 +388,9 @@ class ReferenceDriver:
                 number=number if self._fresh else -1,
                 indicators=RequestIndicators(prompt_tokens=PROMPT_TOKENS, tag_tokens=9.0),
                 prefix_hits=np.zeros(len(self.sidecars)) if self._fresh else None,
-                excluded=arrival.excluded,
+                any_model=self._fresh,
+                rows=self._able(arrival) if self._fresh else None,
+                excluded=frozenset() if self._fresh else arrival.excluded,
                 dry_run=arrival.dry_run,
                 arrived_s=self.now_s,
             )
@@ -408,6 +410,12 @@ class ReferenceDriver:
 
         self._processes[decision] = go_on
         go_on()
+
+    def _able(self, arrival: Arrival) -> np.ndarray | None:
+        """Return the rows of the instances that a request may go to; None for all."""
+        row_of = self.core.instances.table.row_of
+        rows = sorted(row_of[name] for name in self.sidecars if name not in arrival.excluded)
+        return None if len(rows) == len(row_of) else np.array(rows, np.intp)
 
     def _process(self, decision: Decision, number: int) -> Generator[float, None, None]:
         self._refresh()

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.services.kv_transfer_replies import held_params
+
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -83,16 +85,7 @@ class StubEngine:
     @staticmethod
     def params(num: int) -> dict[str, Any]:
         """Return what the reply to a prefill leg, the engine's request number `num`, names."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[num]],
-            "remote_engine_id": "engine",
-            "remote_request_id": f"cmpl-{num}",
-            "remote_host": "127.0.0.1",
-            "remote_port": 5600,
-            "remote_prefill_cached_tokens": 2,
-        }
+        return held_params(num, remote_prefill_cached_tokens=2)
 
     def events(self) -> list[bytes]:
         """Return all events of a stream."""

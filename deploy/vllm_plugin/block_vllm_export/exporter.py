@@ -21,7 +21,6 @@ from .xargs import facts_in
 SPARE_SLOTS = 64
 REASON_OF = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
 COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-SERVE, PREFILL, DECODE = range(3)  # as `predictor.request.LEGS`
 
 
 @dataclass(slots=True)
@@ -321,11 +320,12 @@ class Exporter:
         """Return the part of a request that this engine serves."""
         params = request.kv_transfer_params if self._has_connector else None
         if not params:
-            return SERVE
+            return layout.SERVE
         if params.get("do_remote_decode"):
-            return PREFILL
-        # a fetch that has begun clears the former
-        return DECODE if params.get("do_remote_prefill") or params.get("remote_request_id") else SERVE
+            return layout.PREFILL
+        # vLLM resets `do_remote_prefill` when the fetch begins
+        is_decode = params.get("do_remote_prefill") or params.get("remote_request_id")
+        return layout.DECODE if is_decode else layout.SERVE
 
     def _update_stages(
         self, running: list[ExportedRequest], holding: list[ExportedRequest], waiting: list[ExportedRequest]

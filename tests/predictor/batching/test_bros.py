@@ -15,8 +15,8 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
 from predictor.snapshot import TwoEndedBlock
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import StepTime
-from predictor.transfer import engine_from, snapshot_of
 from tests.inspecting import expect_blocks_conserved, expect_nothing_left
 from tests.oracle import ordered_rules
 from tests.oracle.comparing import expect_oracle

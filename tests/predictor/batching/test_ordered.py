@@ -18,8 +18,8 @@ from predictor.correction import Correction, CorrectionRule
 from predictor.engine import Engine
 from predictor.estimator import normal
 from predictor.request import RequestFacts, Slo, tenant_number
+from predictor.snapshot_conversion import snapshot_of
 from predictor.step_time import StepTime
-from predictor.transfer import snapshot_of
 from tests.oracle import ordered_rules
 from tests.oracle.comparing import expect_oracle, our_steps, scheduled
 from tests.strategies import AFFINE, ORDERED, Load, examples, load_of, loads

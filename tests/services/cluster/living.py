@@ -102,14 +102,7 @@ class Living:
 
     async def metric(self, part: str, name: str, **labels: str) -> float:
         """Sum a metric of a part over the series with these labels."""
-        child = self.cluster.children[part]
-        text = (await self.client.get(f"http://127.0.0.1:{child.metrics_port or child.port}/metrics")).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return await metric_of(self.client, self.cluster.children[part], name, **labels)
 
     async def until_metric(self, part: str, name: str, holds: Callable[[float], bool], **labels: str) -> None:
         """Wait until a metric of a part satisfies a condition."""
@@ -173,6 +166,17 @@ class Living:
             yield
         finally:
             replace_text(file, json.dumps(before))
+
+
+async def metric_of(client: httpx.AsyncClient, child: Child, name: str, **labels: str) -> float:
+    """Sum a metric of a process over the series with these labels."""
+    text = (await client.get(f"http://127.0.0.1:{child.metrics_port or child.port}/metrics")).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
-from services.cluster import Cluster, ClusterSettings, running
+from services.cluster import ClusterSettings, running
 from tests.services.cluster.living import Living
 from tests.services.waiting import PATIENCE_S, until
 
@@ -49,10 +47,9 @@ async def serve(client: httpx.AsyncClient, url: str, name: str) -> None:
     assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [6] * NUM
 
 
-async def metric_of(client: httpx.AsyncClient, cluster: Cluster, name: str) -> float:
-    """Read a metric of the gateway."""
-    lines = (await client.get(f"{cluster.gateway_urls[POLICY]}/metrics")).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+async def num_held(live: Living) -> float:
+    """Return the number of prefill legs whose blocks were held."""
+    return await live.metric(f"gateway-{POLICY}", "block_gateway_prefill_legs_total", result="held")
 
 
 def test_engines_of_either_pool_are_killed(tmp_path: Path) -> None:
@@ -64,22 +61,20 @@ def test_engines_of_either_pool_are_killed(tmp_path: Path) -> None:
     async def test(runner: asyncio.Runner) -> None:
         async with running(settings) as cluster, httpx.AsyncClient(timeout=4 * PATIENCE_S) as client:
             live = Living(cluster=cluster, runner=runner, client=client)
-            url, held = cluster.gateway_urls[POLICY], 'block_gateway_prefill_legs_total{result="held"}'
+            url = cluster.gateway_urls[POLICY]
             await serve(client, url, "first")
-            assert await metric_of(client, cluster, held) > 0
+            assert await num_held(live) > 0
             for victim in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
                 answers = asyncio.create_task(serve(client, url, victim))
-                before = await metric_of(client, cluster, held)
+                before = await num_held(live)
 
                 async def is_under_way(before: float = before, answers: asyncio.Task[None] = answers) -> bool:
-                    return answers.done() or await metric_of(client, cluster, held) > before
+                    return answers.done() or await num_held(live) > before
 
                 await until(is_under_way)
-                child = cluster.children[victim]
-                num_restarts = child.num_restarts
-                os.kill(child.pid, signal.SIGKILL)
+                is_back = await live.kill(victim)
                 await answers
-                await until(lambda child=child, num=num_restarts: child.num_restarts > num and child.serves)
+                await until(is_back)
             sidecars = [name for name in cluster.children if name.startswith("predictor")]
 
             async def is_at_rest() -> bool:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from services.cluster.pools import CONNECTOR_FLAG, pass_blocks_on, planned_engin
 from services.cluster.programs import VllmServer
 from services.instances import instances_from_file
 from tests.services.cli.running import refusal
+from tests.services.http_stand_in import StandInHandler, serving
 from tests.services.waiting import PATIENCE_S
 
 NIXL_IS_MISSING = """\
@@ -96,30 +94,15 @@ def test_a_missing_nixl_is_one_line_with_the_remedy() -> None:
     )
 
 
-@contextmanager
-def answering(version: str, model: str = "m", files: str = "/m") -> Iterator[str]:
+def answering(version: str, model: str = "m", files: str = "/m") -> AbstractContextManager[str]:
     """Run an engine that only says what it is; the context value is its URL."""
     replies = {"/version": {"version": version}, "/v1/models": {"data": [{"id": model, "root": files}]}}
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(StandInHandler):
         def do_GET(self) -> None:
-            body = json.dumps(replies[self.path]).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(json.dumps(replies[self.path]).encode())
 
-        def log_message(self, *_: Any) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return serving(Handler)
 
 
 @pytest.mark.parametrize(

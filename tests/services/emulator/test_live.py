@@ -18,7 +18,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.request import RequestFacts, Slo
 from predictor.snapshot import LiveRequest, Snapshot
-from predictor.transfer import engine_from, snapshot_of
+from predictor.snapshot_conversion import engine_from, snapshot_of
 from services.emulator.answers import seeded_draw
 from services.emulator.tokens import token_ids
 from services.engine_state.identity import client_id

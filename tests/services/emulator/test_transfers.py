@@ -17,19 +17,16 @@ import pytest
 
 from predictor.engine import Engine
 from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
-from services.emulator.transfer_params import leg_of
+from services.emulator.transfer_params import leg_and_blocks
 from services.engine_state import layout
 from services.engine_state.reader import Reader
+from services.http.kv_transfer import REMOTE_DECODE
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated, events, process
 
 PRODUCER = replace(CONFIG, kv_role="kv_producer", kv_bytes_per_token=131_072)
 CONSUMER = replace(PRODUCER, kv_role="kv_consumer")
 RECOMPUTING = replace(CONSUMER, kv_load_failure_policy="recompute")
 ENDLESS_S = 1e9  # of a transfer, on the engine's clock
-TO_PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
 BODY = {"prompt": "tell me a long story about the sea " * 10, "max_tokens": 12, "seed": 3}
 FAILED = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
 
@@ -53,7 +50,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Emulated
 
 def prefilled(engine: Emulated, **fields: Any) -> dict[str, Any]:
     """Have an engine compute a prompt, and return what it says about the blocks."""
-    reply = engine.complete(ignore_eos=False, **{**BODY, "max_tokens": 1, **fields}, kv_transfer_params=TO_PREFILL)
+    reply = engine.complete(ignore_eos=False, **{**BODY, "max_tokens": 1, **fields}, kv_transfer_params=REMOTE_DECODE)
     params: dict[str, Any] = reply["kv_transfer_params"]
     return params
 
@@ -125,7 +122,7 @@ def test_a_chat_has_both_legs(engines: tuple[Emulated, Emulated]) -> None:
     body = {"messages": [{"role": "user", "content": "where is the sea " * 9}], "max_completion_tokens": 7}
     path = "/v1/chat/completions"
     whole = p.client.post(path, json=body).json()["choices"][0]["message"]["content"]
-    first = p.client.post(path, json={**body, "max_completion_tokens": 1, "kv_transfer_params": TO_PREFILL}).json()
+    first = p.client.post(path, json={**body, "max_completion_tokens": 1, "kv_transfer_params": REMOTE_DECODE}).json()
     params = first["kv_transfer_params"]
     reply = d.client.post(path, json={**body, "kv_transfer_params": params}).json()
     assert reply["choices"][0]["message"]["content"] == whole
@@ -238,7 +235,7 @@ def test_a_client_that_leaves_the_prefill(tmp_path: Path) -> None:
     """Nothing is held for a prefill that did not end."""
     with pair(tmp_path) as (p, _):
         p.set_faults(hang=True)
-        p.request_and_disconnect(kv_transfer_params=TO_PREFILL)
+        p.request_and_disconnect(kv_transfer_params=REMOTE_DECODE)
         p.until(lambda: p.driver.num_jobs == 0)
         p.set_faults()
         p.until(p.is_idle)
@@ -326,7 +323,7 @@ def test_the_state_file_has_both_sides(tmp_path: Path) -> None:
 def test_engines_without_a_connector_serve_whole_requests(tmp_path: Path) -> None:
     """Parameters mean nothing to them, as in vLLM."""
     with emulated(tmp_path) as engine:
-        reply = engine.client.post("/v1/completions", json={**BODY, "kv_transfer_params": TO_PREFILL})
+        reply = engine.client.post("/v1/completions", json={**BODY, "kv_transfer_params": REMOTE_DECODE})
         assert reply.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
         assert reply.json()["kv_transfer_params"] is None
         engine.until(engine.is_idle)
@@ -335,7 +332,7 @@ def test_engines_without_a_connector_serve_whole_requests(tmp_path: Path) -> Non
 def test_an_engine_that_only_decodes_takes_no_prefill(engines: tuple[Emulated, Emulated]) -> None:
     """The refusal says what is missing."""
     _, d = engines
-    reply = d.client.post("/v1/completions", json={**BODY, "kv_transfer_params": TO_PREFILL})
+    reply = d.client.post("/v1/completions", json={**BODY, "kv_transfer_params": REMOTE_DECODE})
     assert reply.status_code == 400
     assert "leg: prefill needs an engine with kv_role kv_producer or kv_both" in reply.json()["error"]["message"]
 
@@ -378,15 +375,15 @@ def test_a_watch_is_for_one_request(engines: tuple[Emulated, Emulated], ids: Any
 
 def test_which_leg_is_asked_for() -> None:
     """A prefill that held nothing leaves the whole request to the second engine."""
-    assert leg_of(None) == leg_of({}) == (SERVE, None)
-    assert leg_of(TO_PREFILL) == (PREFILL, None)
-    assert leg_of({"do_remote_prefill": True, "remote_block_ids": None}) == (SERVE, None)
-    assert leg_of({"do_remote_prefill": True, "remote_block_ids": []}) == (SERVE, None)
+    assert leg_and_blocks(None) == leg_and_blocks({}) == (SERVE, None)
+    assert leg_and_blocks(REMOTE_DECODE) == (PREFILL, None)
+    assert leg_and_blocks({"do_remote_prefill": True, "remote_block_ids": None}) == (SERVE, None)
+    assert leg_and_blocks({"do_remote_prefill": True, "remote_block_ids": []}) == (SERVE, None)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_prefilling_engine_that_is_killed(policy: str) -> None:
-    """Its death during a transfer is noticed; a later request finds nobody there."""
+    """Its death during a transfer is noticed; a later request finds no engine there."""
     common = ("-p", "llama-2-7b-a30", "--max-model-len", "512", "--num-gpu-blocks", "64", "--state-file", "none")
     slow = ("--kv-transfer-base-s", "1e9", "--kv-load-failure-policy", policy)
     with (
@@ -406,7 +403,7 @@ def test_a_prefilling_engine_that_is_killed(policy: str) -> None:
 
         body = {"prompt": "by the sea " * 20, "max_tokens": 3}
         whole = sent(p.url, body).json()["choices"][0]["text"]
-        first = sent(p.url, {**body, "max_tokens": 1, "kv_transfer_params": TO_PREFILL}).json()
+        first = sent(p.url, {**body, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}).json()
         second = {**body, "kv_transfer_params": first["kv_transfer_params"]}
         under_way = clients.submit(sent, d.url, second)
         fetches = 'vllm:num_requests_kv_fetch_by_stage{[^}]*stage="in_progress"'

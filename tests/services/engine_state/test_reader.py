@@ -18,12 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from predictor import state
 from predictor.lengths import Tag
 from predictor.profile import constant_profile
-from predictor.request import CLASSES, LEGS, REAL_TIME, RequestFacts, tenant_number
+from predictor.request import CLASSES, DECODE, LEGS, PREFILL, REAL_TIME, SERVE, RequestFacts, tenant_number
 from predictor.snapshot import Memory, ServedClient, Snapshot
+from predictor.snapshot_conversion import engine_from
 from predictor.state import CLIENT, MEMORY_SIZE
-from predictor.transfer import engine_from
 from services.engine_state import layout, process, xargs
 from services.engine_state.identity import client_id, short_hash
 from services.engine_state.reader import Reader
@@ -218,6 +219,10 @@ def test_impossible_facts_are_left_out(path: Path) -> None:
 def test_the_plug_in_and_the_engine_model_agree_on_numbers() -> None:
     """The writer's part needs only numpy, so it repeats definitions of the engine model."""
     assert xargs.CLASSES == CLASSES
+    assert [LEGS.index(leg) for leg in (SERVE, PREFILL, DECODE)] == [layout.SERVE, layout.PREFILL, layout.DECODE]
+    for name in ("NO_TRANSFER", "TO_FETCH", "FETCHING", "FETCHED", "FETCH_FAILED", "ARRIVED", "LOST"):
+        assert getattr(layout, name) == getattr(state, name)
+    assert layout.BLOCKS_HELD == state.HELD
     assert layout.MEMORY_SIZE == MEMORY_SIZE
     assert CLIENT.names is not None
     assert layout.CLIENT.names == CLIENT.names[: len(layout.CLIENT)]

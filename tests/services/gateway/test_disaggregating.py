@@ -25,6 +25,7 @@ from tests.services.gateway.stubs import (
     streams,
     unreachable,
 )
+from tests.services.kv_transfer_replies import held_params
 from tests.services.waiting import run, until
 
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
@@ -50,18 +51,7 @@ class Prefill:
     @staticmethod
     def params(num: int) -> dict[str, Any]:
         """Return what the reply number `num` names."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[num, num + 1]],
-            "remote_engine_id": "engine",
-            "remote_request_id": f"cmpl-{num}",
-            "remote_host": "10.0.0.1",
-            "remote_port": 5600,
-            "tp_size": 1,
-            "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": HITS,
-        }
+        return held_params(num, remote_prefill_cached_tokens=HITS)
 
 
 async def drops(call: Call) -> None:

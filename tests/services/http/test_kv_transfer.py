@@ -19,20 +19,10 @@ from services.http.kv_transfer import (
     require_kv_connector,
     with_cached_tokens,
 )
+from tests.services.kv_transfer_replies import held_params
 
 NIXL, PUSH, STORAGE = (KV_CONNECTORS[name] for name in ("nixl", "nixl-push", "shared-storage"))
-PARAMS: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "e",
-    "remote_request_id": "cmpl-r-0",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-    "remote_blocks_expiry_time": None,
-    "transfer_mode": "pull",
-}
+PARAMS = held_params(1)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
-from predictor.request import PREFILL
+from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER
+from predictor.request import DECODE, PREFILL, SERVE
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Ask
@@ -31,8 +32,11 @@ from services.instances import Listed
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
 from services.rpc.messages import LEG_NAMES, forecast_message
+from simulator import coupled
 from simulator.assembly import simulation
 from simulator.conditions import Conditions, Outage
+from simulator.coupled_run import CoupledSimulation
+from simulator.fleet import InstanceSpec
 from simulator.run import CALL, FORECAST_FIELDS, Simulation
 from simulator.workload import RequestLengths, workload
 from tests.scheduler.scenarios import (
@@ -46,6 +50,7 @@ from tests.scheduler.scenarios import (
     LATE,
     REFUSED,
     ROLE_CASES,
+    ROLE_POLICIES,
     SHORTLISTED,
     STOPPED,
     scenarios,
@@ -68,7 +73,7 @@ from tests.scheduler.scripted import (
 from tests.services.placement.scripted_connection import Entry, drive
 from tests.services.scheduler_server.running import Client, refused, run, scheduler, statuses
 from tests.services.stub_sidecars import StubSidecar
-from tests.simulator.small_clusters import specs
+from tests.simulator.small_clusters import A30, config
 from tests.strategies import examples
 
 HOLD = 'hold: hold = "predicted_queue_s < 0.5 and predicted_preemptions < 1", hold_s = 0.3'
@@ -315,15 +320,23 @@ def without_failures(script: Script) -> Script:
         max_conflicts=10,
         max_held=1000,
         forecast_always=False,
+        without_pool=SERVE_WHOLE,
     )
 
 
-def simulate(script: Script) -> None:
+KV_ROLES = {"prefill": PRODUCER, "decode": CONSUMER, "both": PRODUCER_AND_CONSUMER}
+LEG_SENT_BY = {coupled.send_prefill: PREFILL, coupled.await_decode: DECODE, coupled.send_whole: SERVE}
+LEASE_S = 30.0
+
+
+def simulate(script: Script) -> list[tuple[str, float]]:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock.
 
-    Instances that are excluded from all requests are down or leaving, others are too small for some.
+    Instances that are excluded from all requests are down or leaving, others are too small for some. Return for how
+    long the blocks of prefill legs are predicted to be held.
     """
     sidecars = [Sidecar(one, script) for one in script.instances]
+    held: list[tuple[str, float]] = []
 
     def refresh(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
@@ -333,7 +346,12 @@ def simulate(script: Script) -> None:
     def forecast(self: Simulation, ask: Ask, _number: int, _now_s: float) -> dict[str, Column]:
         among = ask.candidates
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
-        forecasts = [sidecars[row].forecast(delays=ask.with_delays) for row in rows]
+        forecasts = [sidecars[row].forecast(delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s) for row in rows]
+        results = self.results[: len(forecasts)]
+        results["first_token_s"], results["finished_s"], results["fetched_s"] = zip(
+            *((one.ttft_s, one.e2e_s, np.nan if one.fetched_s is None else one.fetched_s) for one in forecasts),
+            strict=True,
+        )
         columns = {
             "predicted_ttft_s": [one.ttft_s for one in forecasts],
             "predicted_e2e_s": [one.e2e_s for one in forecasts],
@@ -344,22 +362,35 @@ def simulate(script: Script) -> None:
             "delay_worst_s": [one.delay_worst_s for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
-        read = self.schedulers[0].policy.forecast_fields
+        read = {name for part in self.schedulers[0].policy.parts for name in part.forecast_fields}
         return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
 
     def send(_self: Simulation, _scheduler: object, _number: int, index: int, _shown_s: float) -> None:
         sidecars[index].reserve(Reply(), None)
+
+    def send_leg(_self: CoupledSimulation, kernel: Any, number: int, index: int, *times_s: float) -> None:
+        leg = LEG_SENT_BY[kernel]
+        sidecars[index].reserve(Reply(), None, number, leg)
+        if leg == PREFILL:
+            held.append((f"r{number}", round(times_s[-1], 6)))
 
     num = len(script.arrivals)
     work = workload(
         RequestLengths(prompt_tokens=np.full(num, PROMPT_TOKENS), output_tokens=np.full(num, 9)),
         np.array([FIRST_S + one.after_s for one in script.arrivals]),
     )
-    with mock.patch.multiple(Simulation, refresh=refresh, _forecast=forecast, _note_sent=send):
+    made = [
+        InstanceSpec(config=config(kv_role=KV_ROLES[one.role], kv_lease_s=LEASE_S), step_time=A30, role=one.role)
+        for one in script.instances
+    ]
+    with (
+        mock.patch.multiple(Simulation, refresh=refresh, _forecast=forecast, _note_sent=send),
+        mock.patch.multiple(CoupledSimulation, refresh=refresh, send_by=send_leg, _note_sent=mock.Mock()),
+    ):
         always = frozenset.intersection(*(arrival.excluded for arrival in script.arrivals))
         gone = [row for row, one in enumerate(script.instances) if one.name in always]
         outages = tuple(Outage(instance=row, from_s=0.0) for row in gone if row % 2)
-        run = simulation(specs(len(sidecars)), work, script.policy, Conditions(sample_s=0.0, outages=outages))
+        run = simulation(made, work, script.policy, Conditions(sample_s=0.0, outages=outages))
         run.leaving.update(row for row in gone if row % 2 == 0)
         run.update_rows()
         run.possible = np.array(
@@ -372,6 +403,7 @@ def simulate(script: Script) -> None:
             for after_s in sidecar.instance.finishes_s:
                 run.schedule(FIRST_S + after_s, CALL, lambda _, sidecar=sidecar: sidecar.finish())
         run.run()
+    return held
 
 
 def in_both(record: Record) -> list[tuple[Any, ...]]:
@@ -380,13 +412,14 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
     for name, kind, *all_details in record.steps:
         details = all_details
         if kind == "Reserve":
-            details = all_details[:2]
+            instance_id, leg, *_, (_, in_s, _) = all_details
+            details = [instance_id, leg, in_s]
         elif kind == "Placed":
             decision = record.decisions[name]
             scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
             others = [name for name in decision.placement.next_best if name in scores]
             legs = [(leg_kind, leg_name) for leg_kind, leg_name, *_ in details[5]]
-            details = [details[0], details[1], legs, others, scores]
+            details = [details[0], details[1], details[4], legs, others, scores]
         steps.append((name, kind, *details))
     return steps
 
@@ -415,14 +448,47 @@ def test_the_simulator_decides_as_the_reference_does_by_every_policy(policy: str
     assert_simulated_alike(without_failures(scenarios(policy)[name]))
 
 
+@examples(300)
+@given(script=scripts((), roles=True).map(without_failures))
+def test_the_simulator_decides_as_the_reference_does_among_instances_with_roles(script: Script) -> None:
+    """Both legs as well, and for how long the blocks of the first are predicted to be held."""
+    assert_simulated_alike(script)
+
+
+SIMULATED_WITH_ROLES = (
+    "all reply",
+    "one is excluded",
+    "a pool is excluded",
+    "a prefill instance drains",
+    "all prefill instances drain",
+    "all decode instances drain",
+    "prefill engines failed",
+    "decode engines failed",
+    "no prefill instance",
+    "no decode instance",
+    "many at once",
+    "held to the deadline",
+)
+
+
+@pytest.mark.parametrize("name", SIMULATED_WITH_ROLES)
+@pytest.mark.parametrize("policy", ROLE_POLICIES)
+def test_the_simulator_decides_as_the_reference_does_in_scenarios_with_roles(policy: str, name: str) -> None:
+    """In those that it has, by every policy, and by every option for legs."""
+    assert_simulated_alike(without_failures(scenarios_with_roles(policy)[name]))
+
+
 def assert_simulated_alike(script: Script) -> None:
     """Run a script through the simulator and the reference, and compare what they have in common."""
     record, expected = Record(), reference(script, fresh=True)
     with recording(record):
-        simulate(script)
+        held = simulate(script)
     for step, other in zip(in_both(record), in_both(expected), strict=True):
         assert step == other
     assert record.times_s == pytest.approx(expected.times_s, abs=1e-6)
+    legs = [(name, *details) for name, kind, *details in expected.steps if kind == "Reserve"]
+    blocks_held_s = [(name, times[-1]) for name, _, leg, *_, times in legs if leg == PREFILL]
+    assert held == [(name, LEASE_S if seconds < 0 else seconds) for name, seconds in blocks_held_s]
     held_s = {name: decision._held_s for name, decision in record.decisions.items()}
     assert held_s == pytest.approx({name: decision._held_s for name, decision in expected.decisions.items()}, abs=1e-6)
 

@@ -15,7 +15,7 @@ from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION
-from predictor.transfer import engine_from
+from predictor.snapshot_conversion import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from services.profiling.transfers import (
 )
 from tests.services.cli.running import block, refusal
 from tests.services.emulator.running import CONFIG, emulated
+from tests.services.http_stand_in import StandInHandler, serving
 
 BLOCK_SIZE, BLOCK_BYTES = 32, 2**19
 BASE_S, BYTES_PER_S = 0.004, 2e9
@@ -68,13 +66,10 @@ class StandIn:
         return json.dumps({"choices": [], "kv_transfer_params": reply}).encode()
 
 
-@contextmanager
-def serving(engine: StandIn) -> Iterator[str]:
+def serving_engine(engine: StandIn) -> AbstractContextManager[str]:
     """Serve a stand-in; the context value is its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(StandInHandler):
         def do_GET(self) -> None:
             card = {"id": "tiny", "root": "/tiny", "max_model_len": 1024}
             answers = {"/version": {"version": engine.version}, "/v1/models": {"data": [card]}}
@@ -86,30 +81,12 @@ def serving(engine: StandIn) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             self.answer(b'{"tokens": [5, 6, 7]}' if self.path == "/tokenize" else engine.complete(body))
 
-        def answer(self, content: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        server.block_on_close = False
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return serving(Handler)
 
 
 def measured(prefill: StandIn, decode: StandIn, **options: Any) -> TransferMeasurement:
     """Measure between two stand-ins."""
-    with serving(prefill) as prefill_url, serving(decode) as decode_url:
+    with serving_engine(prefill) as prefill_url, serving_engine(decode) as decode_url:
         asked = TransferOptions(prefill_url=prefill_url, decode_url=decode_url, budget_s=5.0, **options)
         return asyncio.run(measured_transfers(asked, lambda _: None))
 
@@ -176,7 +153,7 @@ def test_an_engine_that_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_command_adds_the_transfer_to_a_profile(tmp_path: Path) -> None:
     """The rest of the profile stays as it was."""
     file = tmp_path / "with-transfer.json"
-    with serving(StandIn()) as prefill_url, serving(StandIn()) as decode_url:
+    with serving_engine(StandIn()) as prefill_url, serving_engine(StandIn()) as decode_url:
         urls = ("--prefill-url", prefill_url, "--decode-url", decode_url)
         done = block("profile", "transfer", *urls, "--budget", "5s", "-p", "llama-2-7b-a30", "-o", str(file), "--json")
     made, before = profile_from_json(file.read_text()), load_profile("llama-2-7b-a30")

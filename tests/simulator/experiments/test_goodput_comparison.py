@@ -9,9 +9,9 @@ import pytest
 
 from simulator.experiments.experiment import experiment_from
 from simulator.experiments.findings import measure
-from simulator.experiments.goodput_comparison import TUNING_SEED
+from simulator.experiments.goodput_comparison import TUNING_SEED, VariantGoodput, gains_over_best
 from simulator.experiments.report import as_markdown
-from simulator.goodput import GoodputTrial
+from simulator.goodput import Goodput, GoodputTrial
 
 TEXT = """
 kind = "goodput"
@@ -77,6 +77,20 @@ def test_compares_with_the_best_rival() -> None:
     text = as_markdown(experiment, found)
     assert "| per_request | 30." in text
     assert "+20" in text or "+19" in text
+
+
+def test_a_setting_in_which_no_rival_attains_the_share_has_no_gain() -> None:
+    """It does not count in the mean over settings."""
+
+    def variant(*rates: float) -> VariantGoodput:
+        return VariantGoodput(num_prefill=0, by_seed=[Goodput(rate=rate, at={}) for rate in rates])
+
+    rivals = {"jsq": variant(0.0, 4.0), "pd_least": variant(0.0, 0.0)}
+    found = {
+        "small_fast": {**rivals, "per_request": variant(1.0, 4.0)},
+        "small_slow": {"jsq": variant(2.0, 4.0), "per_request": variant(3.0, 4.0)},
+    }
+    assert gains_over_best(experiment_from("small", TEXT), found) == {("small_slow", "per_request"): [0.5, 0.0]}
 
 
 def test_settings_are_products_of_axes() -> None:

@@ -27,8 +27,6 @@ from predictor.snapshot import (
     TwoEndedBlock,
 )
 from predictor.state import (
-    FETCH_FAILED,
-    FETCHED,
     FETCHING,
     FINISHED,
     HELD,
@@ -36,7 +34,7 @@ from predictor.state import (
     NO_TRANSFER,
     NONE,
     RUNNING,
-    TO_FETCH,
+    SHOWN_STAGES,
     TWO_ENDED_LAYOUT,
     WAITING,
     State,
@@ -44,11 +42,8 @@ from predictor.state import (
 from predictor.step_time import StepTime
 
 enqueue = direct(queues.enqueue)
-
 add_transfer = direct(remote_kv.add_transfer)
 
-# The stage that a snapshot names, by the engine model's.
-SHOWN_STAGES = (NO_TRANSFER, TO_FETCH, FETCHING, FETCHED, FETCH_FAILED, HELD, FETCHING, FETCHING)
 COUNTERS = ("computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_preemptions")
 
 
