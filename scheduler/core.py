@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from predictor.config import require_count
 from predictor.request import SERVE
 from scheduler.admission.order import ARRIVAL_TURN, FairTurns, WaitingRequest, turn_named
 from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
@@ -50,7 +49,8 @@ class DecisionRules:
             raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
         turn_named(self.turn)
         for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
-            require_count(name, getattr(self, name), at_least=0)
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must be a number of requests from 0 on, not {getattr(self, name)}")
         if not self.max_held_tokens >= 0:
             raise ValueError(f"max_held_tokens: must be a number of tokens from 0 on, not {self.max_held_tokens}")
         if not 0 <= self.best_effort_share <= 1:

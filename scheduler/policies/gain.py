@@ -1,4 +1,4 @@
-"""The largest added gain: weights of tokens that come by their deadlines, of this request, less what others lose."""
+"""The largest added gain (ProServe §2): the tokens by their deadlines of this request, less those that others lose."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         ratio = candidates["tier_ratio"]
         stricter = STRICTER * (1.0 - np.log(np.minimum(ratio, 1.0))) if promotes else LOOSER
         tier = np.where(ratio < 1.0 / slo.SAME_TIER, stricter, np.where(ratio > slo.SAME_TIER, LOOSER, 0.0))
-        tier = np.where(ratio == np.inf, EMPTY, tier)
+        tier = np.where(ratio == np.inf, EMPTY, np.where(np.isnan(ratio), np.nan, tier))
         return tier + sign * (candidates["decode_step_s"] + candidates["queued_prefill_s"])
 
     return score

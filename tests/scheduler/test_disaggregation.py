@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from predictor.forecast_result import Forecast
 from predictor.request import DECODE, PREFILL, SERVE
+from scheduler.admission.queue import lane_of
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
@@ -57,7 +58,8 @@ def forecast(e2e_s: float, *, ttft_s: float = 0.1, queue_s: float = 0.0, delay_s
     """A forecast."""
     return Forecast(
         request_id="r", ttft_s=min(ttft_s, e2e_s), e2e_s=e2e_s, tpot_s=0.01, queue_s=queue_s, output_tokens=10,
-        num_preemptions=0, prefix_hit_tokens=0, delay_sum_s=delay_s, delay_worst_s=delay_s, others_preempted=0, **more,
+        num_preemptions=0, prefix_hit_tokens=0, delay_sum_s=delay_s, delay_worst_s=delay_s, others_preempted=0,
+        **{"others_missed": 0, "gain_before": 1.0, "gain_after": 2.0, "least_slack_s": 1.0, **more},
     )  # fmt: skip
 
 
@@ -205,7 +207,7 @@ def test_an_instance_that_admits_the_whole_request_has_not_refused() -> None:
     world.decode = lambda _name, in_s: forecast(in_s + 3.0, queue_s=in_s + 0.9, ttft_s=in_s + 1.0)
     decision, _ = world.decide()
     assert decision.placement.legs[0].kind == SERVE
-    assert world.core.refusals.worth_asking(np.zeros(1), 0.02, np.array([0])).all()
+    assert world.core.refusals(lane_of(math.inf, patient=False)).worth_asking(np.zeros(1), 0.02, np.array([0])).all()
 
 
 @pytest.mark.parametrize(
