@@ -415,7 +415,7 @@ class Decision:
             else:
                 known.columns["prefix_hit_tokens"] = request.prefix_hits if rows is None else request.prefix_hits[rows]
         num_known = len(known)
-        if self._may_wait and num_known:
+        if self._may_wait and num_known and now_s < self._latest_s:  # one that may be late must know of all
             known = self._worth_asking(known, now_s)
             num_known = len(known)
             if not num_known:
@@ -751,8 +751,9 @@ class Decision:
         core, request = self.core, self.request
         if self._queue is None and (limit := core.limit_for(request)):
             return self._refuse_for_now(limit, now_s)
-        self._latest_s = math.inf
-        if self.policy.keeps_deadlines and not self._patient:
+        if self._patient or not self.policy.keeps_deadlines:
+            self._latest_s = math.inf
+        elif self._compared is not None or self._latest_s == math.inf:
             self._latest_s = self._latest_start_s()
         self._reset()
         if self._queue is None:
