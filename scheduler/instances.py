@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,13 @@ class OverloadedError(ConnectionError):
         super().__init__(message or SHED_REASONS[reason])
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+    def advised(self, retry_after_s: float | None) -> OverloadedError:
+        """Return the error with the time after which to retry, and a message that says what to do."""
+        is_known = retry_after_s is not None and math.isfinite(retry_after_s)
+        when = f"after {retry_after_s:.3g} s" if is_known else "later"
+        instead = ", or ask to be served late (when_late: serve)" if self.reason == LATE else ""
+        return OverloadedError(self.reason, f"{self}; retry {when}{instead}", retry_after_s=retry_after_s)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -9,7 +9,6 @@ import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from predictor.suggestions import require_known
@@ -17,6 +16,7 @@ from scheduler.instances import BOTH, ROLES, role_named
 from services.http.client import origin_of
 from services.logs import log_event
 from services.settings import Option
+from services.watched_file import WatchedFile
 from simulator.codec import read_text
 
 log = logging.getLogger(__name__)
@@ -155,28 +155,12 @@ class Listed:
         return instances
 
 
-class FromFile:
-    """A file, read when its time, its size or its inode changes."""
+class FromFile(WatchedFile[Instances]):
+    """A file, read when it changes."""
 
     def __init__(self, path: str) -> None:
         """Read nothing yet."""
-        self._path = path
-        self._seen: tuple[int, int, int] | None = None
-
-    async def poll(self) -> Instances | None:
-        """Read the file if it changed; a bad one is an error once."""
-        return await asyncio.to_thread(self._read)
-
-    def _read(self) -> Instances | None:
-        try:
-            status = Path(self._path).stat()
-        except OSError as error:
-            raise ValueError(f"{self._path}: cannot be read: {error.strerror}") from None
-        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if seen == self._seen:
-            return None
-        self._seen = seen
-        return instances_from_file(self._path)
+        super().__init__(path, instances_from_file)
 
 
 class FromName:

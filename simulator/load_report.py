@@ -23,11 +23,12 @@ from predictor.gain import (
 from predictor.request import CLASSES, Slo
 from simulator.load_plan import Planned, slo_of, target_of
 
+SHED = "shed"  # the failure of a request that was refused with a time after which to retry
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 COLUMNS = (
     "request_id", "due_s", "sent_s", "prompt_tokens", "asked_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s",
     "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note", "class", "priority", "mix",
-    "tokens_on_time",
+    "tokens_on_time", "shed_reason", "retry_after_s",
 )  # fmt: skip
 
 
@@ -44,6 +45,8 @@ class RequestResult:
     tokens_on_time: int = 0  # of those with a deadline
     failure: str | None = None  # the kind of failure
     note: str = ""  # the server's error message
+    shed_reason: str = ""
+    retry_after_s: float | None = None  # of a shed request
     instance: str = ""
     predicted_ttft_s: float | None = None  # from the decision on
     predicted_e2e_s: float | None = None
@@ -88,6 +91,8 @@ def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequest
 def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = EQUAL_WEIGHTS) -> dict[str, Any]:
     """Summarise a run; times are in seconds."""
     successful = [result for result in results if result.failure is None]
+    shed = [result for result in results if result.failure == SHED]
+    failed = [result for result in results if result.failure not in (None, SHED)]
     begin_s = min((result.plan.due_s for result in results), default=0.0)
     end_s = max((result.plan.due_s + (result.e2e_s or result.sent_s) for result in results), default=0.0)
     last_due_s = max((result.plan.due_s for result in results), default=0.0)
@@ -98,9 +103,12 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
     return {
         "num_requests": len(results),
         "num_ok": len(successful),
-        "num_failed": len(results) - len(successful),
-        "failures": dict(Counter(result.failure for result in results if result.failure is not None).most_common()),
-        "failure_notes": {result.failure: result.note for result in reversed(results) if result.failure is not None},
+        "num_shed": len(shed),
+        "shed": dict(Counter(result.shed_reason for result in shed).most_common()),
+        "retry_after_s": spread(result.retry_after_s for result in shed),
+        "num_failed": len(failed),
+        "failures": dict(Counter(result.failure for result in failed).most_common()),
+        "failure_notes": {result.failure: result.note for result in reversed(failed)},
         "num_wrong_length": wrong_length,
         "duration_s": duration_s,
         "offered_requests_per_s": (len(results) - 1) / spread_s if spread_s > 0 else None,
@@ -174,6 +182,9 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     late = total["sent_late_s"]
     if late is not None and late["p99"] > 0.05:
         yield f"sent late: p99 {1000 * late['p99']:.0f} ms (latencies count from when a request was due)"
+    if total["num_shed"]:
+        reasons = ", ".join(f"{reason} {num}" for reason, num in total["shed"].items())
+        yield f"shed: {total['num_shed']} ({reasons}), retry after {total['retry_after_s']['p50']:.1f} s in the median"
     for kind, num in total["failures"].items():
         note = total["failure_notes"][kind]
         yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
@@ -193,4 +204,5 @@ def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
             column(result.predicted_e2e_s), result.failure or "", result.note, result.plan.request_class,
             result.plan.priority, result.plan.mix_entry,
             "" if slo_of(result.plan, slo).ttft_s is None else result.tokens_on_time,
+            result.shed_reason, column(result.retry_after_s),
         ))  # fmt: skip

@@ -19,6 +19,7 @@ from services.cluster.settings import (
     vllm_from_file,
 )
 from services.logs import configure
+from services.objectives import objectives_from_file
 from services.settings import CommandSettings, SettingsPart
 
 SETTINGS = CommandSettings(
@@ -63,6 +64,8 @@ def up(
             profile = profile_for(vllm.model)
         table["sidecar_flags"] = () if profile is None else ("--profile", profile)
     settings = ClusterSettings(**table, vllm=vllm, tables_file=config)
+    if settings.objectives:
+        objectives_from_file(settings.objectives)  # refused before anything is started
     configure(settings.log_level, "text")
     asyncio.run(run_until_stopped(settings))
 

@@ -174,11 +174,15 @@ def _schedulers(cluster: Cluster) -> list[Child]:
 def _decision_flags(cluster: Cluster, policy: str, number: int) -> list[str]:
     """Write the flags of a process that decides: a scheduler, or a gateway without one."""
     settings = cluster.settings
-    flags = ["--policy", policy, "--instances-file", str(cluster.instances_file)]
+    flags = [*_objectives_flags(settings), "--policy", policy, "--instances-file", str(cluster.instances_file)]
     flags += ["--tagger", cluster.address_of("tagger"), "--scheduler-id", f"{policy}-{number}"]
     if settings.instance_range is not None:
         flags += ["--provisioner", cluster.address_of(PROVISIONER)]
     return [*flags, *settings.scheduler_flags]
+
+
+def _objectives_flags(settings: ClusterSettings) -> list[str]:
+    return ["--objectives", settings.objectives] if settings.objectives else []
 
 
 def _gateways(cluster: Cluster) -> list[Child]:
@@ -186,7 +190,7 @@ def _gateways(cluster: Cluster) -> list[Child]:
     gateways = []
     for index, policy in enumerate(settings.policies):
         addresses = [cluster.address_of(f"scheduler-{policy}-{number}") for number in range(settings.schedulers)]
-        flags = [word for address in addresses for word in ("--scheduler", address)]
+        flags = [*_objectives_flags(settings), *(word for one in addresses for word in ("--scheduler", one))]
         if not settings.schedulers:
             flags = ["--decide", "in-process", "--scheduler-port", "0", *_decision_flags(cluster, policy, 0)]
         port = 0 if index else settings.port

@@ -12,6 +12,7 @@ from scheduler.policy import policy_from
 from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine_capacity_of, instance_range_from
 from services.cluster.pools import PlannedEngine, planned_engines
 from services.logs import LEVELS, LogSettings
+from services.objectives import ObjectivesFile
 from services.settings import PORTS, TABLES, Option, default_of, settings_of
 from simulator.codec import read_text
 
@@ -79,6 +80,7 @@ class ClusterSettings:
     policies: Annotated[tuple[str, ...], Option("Policy; each has its own gateway. Repeatable.", flag="policy")] = (
         "block",
     )
+    objectives: ObjectivesFile = ""  # of every gateway and scheduler
     host: Annotated[str, "Address that every component listens on."] = "127.0.0.1"
     mirror: Annotated[
         bool, "Mirror the engines from their traffic instead of reading their state; [predictor] must name the profile."
@@ -99,8 +101,9 @@ class ClusterSettings:
         self._check_numbers()
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
-        if not isinstance(self.host, str):
-            raise ValueError(f"host: must be a text, not {self.host!r}")
+        for name in ("host", "objectives"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}: must be a text, not {getattr(self, name)!r}")
         if not isinstance(self.mirror, bool):
             raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
         if self.log_level not in LEVELS:

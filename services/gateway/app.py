@@ -23,7 +23,7 @@ from services.gateway.incoming import (
     request_message,
     target_of,
 )
-from services.gateway.keys import ApiKeys
+from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
@@ -82,14 +82,14 @@ class Gateway(Application):
     async def _complete(self, call: Call, *, chat: bool) -> None:
         """Authenticate and read a request, place it, and forward it."""
         context = self._context
-        key_holder = self._authenticate(call)
+        holder = self._authenticate(call)
         with self.admitted(), self._unique(call.request_id) as request_id:
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(body, call.headers, chat=chat)
             num_tokens, block_names = await context.prompts.read_aside(openai)
             try:
                 request = request_message(
-                    openai, headers, request_id=request_id, client_id=key_holder, prompt_tokens=num_tokens
+                    openai, headers, holder, context.objectives, request_id=request_id, prompt_tokens=num_tokens
                 )
             except ValueError as error:
                 raise ApiError.of(error) from None
@@ -103,6 +103,7 @@ class Gateway(Application):
                 request=request,
                 target=target_of(call.scope),
                 headers=headers_to_pass(call.headers, request_id, with_authorization=not self._keys),
+                client_body=body,
                 body=body_to_pass(body, openai, request),
                 explain=headers.explain,
             )
@@ -127,9 +128,9 @@ class Gateway(Application):
         finally:
             self._request_ids.discard(request_id)
 
-    def _authenticate(self, call: Call) -> str:
-        """Check the API key, where keys are set; return the name of its holder."""
-        holder = self._keys.holder(call.header(AUTHORIZATION)) if self._keys else ""
+    def _authenticate(self, call: Call) -> KeyHolder:
+        """Check the API key, where keys are set; return its holder."""
+        holder = self._keys.holder(call.header(AUTHORIZATION)) if self._keys else ANY_CLIENT
         if holder is None:
             raise ApiError(401, "this API key is not known here")
         self.require_open()

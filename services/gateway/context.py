@@ -13,6 +13,7 @@ from services.gateway.schedulers import SchedulerClient
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.objectives import ObjectiveTable
 
 
 class RetryBudget:
@@ -55,4 +56,5 @@ class GatewayContext:
     last_resort: Fallback
     failed_lately: OutlierDetection
     models: Models
+    objectives: ObjectiveTable
     loop: asyncio.AbstractEventLoop

@@ -11,23 +11,27 @@ from typing import Any
 from protos.block.v1 import common_pb2
 from services.engine_state.xargs import CLASSES as CLASS_NAMES
 from services.engine_state.xargs import facts_in
+from services.gateway.keys import KeyHolder
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
+from services.http.engine_arguments import CLASSES, with_arguments
 from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
 from services.http.proxying import without_hops
-
-CLASSES = {"real-time": common_pb2.REQUEST_CLASS_REAL_TIME, "best-effort": common_pb2.REQUEST_CLASS_BEST_EFFORT}
+from services.objectives import ObjectiveTable
+from services.rpc.objectives import WHEN_LATE_VALUES, fill_from, with_objective
 
 # Header names with the same meaning; of llm-d, the newer and the older spelling.
 SLO_TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 SLO_TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
 SESSION = (b"x-session-id", b"x-block-session-id")
 FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+OBJECTIVE = (b"x-block-objective", b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 PRIORITY = b"x-block-priority"
 CLASS = b"x-block-class"
 WEIGHT = b"x-block-weight"
+WHEN_LATE = b"x-block-when-late"
 EXPLAIN = b"x-block-explain"
-READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, PRIORITY, CLASS, WEIGHT, EXPLAIN))
+READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, *OBJECTIVE, PRIORITY, CLASS, WEIGHT, WHEN_LATE, EXPLAIN))
 TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 AUTHORIZATION = b"authorization"
@@ -43,8 +47,15 @@ class Incoming:
     request: common_pb2.Request  # its request_id is unique among those under way
     target: bytes  # path and query
     headers: Headers  # for the engine
+    client_body: bytes
     body: bytes  # for the engine
     explain: bool = False  # whether the reply explains the decision
+
+    def body_for(self, decision: common_pb2.Decision | None) -> bytes:
+        """Return the body for the engine of a decision, which may have changed what the request asks for."""
+        if decision is None or not decision.HasField("objective"):
+            return self.body
+        return body_to_pass(self.client_body, self.openai, with_objective(self.request, decision.objective))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,9 @@ class RequestHeaders:
     priority: int | None
     request_class: common_pb2.RequestClass.ValueType
     weight: float | None = None
+    objective: str = ""
+    objective_header: str = ""  # that named it
+    when_late: common_pb2.WhenLate.ValueType = common_pb2.WHEN_LATE_UNSPECIFIED
     explain: bool = False
 
 
@@ -80,12 +94,11 @@ def read_headers(headers: Headers) -> RequestHeaders:
     if not given:
         return NO_HEADERS
     ttft_s, tpot_s = _milliseconds(given, SLO_TTFT), _milliseconds(given, SLO_TPOT)
-    request_class = common_pb2.REQUEST_CLASS_UNSPECIFIED
+    request_class, when_late = common_pb2.REQUEST_CLASS_UNSPECIFIED, common_pb2.WHEN_LATE_UNSPECIFIED
     if CLASS in given:
-        name = _text(given, (CLASS,))
-        if name not in CLASSES:
-            raise ValueError(f"{CLASS.decode()}: must be one of {', '.join(CLASSES)}, not {name!r}")
-        request_class = CLASSES[name]
+        request_class = CLASSES[_word(given, CLASS, CLASSES)]
+    if WHEN_LATE in given:
+        when_late = WHEN_LATE_VALUES[_word(given, WHEN_LATE, WHEN_LATE_VALUES)]
     return RequestHeaders(
         slo=None if ttft_s is None and tpot_s is None else common_pb2.Slo(ttft_s=ttft_s, tpot_s=tpot_s),
         session_id=_text(given, SESSION),
@@ -93,8 +106,18 @@ def read_headers(headers: Headers) -> RequestHeaders:
         priority=_whole(given, PRIORITY),
         request_class=request_class,
         weight=_positive(given, WEIGHT),
+        objective=_text(given, OBJECTIVE),
+        objective_header=next((name.decode() for name in OBJECTIVE if name in given), ""),
+        when_late=when_late,
         explain=_flag(given, EXPLAIN),
     )
+
+
+def _word(given: Mapping[bytes, bytes], name: bytes, known: Iterable[str]) -> str:
+    text = _text(given, (name,))
+    if text not in known:
+        raise ValueError(f"{name.decode()}: must be one of {', '.join(known)}, not {text!r}")
+    return text
 
 
 def _flag(given: Mapping[bytes, bytes], name: bytes) -> bool:
@@ -154,12 +177,19 @@ def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
 # What schedulers and engines receive.
 
 
-def request_message(
-    openai: OpenAIRequest, headers: RequestHeaders, *, request_id: str, client_id: str, prompt_tokens: int
+def request_message(  # noqa: PLR0913 - what a request is read from
+    openai: OpenAIRequest,
+    headers: RequestHeaders,
+    holder: KeyHolder,
+    objectives: ObjectiveTable,
+    *,
+    request_id: str,
+    prompt_tokens: int,
 ) -> common_pb2.Request:
     """Write a request as a message for schedulers; ValueError where `vllm_xargs` has an impossible value.
 
-    What `vllm_xargs` says has precedence over headers, but for the client's id where an API key names it.
+    What `vllm_xargs` says has precedence over headers, but for the client's id where an API key names it. Both have
+    precedence over an objective; without a table of objectives its name is left to the scheduler.
     """
     xargs, errors = facts_in(openai.xargs or {})
     if errors:
@@ -172,7 +202,8 @@ def request_message(
     request_class = headers.request_class
     if "request_class" in xargs:
         request_class = CLASSES[CLASS_NAMES[xargs["request_class"]]]
-    return common_pb2.Request(
+    priority = priority_of(openai, headers)
+    request = common_pb2.Request(
         request_id=request_id,
         model=openai.model,
         prompt_tokens=prompt_tokens,
@@ -180,19 +211,25 @@ def request_message(
         min_tokens=openai.min_tokens,
         ignore_eos=openai.ignore_eos,
         expected_output_tokens=openai.expected_tokens,
-        priority=priority_of(openai, headers),
+        priority=priority or 0,
         request_class=request_class,
         slo=slo if slo.HasField("ttft_s") or slo.HasField("tpot_s") else None,
         weight=xargs.get("weight", headers.weight),
         session_id=xargs.get("session_id", headers.session_id),
-        client_id=client_id or xargs.get("client_id", headers.fairness_id),
+        client_id=holder.name or xargs.get("client_id", headers.fairness_id),
+        objective=headers.objective or holder.objective,
+        when_late=headers.when_late,
     )
+    if request.objective and objectives:
+        field = headers.objective_header or "objective of the API key"
+        fill_from(request, objectives.named(request.objective, field), has_priority=priority is not None)
+    return request
 
 
-def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int:
+def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int | None:
     """Take the body's priority, else the header's, else a hint's; lower runs first."""
     given = (openai.priority, headers.priority, openai.hinted_priority)
-    return next((priority for priority in given if priority is not None), 0)
+    return next((priority for priority in given if priority is not None), None)
 
 
 def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request) -> bytes:
@@ -204,7 +241,7 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
     if openai.priority is None and request.priority != 0:
         added["priority"] = request.priority
     own = openai.xargs or {}
-    xargs = {**own, **_xargs_of(request)}
+    xargs = with_arguments(own, request)
     if xargs != own:
         if openai.xargs is not None:  # the whole body is written again
             return json.dumps({**json.loads(body), **added, "vllm_xargs": xargs}).encode()
@@ -212,25 +249,6 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
     if not added:
         return body
     return with_fields(body, json.dumps(added, separators=(",", ":"))[1:-1].encode())
-
-
-def _xargs_of(request: common_pb2.Request) -> dict[str, Any]:
-    """Write the facts of a request as arguments of vLLM's plug-in; those that `vllm_xargs` had are in the request."""
-    xargs: dict[str, Any] = {}
-    if request.HasField("slo"):
-        if request.slo.HasField("ttft_s"):
-            xargs["block_ttft_s"] = request.slo.ttft_s
-        if request.slo.HasField("tpot_s"):
-            xargs["block_tpot_s"] = request.slo.tpot_s
-    if request.request_class != common_pb2.REQUEST_CLASS_UNSPECIFIED:
-        xargs["block_class"] = next(name for name, number in CLASSES.items() if number == request.request_class)
-    if request.HasField("weight"):
-        xargs["block_weight"] = request.weight
-    if request.client_id:
-        xargs["block_client_id"] = request.client_id
-    if request.session_id:
-        xargs["block_session_id"] = request.session_id
-    return xargs
 
 
 def target_of(scope: Mapping[str, Any]) -> bytes:

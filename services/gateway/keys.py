@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import sha256
 
 from simulator.codec import read_text
@@ -12,20 +13,41 @@ BEARER = b"bearer "
 LONGEST_KEY = 512
 
 
+OBJECTIVE = "objective="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyHolder:
+    """The client that a key belongs to, and the objective of its requests that name none."""
+
+    name: str = ""
+    objective: str = ""
+
+
+ANY_CLIENT = KeyHolder()  # where no keys are set
+
+
 class ApiKeys:
-    """The accepted keys by digest, each with the name of its holder."""
+    """The accepted keys by digest, each with its holder."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """Read lines of `key` or `name key`; a line that starts with # is a comment."""
-        self._holders: list[tuple[bytes, str]] = []
+        """Read lines of `[NAME] KEY [objective=OBJECTIVE]`; a line that starts with # is a comment."""
+        self._holders: list[tuple[bytes, KeyHolder]] = []
         for number, line in enumerate(lines, 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
+            objective = ""
+            if len(words) > 1 and words[-1].startswith(OBJECTIVE):
+                objective = words.pop().removeprefix(OBJECTIVE)
+                if not objective:
+                    raise ValueError(f"api_keys: line {number} must name an objective after {OBJECTIVE}")
             if len(words) > 2 or len(words[-1]) > LONGEST_KEY:
-                raise ValueError(f"api_keys: line {number} must be a key, or a name and a key")
+                raise ValueError(
+                    f"api_keys: line {number} must be a key, or a name and a key, and may end in {OBJECTIVE}NAME"
+                )
             name = words[0] if len(words) == 2 else f"key-{number}"
-            self._holders.append((_digest(words[-1].encode()), name))
+            self._holders.append((_digest(words[-1].encode()), KeyHolder(name=name, objective=objective)))
 
     @classmethod
     def from_file(cls, path: str) -> ApiKeys:
@@ -39,15 +61,20 @@ class ApiKeys:
         """Return the number of keys; without any, every client is admitted."""
         return len(self._holders)
 
-    def holder(self, authorization: bytes | None) -> str | None:
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """The names of objectives that keys have."""
+        return tuple(dict.fromkeys(holder.objective for _, holder in self._holders if holder.objective))
+
+    def holder(self, authorization: bytes | None) -> KeyHolder | None:
         """Return the holder of the key in an Authorization header; None where the key is not known."""
         if authorization is None or authorization[: len(BEARER)].lower() != BEARER:
             return None
         digest = _digest(authorization[len(BEARER) :].strip())
         found = None
-        for known, name in self._holders:  # always all of them: the time must not depend on the match
+        for known, holder in self._holders:  # always all of them: the time must not depend on the match
             if hmac.compare_digest(known, digest):
-                found = name
+                found = holder
         return found
 
 

@@ -12,7 +12,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import NEXT_BEST, Destination, destination_of, unreserved_destinations
 from services.gateway.incoming import Incoming
 from services.gateway.schedulers import NoSchedulerError
-from services.http.errors import ApiError
+from services.http.errors import ApiError, ShedError
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class Placing:
         avoided = shared.failed_lately.avoided()
         try:
             return await self._decided_avoiding(avoided)
+        except ShedError:
+            raise
         except NoSchedulerError:
             refused = ApiError(UNAVAILABLE, "no scheduler replies, and no instance is known")
         except ApiError as error:

@@ -16,7 +16,7 @@ from services.gateway.placing import Placing
 from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
-from services.http.errors import ApiError
+from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
@@ -75,6 +75,8 @@ class RequestForwarder:
         for number in range(1, self.context.settings.attempts + 1):
             try:
                 destination = await self._destination()
+            except ShedError:
+                raise
             except ApiError:
                 if last is not None:  # an engine's own error is more precise than the gateway's
                     return last
@@ -143,7 +145,7 @@ class RequestForwarder:
                 destination.origin,
                 target=incoming.target,
                 headers=incoming.headers,
-                body=incoming.body,
+                body=incoming.body_for(destination.decision),
                 connector=KV_CONNECTORS[context.settings.kv_connector],
                 within_s=context.settings.first_byte_s,
                 max_bytes=context.settings.max_answer_bytes,
@@ -276,6 +278,8 @@ class RequestForwarder:
                 (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
                 (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
             )
+        if destination.decision is not None and destination.decision.demoted:
+            headers.append((b"x-block-demoted", b"true"))
         if self._disaggregation:
             headers.append((b"x-block-disaggregation", self._disaggregation.encode("ascii", "replace")))
         if attempt.held is not None:

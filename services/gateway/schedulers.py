@@ -12,11 +12,12 @@ from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
-from services.http.errors import ApiError
+from scheduler.instances import OverloadedError
+from services.http.errors import ApiError, ShedError
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.service import patience_s
-from services.rpc.errors import INTERNAL, message_of, status_of
+from services.rpc.errors import INTERNAL, message_of, overloaded_from, status_of
 from services.rpc.grpc_channel import GrpcChannel
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,10 @@ class Schedulers:
                 if code in REFUSALS:
                     one.circuit.succeeded()
                     raise refusal(code, details) from None
+                shed = overloaded_from(details, trailing_metadata_of(error))
+                if shed is not None:  # by the instances that all schedulers share
+                    one.circuit.succeeded()
+                    raise ShedError(shed) from None
                 self._failures.labels(one.address, code.name).inc()
                 if code in UNWILLING or one.replied(code):
                     one.circuit.succeeded()
@@ -264,6 +269,8 @@ class InProcessScheduler:
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
     def _refused(self, error: Exception) -> ApiError:
+        if isinstance(error, OverloadedError):
+            return ShedError(error)
         code = status_of(error).grpc_code
         if code in REFUSALS:
             return refusal(code, message_of(error))
@@ -286,6 +293,11 @@ class InProcessScheduler:
 
     async def close(self) -> None:
         """Do nothing: the driver ends with its own context."""
+
+
+def trailing_metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    """Return the texts among the trailing metadata of a call that failed."""
+    return {name: value for name, value in error.trailing_metadata() or () if isinstance(value, str)}
 
 
 def refusal(code: grpc.StatusCode, details: str) -> ApiError:

@@ -27,6 +27,7 @@ from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
 from services.instances import InstanceSource
 from services.logs import log_event
+from services.objectives import ObjectiveTable, following
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
@@ -129,6 +130,8 @@ async def serving(
         seed=settings.hash_seed,
     )
     async with AsyncExitStack() as stack:
+        objectives = ObjectiveTable(settings.objectives, required=keys.objectives)
+        await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))
         schedulers, scheduler_port = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
@@ -150,6 +153,7 @@ async def serving(
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
+            objectives=objectives,
             loop=loop,
         )
         gateway = Gateway(context, keys)

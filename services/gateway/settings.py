@@ -11,6 +11,7 @@ from services.http.client import origin_of
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
+from services.objectives import ObjectivesFile
 from services.settings import Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
@@ -59,8 +60,10 @@ class GatewaySettings:
         ),
     ] = ()
     api_key_file: Annotated[
-        str, Option("File with the accepted API keys, one line each: [NAME] KEY.", metavar="FILE")
+        str,
+        Option("File with the accepted API keys, one line each: [NAME] KEY [objective=OBJECTIVE].", metavar="FILE"),
     ] = ""
+    objectives: ObjectivesFile = ""
 
     schedule_s: Annotated[float, "Maximum time that a scheduler may take to decide, in seconds."] = 1.0
     connect_s: Annotated[float, "Maximum time to connect to an engine, in seconds."] = 2.0

@@ -50,7 +50,9 @@ class UpstreamAttempt:
         timeout_s = settings.first_byte_s if incoming.openai.stream else settings.answer_s
         until_s = now_s() + timeout_s
         origin, held = self.destination.origin, self.held
-        body = incoming.body if held is None else decode_body(incoming.body, held.prompt)
+        body = incoming.body_for(self.destination.decision)
+        if held is not None:
+            body = decode_body(body, held.prompt)
         head = request_head(b"POST", origin, incoming.target, incoming.headers, len(body))
         self._is_sent = True
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 
-from services.rpc.errors import message_of, status_of
+from scheduler.instances import OverloadedError
+from services.rpc.errors import message_of, metadata_of, retry_after_s, status_of
 
 RETRY_AFTER_S = 1
 
@@ -86,11 +88,34 @@ class ApiError(HttpError):
     @classmethod
     def of(cls, error: Exception) -> ApiError:
         """Turn any exception into an error, by the table of all statuses."""
+        if isinstance(error, OverloadedError):
+            return ShedError(error)
         return error if isinstance(error, ApiError) else cls(status_of(error).http_code, message_of(error))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the reply; 429 and 503 are worth a retry soon."""
         headers = super().headers()
         if self.status in (429, 503):
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+            headers.append((b"retry-after", b"%d" % self.seconds_to_wait()))
         return headers
+
+    def seconds_to_wait(self) -> int:
+        """Return the whole seconds after which the client may try again."""
+        return RETRY_AFTER_S
+
+
+class ShedError(ApiError):
+    """The error of a request that is shed: its headers say why, and when a new attempt may succeed."""
+
+    def __init__(self, error: OverloadedError) -> None:
+        """Take the scheduler's error."""
+        super().__init__(status_of(error).http_code, message_of(error))
+        self._error = error
+
+    def seconds_to_wait(self) -> int:
+        """Round the scheduler's time up."""
+        return max(RETRY_AFTER_S, math.ceil(retry_after_s(self._error) or 0.0))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the reply."""
+        return [*super().headers(), *((name.encode(), value.encode()) for name, value in metadata_of(self._error))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 from uuid import uuid4
@@ -20,12 +20,14 @@ from services.http.client import ConnectError, Connection, HttpClient, Origin, r
 from services.http.sse import StreamReader
 from services.load.request_format import RequestFormat, body_of, headers_of
 from simulator.load_plan import Planned, slo_of
-from simulator.load_report import RequestResult
+from simulator.load_report import SHED, RequestResult
 
 ERROR_EVENT = b'data: {"error"'
 UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 MAX_NOTE = 200  # characters of a server's error message
 MAX_ERROR_BYTES = 64 * 1024
+BUSY = 429
+UNNAMED = "unnamed"  # reason of a server that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,9 @@ class LoadSender:
         if connection.status != 200:
             text = await connection.read_all(self._timeout_s, MAX_ERROR_BYTES)
             result.failure, result.note = f"status {connection.status}", _note(text)
+            if connection.status == BUSY and (after_s := _retry_after_s(headers, scale)) is not None:
+                result.failure, result.retry_after_s = SHED, after_s
+                result.shed_reason = headers.get(b"x-block-shed-reason", b"").decode("latin-1") or UNNAMED
             return
         stream = StreamReader()
         slo = slo_of(result.plan, self._form.slo)
@@ -160,6 +165,13 @@ def _seconds(value: bytes | None, scale: float) -> float | None:
         return None if value is None else float(value) / 1000 * scale
     except ValueError:
         return None
+
+
+def _retry_after_s(headers: Mapping[bytes, bytes], scale: float) -> float | None:
+    """Read when a refused request may be sent again: exactly, else in whole seconds; None where it is not said."""
+    exact_s = _seconds(headers.get(b"x-block-retry-after-ms"), scale)
+    text = headers.get(b"retry-after", b"")
+    return float(text) * scale if exact_s is None and text.isdigit() else exact_s
 
 
 def _note(text: bytes) -> str:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from protos.block.v1 import common_pb2
 from scheduler.candidate import Candidate, CandidateStatus
 from scheduler.explanation import why
+from scheduler.objectives import Objective
 from scheduler.placement import DecisionBasis, Leg, Placement
 from services.rpc.messages import LEG_VALUES, forecast_message, indicators_message
+from services.rpc.objectives import objective_message
 
 MAX_NEXT_BEST = 3
+DEMOTED = "; demoted to best effort, as no instance keeps its deadlines"
 
 FATES = {
     CandidateStatus.NOT_QUERIED: common_pb2.CANDIDATE_FATE_UNSPECIFIED,
@@ -44,18 +47,24 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
     request: common_pb2.Request,
     instance_of: InstanceMessages,
     *,
+    asked: Objective,
     scheduler_id: str,
     num_candidates: int,
     explain: bool,
 ) -> common_pb2.Decision:
-    """Convert a placement; with all candidates where an explanation was asked for."""
+    """Convert a placement of a request that `asked` for something.
+
+    All candidates are in it where an explanation was asked for.
+    """
+    objective = placement.decision.request.objective
+    is_demoted = objective != asked
     next_best = (instance_of(name) for name in placement.next_best[:MAX_NEXT_BEST])
     message = common_pb2.Decision(
         request_id=request.request_id,
         instance=instance_of(placement.instance_id),
         policy=placement.policy,
         basis=BASES[placement.basis],
-        why=why(placement, num_candidates),
+        why=why(placement, num_candidates) + (DEMOTED if is_demoted else ""),
         forecast=None if placement.forecast is None else forecast_message(placement.forecast),
         tag=request.tag if request.HasField("tag") else None,
         decision_s=placement.decision_s,
@@ -66,6 +75,8 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
         num_skipped=placement.decision.num_skipped,
         next_best=[instance for instance in next_best if instance is not None],
         disaggregation=placement.disaggregation,
+        demoted=is_demoted,
+        objective=objective_message(objective) if is_demoted or asked.name else None,
     )
     if placement.prefill is not None:
         message.prefill.CopyFrom(_leg_message(placement.prefill, instance_of))

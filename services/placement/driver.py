@@ -16,11 +16,13 @@ from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
 from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
-from scheduler.instances import NOT_READY, PREFILL_ROLE, UnknownModelError
+from scheduler.instances import NOT_READY, PREFILL_ROLE, OverloadedError, UnknownModelError
+from scheduler.objectives import Objective
 from scheduler.placement import Placement, PlacementRequest
 from scheduler.policy import Policy
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks, blocks_of_text
 from services.logs import log_event
+from services.objectives import ObjectiveTable
 from services.placement.decision_log import DecisionLog
 from services.placement.decision_message import decision_message
 from services.placement.instance_handle import InstanceHandle, ReserveError
@@ -33,6 +35,7 @@ from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
 from services.rpc.errors import UnknownNameError
 from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
+from services.rpc.objectives import fill_from, objective_from, set_objective
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +52,15 @@ RESERVE_RESULTS = {
 class PlacementDriver:
     """Places requests, any number at once; it keeps nothing that a restart would lose."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts
         self,
         settings: SchedulerSettings,
         registry: InstanceRegistry,
         lengths: LengthResolver,
         metrics: SchedulerMetrics,
         listeners: Sequence[PlacementListener] = (),
+        *,
+        objectives: ObjectiveTable | None = None,
     ) -> None:
         """Place requests on the instances of a registry; listeners are called in their order."""
         self.settings = settings
@@ -68,6 +73,7 @@ class PlacementDriver:
             rules=settings.rules(),
             seed=settings.seed,
         )
+        self._objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
         self._listeners = (*listeners, self.log)
@@ -98,7 +104,8 @@ class PlacementDriver:
     ) -> common_pb2.Decision:
         """Decide where a request goes, and reserve there; the caller waits `patience_s` at most.
 
-        ConnectionError where no instance can take the request now, ValueError where none ever will.
+        ConnectionError where no instance can take the request now, OverloadedError where it is shed, ValueError where
+        none ever will.
         """
         _, message = await self.place(
             request.request,
@@ -133,12 +140,16 @@ class PlacementDriver:
             self.registry.directory.rows_of_model(request.model)  # before any work is done for it
         except UnknownModelError as error:
             raise UnknownNameError(str(error)) from None
+        name = request.objective
+        if name:
+            fill_from(request, self._objectives.named(name, "request.objective"))
         await self._complete(request, prompt, chosen_policy)
+        objective = objective_from(request, name)
         decision = self.core.decision(
             PlacementRequest(
                 request_id=request.request_id,
                 model=request.model,
-                indicators=_indicators(request),
+                indicators=_indicators(request, objective, arrived_s),
                 blocks=_blocks(request, prompt)
                 if any(part.needs_prefix for part in chosen_policy.parts)
                 else NO_BLOCKS,
@@ -148,6 +159,9 @@ class PlacementDriver:
                 waited_s=request.waited_s,
                 patience_s=patience_s,
                 leg=LEG_NAMES.get(request.leg, SERVE),
+                objective=objective,
+                client_id=request.client_id,
+                session_id=request.session_id,
                 undivided=request.leg == common_pb2.LEG_SERVE,
             ),
             policy,
@@ -159,7 +173,9 @@ class PlacementDriver:
         self._metrics.decisions.labels(chosen_policy.name, placement.basis.value).inc()
         if placement.disaggregation:
             self._metrics.disaggregations.labels(chosen_policy.name, placement.disaggregation).inc()
-        return placement, self._announce(placement, request, handles, explain=explain)
+        if decision.request.objective != objective:
+            self._metrics.demoted.inc()
+        return placement, self._announce(placement, request, handles, asked=objective, explain=explain)
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Find out what forecasts need to know of the request, and refuse an invalid one."""
@@ -171,9 +187,15 @@ class PlacementDriver:
             raise ValueError(f"request.{error}") from None
 
     def _announce(
-        self, placement: Placement, request: common_pb2.Request, handles: Mapping[str, InstanceHandle], *, explain: bool
+        self,
+        placement: Placement,
+        request: common_pb2.Request,
+        handles: Mapping[str, InstanceHandle],
+        *,
+        asked: Objective,
+        explain: bool,
     ) -> common_pb2.Decision:
-        """Convert a placement, and pass it to the listeners."""
+        """Convert a placement of a request, which `asked` for something, and pass it to the listeners."""
 
         def instance_of(instance_id: str) -> common_pb2.Instance | None:
             handle = handles.get(instance_id) or self.registry.find(instance_id)
@@ -183,6 +205,7 @@ class PlacementDriver:
             placement,
             request,
             instance_of,
+            asked=asked,
             scheduler_id=self.settings.scheduler_id,
             num_candidates=len(self.registry.directory.by_id),
             explain=explain or (self.settings.record_candidates and bool(self.settings.record)),
@@ -207,22 +230,17 @@ class PlacementDriver:
         """Carry out a decision's intentions until the request is placed."""
         if self.registry.directory.suspects:
             self.registry.probe_suspects()
+        asked = told = decision.request.objective
         intention = decision.start(time.monotonic())
         try:
             while not isinstance(intention, Placed):
                 self._wake()
-                if isinstance(intention, Ask | AskLegs):
-                    answers = await self._ask(intention, decision, request)
-                    intention = decision.answers(answers, time.monotonic())
-                elif isinstance(intention, Reserve):
-                    intention = await self._reserve(intention, decision, request, handles)
-                elif isinstance(intention, Release):
-                    intention = await self._give_back(intention, decision, handles)
-                elif isinstance(intention, Wait):
-                    await self._wait(decision, intention.until_s)
-                    intention = decision.tick(time.monotonic())
-                elif isinstance(intention, Shed):
-                    raise self._shed(intention)
+                if isinstance(intention, Shed):
+                    raise self._shed(intention, asked)
+                if decision.request.objective is not told:  # sidecars are told what the decision has made of it
+                    told = decision.request.objective
+                    set_objective(request, told)
+                intention = await self._carried_out(intention, decision, request, handles)
         except BaseException:
             for name in decision.cancel(time.monotonic()):
                 handles[name].forget(request.request_id)
@@ -230,6 +248,8 @@ class PlacementDriver:
             raise
         finally:
             _set_leg(request, decision.request)
+            if told is not asked:
+                set_objective(request, asked)
             self._wake()
         placement = decision.placement
         self._end_wait(decision, "admitted" if decision.is_admitted else "not_admitted")
@@ -239,9 +259,30 @@ class PlacementDriver:
                 handle.sent_without_reservation(0 if leg.kind == DECODE else request.prompt_tokens)
         return placement
 
-    def _shed(self, intention: Shed) -> Exception:
-        self._metrics.undecided.inc()
+    async def _carried_out(
+        self,
+        intention: Ask | AskLegs | Reserve | Release | Wait,
+        decision: Decision,
+        request: common_pb2.Request,
+        handles: dict[str, InstanceHandle],
+    ) -> Intention:
+        """Carry out an intention; return the next one."""
+        if isinstance(intention, Ask | AskLegs):
+            answers = await self._ask(intention, decision, request)
+            return decision.answers(answers, time.monotonic())
+        if isinstance(intention, Reserve):
+            return await self._reserve(intention, decision, request, handles)
+        if isinstance(intention, Release):
+            return await self._give_back(intention, decision, handles)
+        await self._wait(decision, intention.until_s)
+        return decision.tick(time.monotonic())
+
+    def _shed(self, intention: Shed, asked: Objective) -> Exception:
         error = intention.error
+        if isinstance(error, OverloadedError):
+            self._metrics.shed.labels(error.reason, asked.request_class).inc()
+            return error.advised(intention.retry_after_s)
+        self._metrics.undecided.inc()
         return UnknownNameError(str(error)) if isinstance(error, UnknownModelError) else error
 
     # Waiting.
@@ -448,9 +489,15 @@ def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) 
         request.held_s = of.held_s
 
 
-def _indicators(request: common_pb2.Request) -> RequestIndicators:
+def _indicators(request: common_pb2.Request, objective: Objective, arrived_s: float) -> RequestIndicators:
     tokens = request.tag.median_tokens if request.HasField("tag") else float(request.output_tokens or "nan")
-    return RequestIndicators(prompt_tokens=request.prompt_tokens, tag_tokens=tokens)
+    slo = objective.slo
+    return RequestIndicators(
+        prompt_tokens=request.prompt_tokens,
+        tag_tokens=tokens,
+        due_s=math.inf if slo.ttft_s is None else arrived_s - request.waited_s + slo.ttft_s,
+        tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
+    )
 
 
 def _blocks(request: common_pb2.Request, prompt: bytes) -> PromptBlocks:

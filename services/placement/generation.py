@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import Counter
 
@@ -29,6 +29,7 @@ from services.placement.upstream_engine import (
     error_of,
     stream_answer,
 )
+from services.rpc.objectives import with_objective
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Generation:
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
     _undivided: bool = False  # one engine serves it
+    _told: EngineRequest = field(init=False)  # what the engine is told, by the last decision
 
     def __post_init__(self) -> None:
         """Some requests have one leg only."""
@@ -123,7 +125,7 @@ class Generation:
         message, request = self.message, self.message.request
         request.waited_s, request.leg, request.in_s = self.waited_s, leg, 0.0
         request.ClearField("held_s")
-        return await self.driver.place(
+        placement, decision = await self.driver.place(
             request,
             prompt=self.engine_request.prompt,
             policy=message.policy,
@@ -131,6 +133,9 @@ class Generation:
             explain=message.explain,
             arrived_s=self.arrived_s,
         )
+        told = with_objective(request, decision.objective) if decision.HasField("objective") else request
+        self._told = self.engine_request.told(told, is_demoted=decision.demoted)
+        return placement, decision
 
     async def _release(self, placement: Placement, outcome: common_pb2.Outcome | None) -> None:
         await self.driver.release(
@@ -177,7 +182,7 @@ class Generation:
         pieces = stream_answer(
             self.client,
             handle.instance,
-            self.engine_request,
+            self._told,
             (settings.first_token_s, settings.idle_s),
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
@@ -210,9 +215,9 @@ class Generation:
             reply = await leg.send(
                 self.client,
                 origin_of(handle.instance.engine_url),
-                target=self.engine_request.path,
-                headers=self.engine_request.headers(),
-                body=self.engine_request.body_for(handle.instance.models),
+                target=self._told.path,
+                headers=self._told.headers(),
+                body=self._told.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,
                 max_bytes=MAX_PREFILL_BYTES,

@@ -10,6 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from services.instances import FromName, InstanceSource, watch
+from services.objectives import ObjectiveTable, following
 from services.placement.decision_recorder import DecisionRecorder
 from services.placement.driver import PlacementDriver
 from services.placement.forecast_calibration import ForecastCalibration
@@ -29,7 +30,7 @@ async def placement_driver(
     settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
 ) -> AsyncIterator[PlacementDriver]:
     """Follow the instances while the block runs; a bad list is refused at the start, a DNS name may resolve later."""
-    metrics = SchedulerMetrics(registry)
+    metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
     watching = recorder = None
@@ -49,7 +50,8 @@ async def placement_driver(
         if recorder is not None:
             listeners.append(recorder)
         watching = asyncio.create_task(supervised("instance list", partial(watch, source, poll_s, instances.update)))
-        yield PlacementDriver(settings, instances, lengths, metrics, listeners)
+        async with following(objectives, poll_s):
+            yield PlacementDriver(settings, instances, lengths, metrics, listeners, objectives=objectives)
     finally:
         if watching is not None:
             watching.cancel()

@@ -39,6 +39,18 @@ class SchedulerMetrics:
             "block_held_seconds", "How long requests were held.", buckets=HELD_SECONDS, registry=registry
         )
         self.undecided = Counter("block_undecided", "Requests for which there was no instance.", registry=registry)
+        self.shed = Counter(
+            "block_scheduler_shed",
+            "Requests that were refused early, by reason: their targets cannot be kept (late), the admission queue is "
+            "full (queue_full), or the client or the class has too many waiting requests (tenant_limit, class_limit).",
+            ("reason", "class"),
+            registry=registry,
+        )
+        self.demoted = Counter(
+            "block_scheduler_demoted",
+            "Requests that went on as best effort, because no instance keeps their deadlines.",
+            registry=registry,
+        )
         self.fan_out_s = Histogram(
             "block_fan_out_seconds", "From requesting forecasts to the last reply.", buckets=SECONDS, registry=registry
         )

@@ -16,6 +16,7 @@ from scheduler.prefix.kv_block_hash import SEED
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
+from services.objectives import ObjectivesFile
 from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
@@ -49,6 +50,8 @@ class SchedulerSettings:
     forecast_always: Annotated[
         bool, "Request a forecast of the chosen instance also for policies that need no forecasts."
     ] = False
+
+    objectives: ObjectivesFile = ""
 
     sidecar_deadline_s: Annotated[
         float, Option("Deadline of calls to sidecars, in milliseconds.", name="sidecar_deadline_ms", unit="ms")

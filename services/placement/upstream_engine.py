@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
+from services.http.engine_arguments import arguments_of, with_arguments
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
 from services.http.proxying import OK, SERVER_ERROR
@@ -79,6 +80,18 @@ class EngineRequest:
         if self.output_tokens is not None:
             headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
         return headers
+
+    def told(self, request: common_pb2.Request, *, is_demoted: bool) -> EngineRequest:
+        """Add the final priority, class, targets, weight and ids, for vLLM with the plug-in.
+
+        What `vllm_xargs` says itself has precedence, unless the request is demoted.
+        """
+        own = self.body.get("vllm_xargs") or {}
+        arguments = with_arguments(own, request) if is_demoted else {**arguments_of(request), **own}
+        added: dict[str, Any] = {"priority": request.priority} if request.priority else {}
+        if arguments != own:
+            added["vllm_xargs"] = arguments
+        return replace(self, body={**self.body, **added}) if added else self
 
     def body_for(self, models: tuple[str, ...]) -> bytes:
         """Write the body; a request without a model gets the engine's own."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from scheduler.instances import OverloadedError
+
 MAX_MESSAGE = 500  # characters; messages travel in headers
+MAX_RETRY_AFTER_S = 3600.0  # that a refused request is told to wait
+
+# Of a request that is shed: trailing metadata of a call, and headers of a reply.
+SHED_REASON, RETRY_AFTER_MS = "x-block-shed-reason", "x-block-retry-after-ms"
 
 
 class BusyError(Exception):
@@ -44,6 +52,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (NotAllowedError, Status(grpc_code=grpc.StatusCode.PERMISSION_DENIED, http_code=403)),
     (MisdirectedError, Status(grpc_code=grpc.StatusCode.FAILED_PRECONDITION, http_code=421)),
     (BusyError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),
+    (OverloadedError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),
     (TimeoutError, Status(grpc_code=grpc.StatusCode.DEADLINE_EXCEEDED, http_code=504)),
     (ConnectionError, Status(grpc_code=grpc.StatusCode.UNAVAILABLE, http_code=503)),
 )
@@ -60,3 +69,30 @@ def message_of(error: Exception) -> str:
         return "internal error; the server's log has more"
     message = " ".join(str(error).split()) or type(error).__name__
     return message[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+
+
+def metadata_of(error: Exception) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata of a call that ends with an error: why a request is shed, and when to retry."""
+    if not isinstance(error, OverloadedError):
+        return ()
+    reason = (SHED_REASON, error.reason)
+    seconds = retry_after_s(error)
+    return (reason,) if seconds is None else (reason, (RETRY_AFTER_MS, f"{1000 * seconds:.1f}"))
+
+
+def retry_after_s(error: OverloadedError) -> float | None:
+    """Return the time after which a request may be sent again, within bounds; None where it is unknown."""
+    seconds = error.retry_after_s
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds is not None and 0 <= seconds < math.inf else None
+
+
+def overloaded_from(message: str, metadata: Mapping[str, str]) -> OverloadedError | None:
+    """Read the error of a call whose trailing metadata say that a request is shed; None where they do not."""
+    reason = metadata.get(SHED_REASON, "")
+    if not reason:
+        return None
+    try:
+        seconds = float(metadata[RETRY_AFTER_MS]) / 1000
+    except (KeyError, ValueError):
+        seconds = None
+    return OverloadedError(reason, message or "the request is shed", retry_after_s=seconds)

@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Self, TypeVar
@@ -38,6 +38,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # between two attempts to connect
 KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while calls are in progress
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a reply
+UNREPORTED = (b":", b"grpc-", b"content-type")  # headers after a status that are no metadata
 MAX_CALLS_UNSENT = 1000  # that wait for the first connection
 
 PREFIX = struct.Struct(">BL")  # whether the message is compressed, and its length
@@ -306,6 +307,7 @@ class GrpcCall:
         self._partial = bytearray()  # of a message that has not arrived whole
         self._has_headers = False
         self._status: tuple[grpc.StatusCode, str] | None = None
+        self._metadata: tuple[tuple[str, str], ...] = ()  # after the status
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -369,6 +371,12 @@ class GrpcCall:
         if (number := fields.get(b"grpc-status")) is not None:
             code = STATUSES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdigit() else grpc.StatusCode.UNKNOWN
             self._status = code, unquote(fields.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
+            if code is not grpc.StatusCode.OK:
+                self._metadata = tuple(
+                    (name.decode("latin-1"), value.decode("latin-1"))
+                    for name, value in headers
+                    if not name.startswith(UNREPORTED) and not name.endswith(b"-bin")
+                )
 
     def data_received(self, data: bytes) -> None:
         """Pass on the messages in it."""
@@ -409,7 +417,7 @@ class GrpcCall:
             code, details = self._status
             if code is grpc.StatusCode.OK and self._partial:
                 code, details = grpc.StatusCode.INTERNAL, "the last message is incomplete"
-            self._fail(None if code is grpc.StatusCode.OK else rpc_error(code, details))
+            self._fail(None if code is grpc.StatusCode.OK else rpc_error(code, details, self._metadata))
         elif isinstance(error, LostError):
             self.fail(grpc.StatusCode.UNAVAILABLE, str(error))
         elif error is not None:
@@ -480,6 +488,6 @@ def _compressed(*headers: tuple[str, str]) -> bytes:
     return bytes(Encoder().encode([NeverIndexedHeaderTuple(*one) for one in headers], huffman=False))
 
 
-def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    """Return the error that grpc.aio raises for a status."""
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+def rpc_error(code: grpc.StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()) -> grpc.aio.AioRpcError:
+    """Return the error that grpc.aio raises for a status and its trailing metadata."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), details)

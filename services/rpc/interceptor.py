@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.rpc.errors import BusyError, message_of, status_of
+from services.rpc.errors import BusyError, message_of, metadata_of, status_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 code = status_of(error).grpc_code
                 if code is grpc.StatusCode.INTERNAL:
                     log.exception("call failed", extra={"fields": {"method": method}})
-                await context.abort(code, message_of(error))
+                await context.abort(code, message_of(error), trailing_metadata=metadata_of(error))
             finally:
                 self._leave(is_finite=is_finite)
                 if code not in ended:

@@ -20,6 +20,7 @@ from scheduler.policy import policy_from
 from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances import instances_from_file
+from services.objectives import objectives_from_file
 from simulator.mix import mix_from_file
 from tests.docs.pages import IDS, INLINE, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
 
@@ -118,6 +119,9 @@ def test_settings_files(page: Path, tmp_path: Path) -> None:
             continue
         if "mix" in document:
             assert mix_from_file(str(file))
+            continue
+        if "objective" in document:
+            assert objectives_from_file(str(file))
             continue
         settings_from_file(str(file))
         vllm_from_file(str(file))

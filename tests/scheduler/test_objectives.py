@@ -7,7 +7,7 @@ import re
 import pytest
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
-from scheduler.instances import SHED_REASONS, OverloadedError
+from scheduler.instances import LATE, QUEUE_FULL, SHED_REASONS, OverloadedError
 from scheduler.objectives import (
     DEMOTE,
     MAX_OBJECTIVES,
@@ -112,11 +112,12 @@ def test_a_table_is_bounded() -> None:
 
 
 def test_a_shed_request_has_a_reason() -> None:
-    """Each reason has a message of its own; a decision may give a more precise one."""
+    """Each reason has a message of its own; a decision may give a more precise one. All say what to do."""
     assert len({str(OverloadedError(reason)) for reason in SHED_REASONS}) == len(SHED_REASONS)
-    error = OverloadedError("late", "no instance delivers the first token within 0.5 s", retry_after_s=2.5)
-    assert (str(error), error.reason, error.retry_after_s) == (
-        "no instance delivers the first token within 0.5 s", "late", 2.5
-    )  # fmt: skip
-    with pytest.raises(KeyError):
-        OverloadedError("tired")
+    assert str(OverloadedError(QUEUE_FULL).advised(None)) == "the admission queue is full; retry later"
+    error = OverloadedError(LATE, "no instance delivers the first token within 0.5 s").advised(2.25)
+    assert str(error) == (
+        "no instance delivers the first token within 0.5 s; retry after 2.25 s, or ask to be served late "
+        "(when_late: serve)"
+    )
+    assert (error.reason, error.retry_after_s) == (LATE, 2.25)

@@ -23,6 +23,7 @@ from services.instances import (
     source_from_name,
     watch,
 )  # fmt: skip
+from tests.services.files import replace_file
 from tests.services.waiting import run
 
 A = {"instance_id": "a", "engine_url": "http://10.0.0.7:8000", "sidecar_address": "10.0.0.7:50052", "models": ["m"]}
@@ -177,10 +178,10 @@ def test_watching_keeps_the_last_good_list(tmp_path: Path, caplog: pytest.LogCap
         lists: asyncio.Queue[list[str] | None] = asyncio.Queue()
         watching = asyncio.create_task(watch(FromFile(str(path)), 0.001, lambda found: lists.put_nowait(names(found))))
         assert await lists.get() == ["a"]
-        replace_file(path, [{**A, "sidecar_address": "nowhere"}])
+        replace_file(path, json.dumps([{**A, "sidecar_address": "nowhere"}]))
         while "sidecar_address" not in caplog.text + "".join(str(vars(record)) for record in caplog.records):
             await asyncio.sleep(0)
-        replace_file(path, [A, B])
+        replace_file(path, json.dumps([A, B]))
         assert await lists.get() == ["a", "b"]
         assert lists.empty()
         watching.cancel()
@@ -188,13 +189,6 @@ def test_watching_keeps_the_last_good_list(tmp_path: Path, caplog: pytest.LogCap
     run(test)
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "instances[0].sidecar_address" in str(vars(warning))
-
-
-def replace_file(path: Path, instances: list[dict[str, Any]]) -> None:
-    """Replace a list as a whole, so that no reader sees a part of it."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(instances))
-    new.rename(path)
 
 
 def test_a_dns_name_has_an_instance_for_each_address() -> None:

@@ -11,7 +11,7 @@ import pytest
 from predictor.gain import GainWeights
 from predictor.request import Slo
 from simulator.load_plan import Planned
-from simulator.load_report import RequestResult, meets_slo, summary, table, write_csv
+from simulator.load_report import SHED, RequestResult, meets_slo, summary, table, write_csv
 
 NO_SLO = Slo()
 
@@ -94,3 +94,25 @@ def test_a_table_and_a_file() -> None:
     assert (rows[0]["ttft_s"], rows[0]["met_slo"], rows[4]["met_slo"], rows[4]["failure"]) == (
         "0.100000", "1", "0", "broken",
     )  # fmt: skip
+
+
+def test_shed_requests_are_no_failures() -> None:
+    """They are counted by their reason, with the time after which to retry, and attain nothing."""
+    shed = [result(number, 0.1, 0.01, failure=SHED) for number in (5, 6, 7)]
+    for one, reason, after_s in zip(shed, ("late", "queue_full", "late"), (2.0, 4.0, 9.0), strict=True):
+        one.shed_reason, one.retry_after_s, one.ttft_s, one.output_tokens = reason, after_s, None, 0
+    total = summary([*RESULTS, *shed], Slo(ttft_s=0.25))
+    assert (total["num_requests"], total["num_ok"], total["num_shed"], total["num_failed"]) == (8, 4, 3, 1)
+    assert (total["shed"], total["failures"]) == ({"late": 2, "queue_full": 1}, {"broken": 1})
+    assert total["retry_after_s"]["p50"] == 4.0
+    assert total["goodput_share"] == 3 / 8
+    text = "\n".join(table(total))
+    assert "shed: 3 (late 2, queue_full 1), retry after 4.0 s in the median" in text
+    assert "failed: 1 broken" in text
+    assert "shed" not in "\n".join(table(summary(RESULTS, NO_SLO)))
+    out = io.StringIO()
+    write_csv(shed, NO_SLO, out)
+    rows = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert [(row["failure"], row["shed_reason"], row["retry_after_s"]) for row in rows] == [
+        ("shed", "late", "2.000000"), ("shed", "queue_full", "4.000000"), ("shed", "late", "9.000000"),
+    ]  # fmt: skip

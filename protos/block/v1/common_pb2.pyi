@@ -343,6 +343,43 @@ class Slo(_message.Message):
 Global___Slo: _TypeAlias = Slo  # noqa: Y015
 
 @_typing.final
+class Objective(_message.Message):
+    """What a request asks for, with final values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    WHEN_LATE_FIELD_NUMBER: _builtins.int
+    request_class: Global___RequestClass.ValueType
+    priority: _builtins.int
+    weight: _builtins.float
+    """1 where absent"""
+    when_late: Global___WhenLate.ValueType
+    @_builtins.property
+    def slo(self) -> Global___Slo: ...
+    def __init__(
+        self,
+        *,
+        request_class: Global___RequestClass.ValueType = ...,
+        slo: Global___Slo | None = ...,
+        priority: _builtins.int = ...,
+        weight: _builtins.float | None = ...,
+        when_late: Global___WhenLate.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "slo", b"slo", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "priority", b"priority", "request_class", b"request_class", "slo", b"slo", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___Objective: _TypeAlias = Objective  # noqa: Y015
+
+@_typing.final
 class Request(_message.Message):
     """A client's request, as far as scheduling needs it."""
 
@@ -1046,6 +1083,8 @@ class Decision(_message.Message):
     NEXT_BEST_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
+    DEMOTED_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     policy: _builtins.str
     basis: Global___DecisionBasis.ValueType
@@ -1064,6 +1103,8 @@ class Decision(_message.Message):
     """of them, those that were late, down or refusing"""
     disaggregation: _builtins.str
     """Why the request is disaggregated, or not: one of a few fixed words, empty where no instance has a role."""
+    demoted: _builtins.bool
+    """No instance keeps the request's deadlines: it goes on as best effort, without deadlines."""
     @_builtins.property
     def instance(self) -> Global___Instance: ...
     @_builtins.property
@@ -1088,6 +1129,12 @@ class Decision(_message.Message):
         whose times include the prefill leg and the transfer.
         """
 
+    @_builtins.property
+    def objective(self) -> Global___Objective:
+        """What the engine has to be told in place of the request's class, targets, priority and weight; present where the
+        scheduler looked the objective up by its name, or demoted the request.
+        """
+
     def __init__(
         self,
         *,
@@ -1108,10 +1155,12 @@ class Decision(_message.Message):
         next_best: _abc.Iterable[Global___Instance] | None = ...,
         prefill: Global___PlacedLeg | None = ...,
         disaggregation: _builtins.str = ...,
+        demoted: _builtins.bool = ...,
+        objective: Global___Objective | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "prefill", b"prefill", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "objective", b"objective", "prefill", b"prefill", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "disaggregation", b"disaggregation", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "policy", b"policy", "prefill", b"prefill", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "demoted", b"demoted", "disaggregation", b"disaggregation", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "objective", b"objective", "policy", b"policy", "prefill", b"prefill", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
     _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015

@@ -88,15 +88,19 @@ def expect_gone(pids: list[int]) -> None:
 
 def test_a_cluster_from_a_file_serves_until_ctrl_c(tmp_path: Path) -> None:
     """Each process reads its own table; Ctrl-C lets requests in progress finish, and leaves no process."""
-    file = tmp_path / "cluster.toml"
-    file.write_text(SMALL)
+    file, objectives = tmp_path / "cluster.toml", tmp_path / "objectives.toml"
+    objectives.write_text("[[objective]]\nname = 'chat'\nttft_slo_s = 60\n")
+    file.write_text(SMALL.replace("port = 0", f"port = 0\nobjectives = '{objectives}'"))
     with up("-c", str(file)) as process:
         url = line_with(process, "block: http://").split()[1]
         children = children_of(process)
         assert len(children) == 4  # an engine, its sidecar, the tagger, and a gateway that decides by itself
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             assert [model["id"] for model in client.get("/models").json()["data"]] == ["from-the-file"]
-            with client.stream("POST", "/completions", json=ASKING) as response:
+            unknown = client.post("/completions", json=ASKING, headers={"x-block-objective": "chatt"})
+            assert (unknown.status_code, "did you mean chat?" in unknown.text) == (400, True)
+            named = {"x-block-objective": "chat"}
+            with client.stream("POST", "/completions", json=ASKING, headers=named) as response:
                 lines = response.iter_lines()
                 assert next(lines).startswith("data: {")
                 os.kill(process.pid, signal.SIGINT)
@@ -125,6 +129,14 @@ def test_a_port_in_use_is_one_line() -> None:
         assert refusal("up", "--port", port) == f"block: port: {port} on 127.0.0.1 is in use\n"
 
 
+def test_a_bad_table_of_objectives(tmp_path: Path) -> None:
+    """It is refused before anything is started."""
+    file = tmp_path / "objectives.toml"
+    file.write_text("[[objective]]\nname = 'chat'\nweigth = 1\n")
+    expected = f"block: {file}: objective[0].weigth: is no known field; did you mean weight?\n"
+    assert refusal("up", "--objectives", str(file), "--port", "0") == expected
+
+
 BAD_FILES = (
     ("[cluster]\ninstancs = 2\n", "instancs: is no known setting of [cluster]; did you mean instances?"),
     ("[clustr]\n", "clustr: is no known table; did you mean cluster?"),
@@ -133,6 +145,7 @@ BAD_FILES = (
     ("[cluster]\ninstances = true\n", "instances: must be a whole number"),
     ("[cluster]\nport = 'x'\n", "port: must lie between 0 and 65535, not 'x'"),
     ("[cluster]\nhost = 7\n", "host: must be a text, not 7"),
+    ("[cluster]\nobjectives = 7\n", "objectives: must be a text, not 7"),
     ("[cluster]\npolicies = []\n", "policies: name at least one"),
     ("[cluster]\npolicies = ['blok']\n", "did you mean block?"),
     ("[cluster]\npolicies = 3\n", "policies: must be a list of texts, not 3"),

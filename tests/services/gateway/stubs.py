@@ -200,7 +200,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.open.set()
         self.divides_always = False  # whatever a request asks for
         self.has_decode_legs = True  # places decode legs by themselves
-        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.refusal: tuple[Any, ...] | None = None  # code, details and, perhaps, trailing metadata
+        self.changes = common_pb2.Decision()  # fields of each decision
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -252,6 +253,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             disaggregation="pair" if is_divided else "",
             candidates=[common_pb2.Candidate(instance_id=one.instance_id) for one in left] if request.explain else [],
         )
+        decision.MergeFrom(self.changes)
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
     async def ListInstances(

@@ -170,6 +170,32 @@ def test_failures_by_kind(answer: Answer, kind: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("headers", "reason", "retry_after_s"),
+    [
+        (("retry-after: 2",), "unnamed", 0.2),
+        (("retry-after: 3", "x-block-retry-after-ms: 2500.0", "x-block-shed-reason: late"), "late", 0.25),
+    ],
+)
+def test_a_request_that_is_told_when_to_retry_is_shed(
+    headers: tuple[str, ...], reason: str, retry_after_s: float
+) -> None:
+    """It is counted apart from failures, with the exact time where there is one, in the endpoint's time."""
+
+    async def sheds(call: Call) -> None:
+        call.whole({"error": {"message": "late"}}, 429, *headers)
+
+    async def test() -> None:
+        async with engines(sheds) as (engine,):
+            results = await load(plan_of(3), engine.url, time_scale=0.1)
+            assert [one.shed_reason for one in results] == [reason] * 3
+            assert [one.retry_after_s for one in results] == [pytest.approx(retry_after_s)] * 3
+            total = summary(results, NO_SLO)
+            assert (total["num_ok"], total["num_failed"], total["shed"]) == (0, 0, {reason: 3})
+
+    run(test)
+
+
 def test_an_unreachable_endpoint() -> None:
     """An endpoint that cannot be reached is a kind of failure."""
 

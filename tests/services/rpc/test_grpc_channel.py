@@ -27,6 +27,9 @@ HOST = "127.0.0.1"
 DEADLINE_S = 1.0  # of calls that exceed it: a busy server begins them in time
 
 
+METADATA = (("x-block-shed-reason", "late"), ("x-a", "1"), ("x-a", "2"), ("x-raw-bin", b"\0"))
+
+
 @dataclass(eq=False)
 class Script:
     """A service that does what its requests say."""
@@ -44,7 +47,7 @@ class Script:
             self.cancelled += 1
             raise
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, details)
+            await context.abort(code, details, trailing_metadata=METADATA)
         return bytes(sizes[0])
 
     async def each(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -266,6 +269,23 @@ def test_an_unknown_method() -> None:
             stream = Each(channel, "No")
             stream.call.send(b"x")
             assert (await stream.status())[0] == "UNIMPLEMENTED"
+
+    run(test)
+
+
+def test_trailing_metadata_of_an_error() -> None:
+    """An error has the texts among them, in their order, as in grpc.aio; bytes are left out."""
+
+    async def test() -> None:
+        async with serving() as (_, port, _), GrpcChannel(f"{HOST}:{port}") as channel:
+            failing = request(1, code="RESOURCE_EXHAUSTED", details="no")
+            with pytest.raises(grpc.aio.AioRpcError) as ours:
+                await once(channel, failing)
+            async with grpc.aio.insecure_channel(f"{HOST}:{port}") as other:
+                with pytest.raises(grpc.aio.AioRpcError) as theirs:
+                    await other.unary_unary(f"/{SERVICE}/Once")(failing)
+            texts = [pair for pair in theirs.value.trailing_metadata() or () if isinstance(pair[1], str)]
+            assert list(ours.value.trailing_metadata() or ()) == texts == list(METADATA[:3])
 
     run(test)
 
