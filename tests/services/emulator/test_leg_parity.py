@@ -29,10 +29,10 @@ from services.engine_state.identity import client_id
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, reported_state
 from services.engine_state.view import View
+from services.http.kv_transfer import REMOTE_DECODE
 from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 from tests.services.emulator.running import A30, MODEL
-from tests.services.emulator.test_transfers import TO_PREFILL
 from tests.services.placement.scripted_connection import until, virtual_clock
 from tests.simulator.small_clusters import poisson
 from tests.simulator.test_coupled import HOP_S, Legs, Times, pools, run_coupled
@@ -158,7 +158,7 @@ class EmulatedCluster:
         prefilled_s, params = -1.0, None
         if legs.prefill is not None:
             first = self.drivers[legs.prefill]
-            job = first.submit(self.parsed(number, max_tokens=1, kv_transfer_params=TO_PREFILL))
+            job = first.submit(self.parsed(number, max_tokens=1, kv_transfer_params=REMOTE_DECODE))
             slot = job.slot
             while await job.more():
                 job.num_sent = job.num_ready
