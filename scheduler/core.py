@@ -36,7 +36,7 @@ class DecisionRules:
     max_held_tokens: float = math.inf  # of these requests: prompts and predicted responses
     max_held_of_tenant: int = sys.maxsize
     max_held_best_effort: int = sys.maxsize
-    turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
+    admission_turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
     best_effort_share: float = 0.05  # of the admitted tokens, which best effort gets even where that makes others late
     forecast_always: bool = False  # have the chosen instance forecast, where the policy does without
     without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
@@ -47,7 +47,7 @@ class DecisionRules:
         """Refuse words that mean nothing, naming the field."""
         if self.without_pool not in WITHOUT_POOL:
             raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
-        turn_named(self.turn)
+        turn_named(self.admission_turn)
         for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must be a number of requests from 0 on, not {getattr(self, name)}")
@@ -88,7 +88,7 @@ class SchedulerCore:
         self._queues: dict[str, AdmissionQueue] = {}
         self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
-        self._turn = turn_named(self.rules.turn)
+        self._turn = turn_named(self.rules.admission_turn)
         self.shares = ClassShares()
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy

@@ -132,7 +132,7 @@ def _rules(conditions: Conditions) -> DecisionRules:
     is_first_come = conditions.turn in (FIRST_COME, *WHOLE_QUEUE_TURNS)
     return DecisionRules(
         max_held=conditions.max_held or sys.maxsize,
-        turn=ARRIVAL_TURN if is_first_come else conditions.turn,
+        admission_turn=ARRIVAL_TURN if is_first_come else conditions.turn,
         best_effort_share=conditions.best_effort_share,
         explains=False,
         hand_over_s=conditions.hop_s,

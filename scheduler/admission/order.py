@@ -85,7 +85,7 @@ TURNS: dict[str, Callable[[], HeadOf]] = {
 def turn_named(name: str) -> HeadOf:
     """Return an order by name, without any memory of requests."""
     if name not in TURNS:
-        raise ValueError(f"turn: {name!r} is none of {', '.join(TURNS)}{did_you_mean(name, TURNS)}")
+        raise ValueError(f"admission_turn: {name!r} is none of {', '.join(TURNS)}{did_you_mean(name, TURNS)}")
     return TURNS[name]()
 
 

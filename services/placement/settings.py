@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from length_tagger.settings import TaggerSettings
+from predictor.config import MAX_COUNT
+from scheduler.admission.order import ARRIVAL_TURN, TURNS
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules
 from scheduler.disaggregation import SERVE_WHOLE
@@ -91,6 +93,26 @@ class SchedulerSettings:
             deprecated=("most_held",),
         ),
     ] = 1000
+    max_held_tokens: Annotated[
+        int | None, Option("Maximum number of their tokens, prompts and predicted responses.", unset="any number")
+    ] = None
+    max_held_of_tenant: Annotated[
+        int | None, Option("Maximum number of requests of one client in the admission queue.", unset="any number")
+    ] = None
+    max_held_best_effort: Annotated[
+        int | None, Option("Maximum number of best-effort requests in the admission queue.", unset="any number")
+    ] = None
+    admission_turn: Annotated[
+        str,
+        Option(
+            "Order of requests with the same target in the admission queue: arrival, deadline, priority (ten seconds of "
+            "waiting count as one step), or fair (the client that got the fewest tokens first).",
+            choices=tuple(TURNS),
+        ),
+    ] = ARRIVAL_TURN
+    best_effort_share: Annotated[
+        float, "Share of the admitted tokens that best effort gets even where that makes other requests late."
+    ] = 0.05
     max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
     failures_to_open: int = 2  # consecutive failures of a component that open its circuit
     first_pause_s: float = 0.25  # how long a circuit stays open at first
@@ -171,6 +193,11 @@ class SchedulerSettings:
         return DecisionRules(
             max_conflicts=self.max_conflicts,
             max_held=self.max_held,
+            max_held_tokens=math.inf if self.max_held_tokens is None else self.max_held_tokens,
+            max_held_of_tenant=MAX_COUNT if self.max_held_of_tenant is None else self.max_held_of_tenant,
+            max_held_best_effort=MAX_COUNT if self.max_held_best_effort is None else self.max_held_best_effort,
+            admission_turn=self.admission_turn,
+            best_effort_share=self.best_effort_share,
             forecast_always=self.forecast_always,
             without_pool=self.without_pool,
             hand_over_s=self.hand_over_s,
