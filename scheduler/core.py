@@ -11,7 +11,14 @@ from itertools import count
 
 from predictor.request import SERVE
 from scheduler.admission.order import ARRIVAL_TURN, FairTurns, WaitingRequest, turn_named
-from scheduler.admission.queue import AdmissionQueue, Order, RecentRefusals
+from scheduler.admission.queue import (
+    ASK_AGAIN_S,
+    PATIENT_ASK_AGAIN_S,
+    AdmissionQueue,
+    Order,
+    RecentRefusals,
+    is_patient,
+)
 from scheduler.admission.shares import ClassShares
 from scheduler.decision import Decision
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL, DisaggregatedDecision
@@ -190,7 +197,7 @@ class SchedulerCore:
         if ids is not self._refusals_of:
             self._refusals, self._refusals_of = {}, ids
         if lane not in self._refusals:
-            self._refusals[lane] = RecentRefusals(len(ids))
+            self._refusals[lane] = RecentRefusals(len(ids), PATIENT_ASK_AGAIN_S if is_patient(lane) else ASK_AGAIN_S)
         return self._refusals[lane]
 
     def admitted(self, decision: Decision, now_s: float) -> None:

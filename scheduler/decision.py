@@ -56,6 +56,7 @@ POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg al
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 MIN_RETRY_AFTER_S = 0.1
+MAX_PATIENT_S = 60.0  # of waiting for an instance where no other request would miss a deadline
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
 
 # Of an instance in one of these states it is unknown whether it could reserve anything.
@@ -761,9 +762,9 @@ class Decision:
                 self._number = core.next_number()
             self._joined_s = now_s
             self._wait_until_s = math.inf
-            self._queue = core.join(self, self._waiting(now_s), self._leave_s(now_s))
+            self._queue = core.join(self, self._waiting(now_s), self._leave_s())
         elif self._queue.lane_of(self._number) != self._lane:
-            self._queue.move(self._number, self._lane, self._leave_s(now_s))
+            self._queue.move(self._number, self._lane, self._leave_s())
         deadline_s = min(self._queue.deadline_s(self._number), max(now_s, self._latest_s))
         if self._wait_until_s == -math.inf:  # woken already
             return Wait(now_s)
@@ -787,11 +788,11 @@ class Decision:
             num_tokens=num_tokens_of(request),
         )
 
-    def _leave_s(self, now_s: float) -> float:
+    def _leave_s(self) -> float:
         """Return when the request leaves the admission queue at the latest; patient ones have nothing to miss there."""
         request = self.request
         if self._patient and self.policy.keeps_deadlines:
-            return now_s + max(0.0, request.patience_s - (now_s - request.arrived_s))
+            return request.arrived_s + min(MAX_PATIENT_S, request.patience_s)
         return request.arrived_s + min(self.policy.hold_s - request.waited_s, request.patience_s)
 
     def _leave_queue(self, now_s: float) -> None:

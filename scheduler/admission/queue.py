@@ -24,6 +24,7 @@ from scheduler.indicators import Column
 
 RETRY_S = 0.05  # mean pause between two attempts of the first request, at first
 ASK_AGAIN_S = 0.1  # until an instance that did not admit a request is asked again, if no request has finished there
+PATIENT_ASK_AGAIN_S = 0.5  # for a request that has no deadline to miss
 
 Order = Callable[[Sequence[int], float], Sequence[int]]  # the numbers of waiting requests, by turn, at a time
 

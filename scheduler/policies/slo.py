@@ -4,8 +4,8 @@ Held = while no instance has predicted_attained > 0.5, others_missed < 1 and no 
 Score = tier distance, then load
 
 An instance has no fixed tier: it is as strict as its strictest request. A request goes first to an instance that is as
-strict as itself, then to an empty one, then to others by their distance, so that strict requests do not shorten the
-steps of instances full of loose ones. Of equally strict instances the least loaded one is chosen. A request that is
+strict as itself, then to an empty one, then to the nearest stricter one; to a looser one, which it would make strict for
+all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. A request that is
 late already, and best effort, goes where no other request misses a deadline because of it.
 """
 
@@ -22,7 +22,7 @@ from scheduler.policies.entry import Score
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 ADMITS = f"predicted_attained > 0.5 and {HARMLESS}"
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
-EMPTY, OTHER = 1.0, 2.0  # distances; that of the same tier is 0
+EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
@@ -30,8 +30,9 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     affinity, weight = parameters["affinity"], parameters["lambda"]
 
     def score(candidates: Candidates) -> Column:
-        apart = np.abs(np.log(candidates["tier_ratio"]))
-        distance = np.where(apart <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, OTHER + apart))
+        apart = np.log(candidates["tier_ratio"])
+        other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
+        distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
         return affinity * distance + candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
 
     return score

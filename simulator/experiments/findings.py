@@ -181,11 +181,16 @@ def _goodput(experiment: Experiment, runner: Runner, on_progress: OnProgress) ->
     ]
     if experiment.rivals:
         gains = goodput_comparison.gains_over_best(experiment, found)
+        name = experiment.gain_name
         for (setting, variant), values in gains.items():
-            rows.append(_mean_row(f"goodput_over_best_fixed.{slug(variant)}.{setting}", values, "ratio"))
+            rows.append(_mean_row(f"{name}.{slug(variant)}.{setting}", values, "ratio"))
+        single = goodput_comparison.gains_over_best_single(experiment, found)
         for variant in dict.fromkeys(variant for _, variant in gains):
-            each = np.array([values for (_, other), values in gains.items() if other == variant]).mean(axis=0)
-            rows.append(_mean_row(f"goodput_over_best_fixed.{slug(variant)}.mean", each.tolist(), "ratio"))
+            each = np.array([values for (_, other), values in gains.items() if other == variant])
+            rows.append(_mean_row(f"{name}.{slug(variant)}.mean", each.mean(axis=0).tolist(), "ratio"))
+            lowest = each[each.mean(axis=1).argmin()]
+            rows.append(_mean_row(f"{name}.{slug(variant)}.lowest", lowest.tolist(), "ratio"))
+            rows.append(_mean_row(f"{name}_single.{slug(variant)}.mean", single[variant], "ratio"))
     curves: Curves = {"goodput": {}}
     for setting, variants in found.items():
         curves["goodput"][setting] = {

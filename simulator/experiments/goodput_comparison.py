@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TUNING_SEED = 1000  # splits are chosen on other samples of traffic than those that are reported
 TUNING_RESOLUTION = 0.06
+LEAST_RATE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,19 @@ def gains_over_best(experiment: Experiment, found: Found) -> dict[tuple[str, str
             if name not in experiment.rivals:
                 gains[setting, name] = [rate / other - 1 for rate, other in zip(one.rates, best.rates, strict=True)]
     return gains
+
+
+def gains_over_best_single(experiment: Experiment, found: Found) -> dict[str, list[float]]:
+    """Return by variant how far it is above the one rival that is best over all settings, averaged, seed by seed."""
+    names = [name for name in experiment.rivals if all(name in variants for variants in found.values())]
+    gains: dict[str, dict[str, list[float]]] = {}
+    for variants in found.values():
+        for name, one in variants.items():
+            for rival in names if name not in experiment.rivals else ():
+                pairs = zip(one.rates, variants[rival].rates, strict=True)
+                ratios = [rate / max(other, LEAST_RATE) - 1 for rate, other in pairs]
+                gains.setdefault(name, {}).setdefault(rival, []).append(float(np.mean(ratios)))
+    return {name: min(of.values(), key=np.mean) for name, of in gains.items() if of}
 
 
 def goodput_tables(experiment: Experiment, found: Found) -> list[str]:

@@ -25,6 +25,7 @@ REQUEST = replace(FACTS, prefix_hashes=HASHES)
 FORECAST = Forecast(
     request_id="r", ttft_s=0.2, e2e_s=2.0, tpot_s=0.01, queue_s=0.1, output_tokens=9, num_preemptions=1,
     prefix_hit_tokens=32, others_preempted=-1, delay_sum_s=0.5, delay_worst_s=-0.1,
+    attained=0.25, others_missed=2, gain_before=9.0, gain_after=7.5, least_slack_s=-0.3,
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def test_a_request_arrives_as_it_was_sent(facts: RequestFacts) -> None:
     message = messages.request_message(sent, now_s=5.0, block_size=16)
     assert (message.model, message.waited_s, message.prefix_block_tokens) == ("m", 2.0, 16)
     read = messages.request_from(common_pb2.Request.FromString(message.SerializeToString()), now_s=5.0, block_size=16)
-    assert read == sent
+    assert read == replace(sent, waited_s=2.0)
 
 
 def test_spans_are_converted_to_the_engines_clock() -> None:
