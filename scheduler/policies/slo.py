@@ -4,9 +4,9 @@ Held = while no instance has predicted_attained > 0.5, others_missed < 1 and no 
 Score = tier distance, then load
 
 An instance has no fixed tier: it is as strict as its strictest request. A request goes first to an instance that is as
-strict as itself, then to an empty one, then to the nearest stricter one, and to a looser one, which it would make strict
-for all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. A request that
-is late already, and best effort, goes where no other request misses a deadline because of it.
+strict as itself, then to an empty one, then to the nearest stricter one. It goes to a looser one, which it would make
+strict for all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. One
+that is late already, and best effort, goes where no other request misses a deadline because of it.
 """
 
 from __future__ import annotations
