@@ -180,6 +180,14 @@ class SchedulerCore:
         else:
             del self._queues[model]  # callers may name any model
 
+    def move(self, decision: Decision, number: int, lane: int, deadline_s: float, now_s: float) -> None:
+        """Move a decision to another lane of its queue; it is the turn of the next one in the lane that it leaves."""
+        queue = self._queues[decision.request.model]
+        queue.move(number, lane, deadline_s)
+        for head in queue.heads(now_s):
+            if head != number:
+                self.wake(head)
+
     def wake(self, number: int) -> None:
         """Have a waiting decision ticked now."""
         decision = self.waiting[number]

@@ -764,7 +764,7 @@ class Decision:
             self._wait_until_s = math.inf
             self._queue = core.join(self, self._waiting(now_s), self._leave_s())
         elif self._queue.lane_of(self._number) != self._lane:
-            self._queue.move(self._number, self._lane, self._leave_s())
+            core.move(self, self._number, self._lane, self._leave_s(), now_s)
         deadline_s = min(self._queue.deadline_s(self._number), max(now_s, self._latest_s))
         if self._wait_until_s == -math.inf:  # woken already
             return Wait(now_s)
