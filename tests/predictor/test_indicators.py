@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import MINUTE_S, EngineCounters, indicators_of
-from tests.strategies import AFFINE, Load, examples, loads
+from predictor.state import Costs
+from simulator.fleet import InstanceSpec
+from tests.strategies import AFFINE, Load, affine_seconds, examples, loads, straight_lines
 
 
 @examples(150)
@@ -56,6 +63,7 @@ def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
         "num_fetching": 0,
         "num_held_blocks": 0,
         "pace": 1.25,
+        **load_by_hand(load, engine),
     }
     assert len(running) == len(engine.running())
 
