@@ -112,9 +112,7 @@ def test_deadlines_are_kept_as_by_the_plain_model(batcher: str, is_async: bool) 
         seen["with slack"] += 0 < forecast.least_slack_s < math.inf
         seen["overdue"] += forecast.least_slack_s < 0
 
-        (short,) = Forecaster(engine).forecast(
-            [replace(candidate, in_s=in_s, waited_s=waited_s)], now_s, delays=False
-        )
+        (short,) = Forecaster(engine).forecast([replace(candidate, in_s=in_s, waited_s=waited_s)], now_s, delays=False)
         assert short.attained == forecast.attained
         assert (short.others_missed, short.gain_before, short.gain_after, short.least_slack_s) == (None,) * 4
 

@@ -100,9 +100,7 @@ def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool)
 
 def arrived(candidate: RequestFacts, now_s: float) -> RequestFacts:
     """The request as it arrives at the engine; its deadlines count from now."""
-    return replace(
-        candidate, arrival_s=now_s + candidate.in_s, waited_s=candidate.waited_s + candidate.in_s, in_s=0.0
-    )
+    return replace(candidate, arrival_s=now_s + candidate.in_s, waited_s=candidate.waited_s + candidate.in_s, in_s=0.0)
 
 
 def on_time(engine: Engine, name: str) -> int:
