@@ -507,7 +507,7 @@ class Decision:
     def _not_admitted(self, now_s: float) -> Intention | None:
         """Go on with a request that no instance admits now; None: it goes to the best instance all the same."""
         objective, keeps_deadlines = self.request.objective, self.policy.keeps_deadlines
-        if keeps_deadlines and not self._patient and now_s >= self._latest_start_s():
+        if self._is_late(now_s):
             if objective.when_late == SHED_LATE:
                 return self._refuse_for_now(LATE, now_s)
             if objective.when_late == DEMOTE:
@@ -525,6 +525,10 @@ class Decision:
         if keeps_deadlines and objective.when_late == SHED_LATE:
             return self._refuse_for_now(self._leaves_because, now_s)
         return None
+
+    def _is_late(self, now_s: float) -> bool:
+        """Whether no instance could keep the request's deadlines, even if it were idle."""
+        return self.policy.keeps_deadlines and not self._patient and now_s >= self._latest_start_s()
 
     def _latest_start_s(self) -> float:
         """Return until when an idle instance could start the request and deliver its first token in time."""
@@ -664,8 +668,10 @@ class Decision:
         assert compared is not None
         assert admits is not None
         if (
-            self._may_wait and compared.known is self.core.instances.table.known
-        ):  # otherwise the rows are of another list
+            self._may_wait
+            and compared.known is self.core.instances.table.known  # otherwise the rows are of another list
+            and not self._is_late(now_s)  # then the refusals say nothing of other requests
+        ):
             rows = rows_of(compared)
             refusals = self.core.refusals(self._lane)
             refusals.note(self._refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
