@@ -163,8 +163,7 @@ class SchedulerCore:
             return QUEUE_FULL
         if queue.num_of_tenant(request.client_id) >= self.rules.max_held_of_tenant:
             return TENANT_LIMIT
-        is_best_effort = request.objective.is_best_effort
-        if is_best_effort and queue.num_of_class(best_effort=True) >= self.rules.max_held_best_effort:
+        if request.objective.is_best_effort and queue.num_best_effort >= self.rules.max_held_best_effort:
             return CLASS_LIMIT
         return ""
 
@@ -175,17 +174,19 @@ class SchedulerCore:
         queue.leave(number)
         del self.waiting[number]
         if queue:
+            if queue.is_full:
+                self.wake(queue.oldest)
             for head in queue.heads(now_s):
                 self.wake(head)
         else:
             del self._queues[model]  # callers may name any model
 
-    def move(self, decision: Decision, number: int, lane: int, deadline_s: float, now_s: float) -> None:
+    def move(self, decision: Decision, waiting: WaitingRequest, deadline_s: float, now_s: float) -> None:
         """Move a decision to another lane of its queue; it is the turn of the next one in the lane that it leaves."""
         queue = self._queues[decision.request.model]
-        queue.move(number, lane, deadline_s)
+        queue.change(deadline_s, waiting)
         for head in queue.heads(now_s):
-            if head != number:
+            if head != waiting.number:
                 self.wake(head)
 
     def wake(self, number: int) -> None:

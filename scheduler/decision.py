@@ -41,7 +41,7 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import LATE, QUEUE_FULL, NoInstanceError, OverloadedError, RolePool, age_of
+from scheduler.instances import LATE, QUEUE_FULL, TIMEOUT, NoInstanceError, OverloadedError, RolePool, age_of
 from scheduler.objectives import DEMOTE
 from scheduler.objectives import SHED as SHED_LATE
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest, num_tokens_of
@@ -201,6 +201,7 @@ class Decision:
     _held_s = 0.0
     _wait_until_s = math.inf
     _may_wait = False
+    _leaves_because = QUEUE_FULL  # why it may not wait any longer
     _patient = False  # it is best effort, or late already, and must leave the deadlines of others alone
     _lane = 0  # of the admission queue
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
@@ -343,6 +344,7 @@ class Decision:
         self._wait_until_s = math.inf
         if self._queue.must_leave(self._number, now_s):
             self._may_wait = False
+            self._leaves_because = TIMEOUT if self._queue.deadline_s(self._number) <= now_s else QUEUE_FULL
         elif now_s < self._latest_s and (head := self._queue.head(now_s, self._lane)) != self._number:
             self.core.wake(head)
             return self._wait(now_s)
@@ -505,7 +507,7 @@ class Decision:
     def _not_admitted(self, now_s: float) -> Intention | None:
         """Go on with a request that no instance admits now; None: it goes to the best instance all the same."""
         objective, keeps_deadlines = self.request.objective, self.policy.keeps_deadlines
-        if keeps_deadlines and not self._patient and now_s >= self._latest_start_s():
+        if self._is_late(now_s):
             if objective.when_late == SHED_LATE:
                 return self._refuse_for_now(LATE, now_s)
             if objective.when_late == DEMOTE:
@@ -517,12 +519,16 @@ class Decision:
         if self.request.objective.is_best_effort and keeps_deadlines:
             if self.core.shares.is_below(self.core.rules.best_effort_share):
                 return None
-            return self._wait(now_s) if self._may_wait else self._refuse_for_now(QUEUE_FULL, now_s)
+            return self._wait(now_s) if self._may_wait else self._refuse_for_now(self._leaves_because, now_s)
         if self._may_wait:
             return self._wait(now_s)
         if keeps_deadlines and objective.when_late == SHED_LATE:
-            return self._refuse_for_now(QUEUE_FULL, now_s)
+            return self._refuse_for_now(self._leaves_because, now_s)
         return None
+
+    def _is_late(self, now_s: float) -> bool:
+        """Whether no instance could keep the request's deadlines, even if it were idle."""
+        return self.policy.keeps_deadlines and not self._patient and now_s >= self._latest_start_s()
 
     def _latest_start_s(self) -> float:
         """Return until when an idle instance could start the request and deliver its first token in time."""
@@ -662,8 +668,10 @@ class Decision:
         assert compared is not None
         assert admits is not None
         if (
-            self._may_wait and compared.known is self.core.instances.table.known
-        ):  # otherwise the rows are of another list
+            self._may_wait
+            and compared.known is self.core.instances.table.known  # otherwise the rows are of another list
+            and not self._is_late(now_s)  # then the refusals say nothing of other requests
+        ):
             rows = rows_of(compared)
             refusals = self.core.refusals(self._lane)
             refusals.note(self._refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
@@ -762,9 +770,9 @@ class Decision:
                 self._number = core.next_number()
             self._joined_s = now_s
             self._wait_until_s = math.inf
-            self._queue = core.join(self, self._waiting(now_s), self._leave_s())
+            self._queue = core.join(self, self._waiting(), self._leave_s())
         elif self._queue.lane_of(self._number) != self._lane:
-            core.move(self, self._number, self._lane, self._leave_s(), now_s)
+            core.move(self, self._waiting(), self._leave_s(), now_s)
         deadline_s = min(self._queue.deadline_s(self._number), max(now_s, self._latest_s))
         if self._wait_until_s == -math.inf:  # woken already
             return Wait(now_s)
@@ -775,17 +783,18 @@ class Decision:
             self._wait_until_s = deadline_s
         return Wait(self._wait_until_s)
 
-    def _waiting(self, now_s: float) -> WaitingRequest:
+    def _waiting(self) -> WaitingRequest:
         """Return what the admission queue's order needs to know of the request."""
         request = self.request
         return WaitingRequest(
             number=self._number,
             lane=self._lane,
-            joined_s=now_s,
+            joined_s=self._joined_s,
             due_s=request.indicators.due_s,
             priority=request.objective.priority,
             tenant=request.client_id,
             num_tokens=num_tokens_of(request),
+            best_effort=request.objective.is_best_effort,
         )
 
     def _leave_s(self) -> float:

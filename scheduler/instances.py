@@ -52,12 +52,14 @@ class NoInstanceError(ConnectionError):
     """No instance can take the request now."""
 
 
-# Why a request is shed: its targets cannot be kept, the admission queue is full, or its tenant or its class has as many
-# waiting requests as it may have.
-LATE, QUEUE_FULL, TENANT_LIMIT, CLASS_LIMIT = "late", "queue_full", "tenant_limit", "class_limit"
+# Why a request is shed: its targets cannot be kept, the admission queue is full, it waited there as long as it may, or
+# its tenant or its class has as many waiting requests as it may have.
+LATE, QUEUE_FULL, TIMEOUT = "late", "queue_full", "timeout"
+TENANT_LIMIT, CLASS_LIMIT = "tenant_limit", "class_limit"
 SHED_REASONS = {
     LATE: "no instance can keep the request's targets (ttft_slo_s, tpot_slo_s) now",
     QUEUE_FULL: "the admission queue is full",
+    TIMEOUT: "no instance admitted the request for as long as it may wait",
     TENANT_LIMIT: "the client has as many waiting requests as it may have",
     CLASS_LIMIT: "the class of the request has as many waiting requests as it may have",
 }

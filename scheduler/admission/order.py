@@ -26,6 +26,7 @@ class WaitingRequest:
     priority: int = 0  # lower goes first
     tenant: str = ""
     num_tokens: float = 0.0  # of its prompt and its predicted response
+    best_effort: bool = False
 
 
 HeadOf = Callable[[Sequence[WaitingRequest], float], int]  # the number of the first of some waiting requests, at a time
@@ -66,8 +67,14 @@ class FairTurns:
         before = self._of(tenant)
         self._level = max(self._level, before)
         if len(self._served) >= MAX_TENANTS and tenant not in self._served:
-            self._served = defaultdict(float, {name: one for name, one in self._served.items() if one > self._level})
+            self._forget()
         self._served[tenant] = before + num_tokens
+
+    def _forget(self) -> None:
+        """Forget tenants that are level with new ones, and of the others the half that is least ahead."""
+        ahead = [(tokens, name) for name, tokens in self._served.items() if tokens > self._level]
+        kept = heapq.nlargest(MAX_TENANTS // 2, ahead)
+        self._served = defaultdict(float, {name: tokens for tokens, name in kept})
 
     def _of(self, tenant: str) -> float:
         return max(self._level, self._served[tenant]) if tenant in self._served else self._level

@@ -43,6 +43,7 @@ class AdmissionQueue:
     turn: HeadOf = by_arrival
     max_tokens: float = math.inf
     num_tokens: float = 0.0
+    num_best_effort: int = 0
     _numbers: list[int] = field(default_factory=list)  # by arrival
     _requests: dict[int, WaitingRequest] = field(default_factory=dict)
     _lanes: dict[int, list[int]] = field(default_factory=dict)  # by arrival
@@ -71,10 +72,6 @@ class AdmissionQueue:
         """Return how many requests of a tenant wait."""
         return self._num_of_tenant.get(tenant, 0)
 
-    def num_of_class(self, *, best_effort: bool) -> int:
-        """Return how many requests wait that are best effort, or that are not."""
-        return sum(len(lane) for key, lane in self._lanes.items() if is_patient(key) == best_effort)
-
     def head(self, now_s: float, lane: int = 0) -> int:
         """Return the request of a lane whose turn it is; -1 where the lane is empty."""
         if self.order is not None:
@@ -99,6 +96,7 @@ class AdmissionQueue:
         self._requests[number] = request
         self._num_of_tenant[request.tenant] += 1
         self.num_tokens += request.num_tokens
+        self.num_best_effort += request.best_effort
 
     def leave(self, number: int) -> None:
         """Remove a request."""
@@ -112,13 +110,12 @@ class AdmissionQueue:
         if not self._num_of_tenant[request.tenant]:
             del self._num_of_tenant[request.tenant]
         self.num_tokens = self.num_tokens - request.num_tokens if self._numbers else 0.0
+        self.num_best_effort -= request.best_effort
 
-    def move(self, number: int, lane: int, deadline_s: float) -> None:
-        """Move a request to another lane, in which it waits until another deadline."""
-        request = self._requests[number]
-        self.leave(number)
-        request.lane = lane
-        self.join(number, deadline_s, request)
+    def change(self, deadline_s: float, request: WaitingRequest) -> None:
+        """Move a request to another lane, or change what else its order knows of it."""
+        self.leave(request.number)
+        self.join(request.number, deadline_s, request)
 
     def lane_of(self, number: int) -> int:
         """Return the lane of a request."""

@@ -332,8 +332,7 @@ class PlacementDriver:
             return answers
         async with self._fan_outs:
             start_s = time.monotonic()
-            asked = decision.request
-            request.waited_s = asked.waited_s + start_s - asked.arrived_s
+            _set_waited(request, decision.request, start_s)
             calls = [call for ask in intention.asks for call in self._calls(ask, request, handles)]
             try:
                 await asyncio.wait([call.reply for _, call in calls], timeout=self.settings.sidecar_deadline_s)
@@ -379,6 +378,7 @@ class PlacementDriver:
             return decision.reservation_failed(status, note, time.monotonic())
         handles[handle.name] = handle
         _set_leg(request, intention)
+        _set_waited(request, decision.request, time.monotonic())
         request.in_s = min(request.in_s, MAX_RESERVATION_S)  # sidecars accept no more
         message = predictor_pb2.ReserveRequest(
             request=request,
@@ -487,6 +487,11 @@ def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) 
     request.ClearField("held_s")
     if isinstance(of, Reserve) and of.held_s is not None:
         request.held_s = of.held_s
+
+
+def _set_waited(request: common_pb2.Request, of: PlacementRequest, now_s: float) -> None:
+    """Tell sidecars how long the request has been in the system: its deadlines count from there."""
+    request.waited_s = of.waited_s + now_s - of.arrived_s
 
 
 def _indicators(request: common_pb2.Request, objective: Objective, arrived_s: float) -> RequestIndicators:

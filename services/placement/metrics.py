@@ -42,7 +42,8 @@ class SchedulerMetrics:
         self.shed = Counter(
             "block_scheduler_shed",
             "Requests that were refused early, by reason: their targets cannot be kept (late), the admission queue is "
-            "full (queue_full), or the client or the class has too many waiting requests (tenant_limit, class_limit).",
+            "full (queue_full), they waited as long as they may (timeout), or the client or the class has too many "
+            "waiting requests (tenant_limit, class_limit).",
             ("reason", "class"),
             registry=registry,
         )

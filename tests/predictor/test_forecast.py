@@ -64,9 +64,12 @@ def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool)
     """Run the engine with the candidate; a run without it gives the effects on the others."""
     without, now_s = at_moment(load, moment, reserve=reserve)
     there = [name for name in without.slots if without.outcome(name).finished_s is None]
+    at_present, _ = at_moment(load, moment, reserve=reserve)
     without.advance()
     engine, now_s = at_moment(load, moment, reserve=reserve)
-    engine.add(replace(candidate, arrival_s=now_s + candidate.in_s))
+    engine.add(arrived(candidate, now_s))
+    weights = {one.request_id: one.weight for one in load.our_requests()}
+    before = {name: on_time(at_present, name) for name in there}
     engine.advance()
     outcome = engine.outcome(candidate.request_id)
     assert outcome.scheduled_s is not None
@@ -87,13 +90,38 @@ def really(load: Load, moment: float, candidate: RequestFacts, *, reserve: bool)
         others_preempted=others_preempted,
         delay_sum_s=sum(delays),
         delay_worst_s=max(delays, default=0.0),
+        attained=float(attains(engine, candidate.request_id)),
+        others_missed=sum(attains(without, name) and not attains(engine, name) for name in there),
+        gain_before=sum(weights[name] * (on_time(without, name) - before[name]) for name in there),
+        gain_after=candidate.weight * on_time(engine, candidate.request_id)
+        + sum(weights[name] * (on_time(engine, name) - before[name]) for name in there),
     )
 
 
+def arrived(candidate: RequestFacts, now_s: float) -> RequestFacts:
+    """The request as it arrives at the engine; its deadlines count from now."""
+    return replace(candidate, arrival_s=now_s + candidate.in_s, waited_s=candidate.waited_s + candidate.in_s, in_s=0.0)
+
+
+def on_time(engine: Engine, name: str) -> int:
+    """The number of a request's tokens that came by their deadlines."""
+    return engine.outcome(name).tokens_on_time or 0
+
+
+def attains(engine: Engine, name: str) -> bool:
+    """Whether all tokens of a request that has ended came by their deadlines."""
+    outcome, slo = engine.outcome(name), engine.request_in(engine.slots[name]).slo
+    if outcome.tokens_on_time is None or slo is None:
+        return True
+    return outcome.tokens_on_time >= (1 if slo.tpot_s is None else outcome.output_tokens)
+
+
 def expect_close(ours: Forecast, theirs: Forecast, *, only_shared: bool = False) -> None:
-    """Compare two forecasts: counts exactly, times within rounding."""
+    """Compare two forecasts: counts exactly, times within rounding; the least slack where both know it."""
     for name in Forecast.__dataclass_fields__:
         our, their = getattr(ours, name), getattr(theirs, name)
+        if name == "least_slack_s" and their is None:  # see test_deadline_forecast.py
+            continue
         if only_shared and (our is None or their is None):
             continue
         close = isinstance(our, float) and isinstance(their, float)
@@ -156,6 +184,8 @@ def test_a_later_arrival_has_the_times_of_the_oracle(batcher: str) -> None:
         engine, now_s = at_moment(rest, moment, reserve=True)
         (forecast,) = Forecaster(engine).forecast([candidate], now_s, delays=False)
         arriving = {**last, "arrival_s": now_s + in_s}
+        if last.get("ttft_slo_s") is not None:
+            arriving["ttft_slo_s"] = last["ttft_slo_s"] - in_s  # from now on
         steps = list(ORACLES[batcher](load.engine, [*others, arriving], affine_seconds))
         own = [step for step in steps if "candidate" in step["scheduled"]]
         if not load.config.async_scheduling:  # a step that is planned ahead starts later than it is planned
@@ -180,7 +210,7 @@ def test_requests_reserved_for_later_are_counted_when_they_arrive(batcher: str) 
             return
         (with_reservation, now_s), (with_request, _) = (at_moment(others, moment, reserve=False) for _ in range(2))
         assert ReservedRequests().add(replace(reserved, in_s=in_s), with_reservation, now_s)
-        with_request.add(replace(reserved, arrival_s=now_s + in_s))
+        with_request.add(arrived(replace(reserved, in_s=in_s), now_s))
         (ours,) = Forecaster(with_reservation).forecast([candidate], now_s)
         (theirs,) = Forecaster(with_request).forecast([candidate], now_s)
         expect_close(ours, theirs)

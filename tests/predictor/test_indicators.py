@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import MINUTE_S, EngineCounters, indicators_of
-from tests.strategies import AFFINE, Load, examples, loads
+from predictor.load import LOAD
+from tests.load_by_hand import load_by_hand
+from tests.strategies import AFFINE, Load, examples, load_of, loads
+
+TARGETS = ((None, None), (1.0, None), (1.0, 0.05), (None, 0.5), (2.0, 0.25))
 
 
 @examples(150)
 @given(load=loads("vllm_v1"), steps=st.integers(0, 12))
 def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
     """Whatever runs, waits, or is reserved, after any number of steps."""
+    for number, spec in enumerate(load.requests):
+        spec["ttft_slo_s"], spec["tpot_slo_s"] = TARGETS[number % len(TARGETS)]
     engine = load.loaded(AFFINE)
     for _ in range(steps):
         if engine.next_step() is None:
@@ -46,7 +53,7 @@ def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
         "num_waiting_blocks": sum(blocks(one.prompt_tokens + one.output_tokens) for one in waiting),
         "queued_prefill_tokens": (
             sum(max(0, int(one.prefill_tokens) - int(one.computed_tokens)) for one in running)
-            + sum(int(one.prompt_tokens) + int(one.output_tokens) for one in waiting)
+            + sum(int(one.prompt_tokens) + int(one.output_tokens) - int(one.computed_tokens) for one in waiting)
             + sum(int(one.prompt_tokens) for one in pending)
         ),
         "context_tokens": sum(int(one.computed_tokens) for one in running),
@@ -56,8 +63,25 @@ def test_indicators_sum_up_the_model(load: Load, steps: int) -> None:
         "num_fetching": 0,
         "num_held_blocks": 0,
         "pace": 1.25,
+        **{name: pytest.approx(value) for name, value in load_by_hand(state, load.config).items()},
     }
     assert len(running) == len(engine.running())
+
+
+def test_load_is_told_as_time_on_the_wall_clock() -> None:
+    """Where an engine's clock runs at another rate."""
+    engine = load_of("vllm_v1", (20, 5), (30, 5), slos=[(1.0, 0.2), (1.0, 0.1)]).loaded(AFFINE)
+    engine.next_step()
+    values = []
+    for clock_rate in (1.0, 4.0):
+        view = EngineView(
+            engine=engine, forecaster=Forecaster(engine), now_s=0.0, clock_rate=clock_rate, age_s=0.0, overdue_s=0.0,
+            serial=1,
+        )  # fmt: skip
+        values.append(indicators_of(view, 0))
+    for name in LOAD:
+        assert values[0][name] == pytest.approx(4.0 * values[1][name])
+    assert values[0]["least_tpot_slo_s"] == 0.1
 
 
 def test_counters_are_of_the_last_minute() -> None:

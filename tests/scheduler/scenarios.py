@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+from hypothesis import strategies as st
+
+from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.candidate import CandidateStatus
+from scheduler.objectives import WHEN_LATE, Objective
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from tests.scheduler.scripted import Arrival, Reply, Script, ScriptedInstance
@@ -189,3 +196,68 @@ ROLE_POLICIES = [
     *BY_LEGS,
 ]
 ROLE_CASES = [(policy, name) for policy in ROLE_POLICIES for name in scenarios_with_roles(policy)]
+
+
+# Requests with deadlines.
+
+SLO_POLICIES = ("slo", "slo", "slo: hold_s = 0.3", "polyserve", "slo: affinity = 0")
+LIMITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"best_effort_share": 0.0},
+    {"best_effort_share": 0.5, "admission_turn": "deadline"},
+    {"admission_turn": "fair", "max_held_of_tenant": 2},
+    {"admission_turn": "priority", "max_held_best_effort": 1},
+    {"max_held_tokens": 40.0},
+)
+
+
+@st.composite
+def promises(draw: Any, *, roles: bool = False, patient: bool = True) -> Script:
+    """Requests of some tenants with targets, or best effort, that meet busy instances which reply after a while.
+
+    No two things happen at the same time. Without `patient`, callers leave as well.
+    """
+    names = "abc"[: draw(st.integers(1, 3))]
+    fraction = np.random.default_rng(1).random
+
+    def after_s(max_ms: int) -> float:
+        return (draw(st.integers(1, max_ms)) + fraction()) / 1e3
+
+    def instance(name: str) -> ScriptedInstance:
+        return ScriptedInstance(
+            name=name,
+            num_running=draw(st.integers(0, 3)),
+            finishes_s=[after_s(900) for _ in range(draw(st.integers(0, 6)))],
+            harmless=draw(st.sampled_from((0, 1, 2, 3))),
+            role=draw(st.sampled_from(("both", "decode", "prefill"))) if roles else "both",
+        )
+
+    def arrival() -> Arrival:
+        slo = Slo(
+            ttft_s=draw(st.sampled_from((None, 0.05, 0.25, 0.25, 0.4, 1.0))),
+            tpot_s=draw(st.sampled_from((None, 0.02, 0.05, 0.2))),
+        )
+        request_class = draw(st.sampled_from((REAL_TIME, REAL_TIME, BEST_EFFORT)))
+        return Arrival(
+            after_s=1e-3 + after_s(draw(st.sampled_from((10, 200)))),
+            forecasts={name: [Reply(after_s=after_s(9))] for name in names},
+            reservations={name: [Reply(after_s=after_s(9))] for name in names},
+            client_id=draw(st.sampled_from(("x", "x", "y"))),
+            patience_s=math.inf if patient else draw(st.sampled_from((0.01, 0.2, math.inf))),
+            objective=Objective(
+                request_class=request_class,
+                slo=slo if request_class == REAL_TIME else Slo(),
+                priority=draw(st.integers(-1, 1)),
+                when_late=draw(st.sampled_from(WHEN_LATE)),
+            ),
+        )
+
+    return Script(
+        policy=draw(st.sampled_from(SLO_POLICIES)),
+        instances=[instance(name) for name in names],
+        arrivals=[arrival() for _ in range(draw(st.integers(1, 7)))],
+        per_reservation_s=draw(st.sampled_from((0.07, 0.3))),
+        limits=draw(st.sampled_from(LIMITS)),
+        max_held=draw(st.sampled_from((0, 2, 1000))),
+        seed=draw(st.integers(0, 3)),
+    )

@@ -23,6 +23,7 @@ from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed
 from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision, PrefillDecision
 from scheduler.explanation import why
 from scheduler.instances import InstanceDirectory, InstanceStatus
+from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.placement import PlacementRequest
 
 EPOCH = 7
@@ -40,7 +41,15 @@ NOTES = {
 HAVE_VERSIONS = (CandidateStatus.FORECAST, CandidateStatus.REFUSED, CandidateStatus.STOPPED)  # replies, not failures
 
 
-def forecast_of(e2e_s: float, *, queue_s: float = 0.0, delays: bool = False, ttft_s: float = TTFT_S) -> Forecast:
+def forecast_of(
+    e2e_s: float,
+    *,
+    queue_s: float = 0.0,
+    delays: bool = False,
+    ttft_s: float = TTFT_S,
+    attained: bool = True,
+    others_missed: int = 0,
+) -> Forecast:
     """A forecast with delays in proportion to its time, where they are asked for."""
     return Forecast(
         request_id="",
@@ -54,6 +63,11 @@ def forecast_of(e2e_s: float, *, queue_s: float = 0.0, delays: bool = False, ttf
         delay_sum_s=2.0 * queue_s if delays else None,
         delay_worst_s=queue_s if delays else None,
         others_preempted=0 if delays else None,
+        attained=float(attained),
+        others_missed=others_missed if delays else None,
+        gain_before=10.0 if delays else None,
+        gain_after=10.0 + attained - others_missed if delays else None,
+        least_slack_s=1.0 - queue_s if delays else None,
     )
 
 
@@ -75,6 +89,9 @@ class Arrival:
     reservations: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     dry_run: bool = False
+    objective: Objective = NO_OBJECTIVE
+    client_id: str = ""
+    patience_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +108,7 @@ class ScriptedInstance:
     prefill_s: float = 0.5  # of a prefill leg
     transfer_s: float = 0.02  # of a decode leg, of which the prefill takes none of its time
     keeps_released: bool = False  # its releases fail
+    harmless: int = 1 << 30  # so many reservations delay no other request beyond its deadlines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +125,7 @@ class Script:
     forecast_always: bool = False
     without_pool: str = SERVE_WHOLE
     seed: int = 3
+    limits: Mapping[str, Any] = field(default_factory=dict)  # of the admission queue, and its order
 
     @property
     def rules(self) -> DecisionRules:
@@ -116,6 +135,7 @@ class Script:
             max_held=self.max_held,
             forecast_always=self.forecast_always,
             without_pool=self.without_pool,
+            **self.limits,
         )
 
 
@@ -136,8 +156,23 @@ class Sidecar:
         self._asked[kind, request] = number + 1
         return replies[min(number, len(replies) - 1)]
 
-    def forecast(self, *, delays: bool = False, leg: str = SERVE, in_s: float = 0.0) -> Forecast:
-        """Forecast a leg of a request behind all that are reserved."""
+    def forecast(
+        self, *, delays: bool = False, leg: str = SERVE, in_s: float = 0.0, left_s: float = math.inf
+    ) -> Forecast:
+        """Forecast a leg of a request behind all that are reserved; its first token is due in `left_s`."""
+        forecast = self._forecast(delays=delays, leg=leg, in_s=in_s)
+        missed = max(0, self.num_held + 1 - self.instance.harmless)
+        is_late = leg != PREFILL and forecast.ttft_s > left_s
+        if not is_late and not missed:
+            return forecast
+        return replace(
+            forecast,
+            attained=float(not is_late),
+            others_missed=missed if delays else None,
+            gain_after=10.0 + (not is_late) - missed if delays else None,
+        )
+
+    def _forecast(self, *, delays: bool, leg: str, in_s: float) -> Forecast:
         one, queue_s = self.instance, self.script.per_reservation_s * self.num_held
         if leg == PREFILL:
             return forecast_of(one.prefill_s, queue_s=queue_s, delays=delays, ttft_s=one.prefill_s)
@@ -148,10 +183,13 @@ class Sidecar:
             return replace(forecast, fetched_s=start_s + one.transfer_s)
         return forecast_of(one.e2e_s, queue_s=queue_s, delays=delays)
 
-    def answer(self, reply: Reply, *, delays: bool, leg: str = SERVE, in_s: float = 0.0) -> Answer:
+    def answer(
+        self, reply: Reply, *, delays: bool, leg: str = SERVE, in_s: float = 0.0, left_s: float = math.inf
+    ) -> Answer:
         """Answer a forecast call now."""
         if reply.status is CandidateStatus.FORECAST:
-            return Answer(reply.status, self.forecast(delays=delays, leg=leg, in_s=in_s), self.version, EPOCH)
+            forecast = self.forecast(delays=delays, leg=leg, in_s=in_s, left_s=left_s)
+            return Answer(reply.status, forecast, self.version, EPOCH)
         version, epoch = (self.version, EPOCH) if reply.status in HAVE_VERSIONS else (0, 0)
         return Answer(reply.status, None, version, epoch, NOTES[reply.status])
 
@@ -194,6 +232,9 @@ class Sidecar:
             "context_tokens": 100.0 * self.instance.num_running,
             "requests_per_minute": float(self.num_held + self.num_finished),
             "num_finished_total": float(self.num_finished),
+            "decode_step_s": 0.01 * (self.instance.num_running + self.num_held),
+            "queued_prefill_s": 0.002 * self.num_held,
+            "least_tpot_slo_s": 0.05 if self.num_held else math.inf,
         }
 
 
@@ -232,7 +273,7 @@ def _details(intention: Intention) -> tuple[Any, ...]:
     if isinstance(intention, Release):
         return (intention.instance_id,)
     if isinstance(intention, Shed):
-        return type(intention.error).__name__, str(intention.error)
+        return type(intention.error).__name__, str(intention.error), rounded(intention.retry_after_s)
     if isinstance(intention, Placed):
         return explained(intention.decision)
     return ()
@@ -382,17 +423,26 @@ class ReferenceDriver:
 
     def _arrive(self, number: int) -> None:
         arrival = self.script.arrivals[number]
+        slo = arrival.objective.slo
         decision = self.core.decision(
             PlacementRequest(
                 request_id=f"r{number}",
                 number=number if self._fresh else -1,
-                indicators=RequestIndicators(prompt_tokens=PROMPT_TOKENS, tag_tokens=9.0),
+                indicators=RequestIndicators(
+                    prompt_tokens=PROMPT_TOKENS,
+                    tag_tokens=9.0,
+                    due_s=math.inf if slo.ttft_s is None else self.now_s + slo.ttft_s,
+                    tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
+                ),
                 prefix_hits=np.zeros(len(self.sidecars)) if self._fresh else None,
                 any_model=self._fresh,
                 rows=self._able(arrival) if self._fresh else None,
                 excluded=frozenset() if self._fresh else arrival.excluded,
                 dry_run=arrival.dry_run,
                 arrived_s=self.now_s,
+                objective=arrival.objective,
+                client_id=arrival.client_id,
+                patience_s=arrival.patience_s,
             )
         )
         process = self._process(decision, number)
@@ -422,7 +472,8 @@ class ReferenceDriver:
         intention = decision.start(self.now_s)
         while not isinstance(intention, Placed | Shed):
             if isinstance(intention, Ask | AskLegs):
-                answers = yield from self._ask(intention, number)
+                left_s = decision.request.indicators.due_s - self.now_s
+                answers = yield from self._ask(intention, number, left_s)
                 intention = decision.answers(answers, self.now_s)
             elif isinstance(intention, Reserve):
                 intention = yield from self._reserve(intention, decision, number)
@@ -442,7 +493,7 @@ class ReferenceDriver:
                     tokens = 0.0 if leg.kind == DECODE else PROMPT_TOKENS
                     self.core.instances.table.sent(leg.instance_id, self.now_s, prefill_tokens=tokens)
 
-    def _ask(self, intention: Ask | AskLegs, number: int) -> Generator[float, None, dict[str, Answer]]:
+    def _ask(self, intention: Ask | AskLegs, number: int, left_s: float) -> Generator[float, None, dict[str, Answer]]:
         start_s, answers = self.now_s, {}
         replies = {name: self.sidecars[name].next_reply("forecasts", number) for name in intention.instance_ids}
         ask_of = {name: ask for ask in intention.asks for name in ask.instance_ids}
@@ -451,7 +502,9 @@ class ReferenceDriver:
                 if reply.after_s:
                     yield start_s + reply.after_s
                 ask = ask_of[name]
-                answers[name] = self.sidecars[name].answer(reply, delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s)
+                answers[name] = self.sidecars[name].answer(
+                    reply, delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s, left_s=left_s
+                )
         if len(answers) < len(replies):
             yield start_s + self.script.deadline_s
         for name, reply in replies.items():
@@ -489,7 +542,8 @@ class ReferenceDriver:
         if result == "reserved":
             return decision.reserved(10.0, self.now_s)
         if result == "conflict":
-            forecast = sidecar.forecast(leg=intention.leg, in_s=intention.in_s)
+            left_s = decision.request.indicators.due_s - start_s
+            forecast = sidecar.forecast(leg=intention.leg, in_s=intention.in_s, left_s=left_s)
             return decision.conflict(Answer(CandidateStatus.FORECAST, forecast, sidecar.version, EPOCH), self.now_s)
         counts = reply.status is not CandidateStatus.STOPPED
         return decision.reservation_failed(reply.status, NOTES[reply.status], self.now_s, counts=counts)

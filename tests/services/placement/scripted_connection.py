@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Answer
+from scheduler.objectives import NO_OBJECTIVE
 from services.instances import Instance
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.driver import PlacementDriver
@@ -24,6 +26,7 @@ from services.placement.metrics import SchedulerMetrics
 from services.placement.settings import SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall
 from services.rpc.messages import LEG_NAMES, forecast_message, indicators_message
+from services.rpc.objectives import set_objective
 from tests.scheduler.scripted import EPOCH, FIRST_S, NOTES, PROMPT_TOKENS, Reply, Script, Sidecar, fail_engines
 
 FAILED = {
@@ -115,7 +118,9 @@ class ScriptedConnection:
                 reply.exception()
             else:
                 leg = LEG_NAMES[asked.leg]
-                answer = self.sidecar.answer(scripted, delays=request.with_delays, leg=leg, in_s=asked.in_s)
+                answer = self.sidecar.answer(
+                    scripted, delays=request.with_delays, leg=leg, in_s=asked.in_s, left_s=left_s(asked)
+                )
                 reply.set_result(predict_response(self.sidecar.name, request_id, answer).SerializeToString())
 
         if scripted.status is not CandidateStatus.LATE:
@@ -191,6 +196,11 @@ def number_of(request_id: str) -> int:
     return int(request_id.removeprefix("r"))
 
 
+def left_s(request: common_pb2.Request) -> float:
+    """Return when the first token of a request is due, from now on."""
+    return request.slo.ttft_s - request.waited_s if request.slo.HasField("ttft_s") else math.inf
+
+
 def predict_response(name: str, request_id: str, answer: Answer) -> predictor_pb2.PredictResponse:
     """The wire form of an answer."""
     response = predictor_pb2.PredictResponse(instance_id=name, version=answer.version, epoch=answer.epoch)
@@ -217,7 +227,8 @@ def reserve_response(
     response.state = common_pb2.INSTANCE_STATE_READY
     response.prediction.request_id = request_id
     if result == "conflict":
-        forecast = sidecar.forecast(leg=LEG_NAMES[request.request.leg], in_s=request.request.in_s)
+        asked = request.request
+        forecast = sidecar.forecast(leg=LEG_NAMES[asked.leg], in_s=asked.in_s, left_s=left_s(asked))
         response.prediction.forecast.CopyFrom(forecast_message(forecast))
     elif result == "refused":
         field, _, reason = NOTES[scripted.status].rpartition(": ")
@@ -247,6 +258,7 @@ async def _driven(script: Script, entry: Entry) -> None:
         forecast_always=script.forecast_always,
         without_pool=script.without_pool,
         failures_to_open=1 << 30,
+        **script.limits,
     )
     metrics = SchedulerMetrics(CollectorRegistry())
 
@@ -280,7 +292,11 @@ async def _driven(script: Script, entry: Entry) -> None:
     async def arrive(number: int) -> None:
         arrival = script.arrivals[number]
         await until(FIRST_S + arrival.after_s)
-        request = common_pb2.Request(request_id=f"r{number}", prompt_tokens=PROMPT_TOKENS, output_tokens=9)
+        request = common_pb2.Request(
+            request_id=f"r{number}", prompt_tokens=PROMPT_TOKENS, output_tokens=9, client_id=arrival.client_id
+        )
+        if arrival.objective != NO_OBJECTIVE:
+            set_objective(request, arrival.objective)
         with suppress(ValueError, ConnectionError):  # where it is shed, the record shows why
             await entry(driver, request, arrival.excluded, arrival.dry_run)
 

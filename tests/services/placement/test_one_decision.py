@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 from prometheus_client import Counter
 
 from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER
-from predictor.request import DECODE, PREFILL, SERVE
+from predictor.gain import ServiceLevels
+from predictor.request import CLASSES, DECODE, PREFILL, SERVE
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
+from scheduler.admission.order import turn_named
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Ask
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
 from scheduler.indicators import INDEX_OF, Column
+from scheduler.objectives import NO_OBJECTIVE
 from scheduler.placement import DecisionBasis
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
@@ -53,6 +56,7 @@ from tests.scheduler.scenarios import (
     ROLE_POLICIES,
     SHORTLISTED,
     STOPPED,
+    promises,
     scenarios,
     scenarios_with_roles,
 )
@@ -310,7 +314,12 @@ def without_failures(script: Script) -> Script:
     def arrival(one: Arrival) -> Arrival:
         excluded = (gone | one.excluded) & name_of.keys()
         excluded = gone if excluded == name_of.keys() else excluded
-        return Arrival(after_s=one.after_s, excluded=frozenset(name_of[name] for name in excluded))
+        return Arrival(
+            after_s=one.after_s,
+            excluded=frozenset(name_of[name] for name in excluded),
+            objective=one.objective,
+            client_id=one.client_id,
+        )
 
     instances = [replace(one, name=name_of[one.name], draining=False, engine_failed=False) for one in script.instances]
     return replace(
@@ -321,6 +330,20 @@ def without_failures(script: Script) -> Script:
         max_held=1000,
         forecast_always=False,
         without_pool=SERVE_WHOLE,
+    )
+
+
+def levels_of(script: Script) -> ServiceLevels:
+    """What the requests of a script ask for, as a workload has it."""
+    asked = [one.objective for one in script.arrivals]
+    return ServiceLevels(
+        ttft_slo_s=np.array([one.slo.ttft_s for one in asked], np.float64),  # None is NaN
+        tpot_slo_s=np.array([one.slo.tpot_s for one in asked], np.float64),
+        weight=np.array([one.weight for one in asked]),
+        priority=np.array([one.priority for one in asked]),
+        request_class=np.array([CLASSES.index(one.request_class) for one in asked]),
+        tenant=np.array([one.client_id for one in script.arrivals]),
+        when_late=np.array([one.when_late for one in asked]),
     )
 
 
@@ -343,10 +366,14 @@ def simulate(script: Script) -> list[tuple[str, float]]:
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
-    def forecast(self: Simulation, ask: Ask, _number: int, _now_s: float) -> dict[str, Column]:
+    def forecast(self: Simulation, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
         among = ask.candidates
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
-        forecasts = [sidecars[row].forecast(delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s) for row in rows]
+        slo = self._levels.objectives[number].slo  # the request may have been demoted
+        left_s = np.inf if slo.ttft_s is None else self._levels.due_s[number] - now_s
+        forecasts = [
+            sidecars[row].forecast(delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s, left_s=left_s) for row in rows
+        ]
         results = self.results[: len(forecasts)]
         results["first_token_s"], results["finished_s"], results["fetched_s"] = zip(
             *((one.ttft_s, one.e2e_s, np.nan if one.fetched_s is None else one.fetched_s) for one in forecasts),
@@ -360,10 +387,16 @@ def simulate(script: Script) -> list[tuple[str, float]]:
             "others_preempted": [one.others_preempted for one in forecasts],
             "delay_sum_s": [one.delay_sum_s for one in forecasts],
             "delay_worst_s": [one.delay_worst_s for one in forecasts],
+            "predicted_attained": [one.attained for one in forecasts],
+            "others_missed": [one.others_missed for one in forecasts],
+            "gain_before": [one.gain_before for one in forecasts],
+            "gain_after": [one.gain_after for one in forecasts],
+            "least_slack_s": [one.least_slack_s for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
         read = {name for part in self.schedulers[0].policy.parts for name in part.forecast_fields}
-        return {name: np.array(columns[name]) for name in columns if name in read or name == "predicted_e2e_s"}
+        read |= {"predicted_e2e_s", "predicted_ttft_s", "predicted_queue_s"}
+        return {name: np.array(columns[name], np.float64) for name in columns if name in read}
 
     def send(_self: Simulation, _scheduler: object, _number: int, index: int, _shown_s: float) -> None:
         sidecars[index].reserve(Reply(), None)
@@ -379,6 +412,8 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         RequestLengths(prompt_tokens=np.full(num, PROMPT_TOKENS), output_tokens=np.full(num, 9)),
         np.array([FIRST_S + one.after_s for one in script.arrivals]),
     )
+    if any(one.objective != NO_OBJECTIVE or one.client_id for one in script.arrivals):
+        work = replace(work, service=levels_of(script))
     made = [
         InstanceSpec(config=config(kv_role=KV_ROLES[one.role], kv_lease_s=LEASE_S), step_time=A30, role=one.role)
         for one in script.instances
@@ -399,6 +434,8 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         core = run.schedulers[0].core
         core.policy = policy_from(script.policy, script.seed)
         core.random = np.random.default_rng(script.seed).random
+        core.rules = script.rules
+        core._turn = turn_named(script.rules.admission_turn)
         for sidecar in sidecars:
             for after_s in sidecar.instance.finishes_s:
                 run.schedule(FIRST_S + after_s, CALL, lambda _, sidecar=sidecar: sidecar.finish())
@@ -429,6 +466,17 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
 def test_the_simulator_decides_as_the_reference_does(script: Script) -> None:
     """Placements, holds, scores and the order of the other instances are the same, and so are their times."""
     assert_simulated_alike(script)
+
+
+@examples(150)
+@given(script=promises())
+def test_requests_with_deadlines_are_decided_alike(script: Script) -> None:
+    """Held, late, demoted and shed ones: by the asyncio driver, and by the simulator."""
+    record = Record()
+    with recording(record):
+        drive(script, by_place)
+    assert_same(record, reference(script))
+    assert_simulated_alike(without_failures(script))
 
 
 SIMULATED = (

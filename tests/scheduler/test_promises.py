@@ -1,0 +1,461 @@
+"""Decisions of requests with deadlines: held while there is time, then late, demoted or shed; and best effort."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from predictor.request import BEST_EFFORT, REAL_TIME, Slo
+from scheduler.admission.queue import RETRY_S, lane_of
+from scheduler.candidates import RequestIndicators
+from scheduler.core import SchedulerCore
+from scheduler.decision import MAX_PATIENT_S, Answer, Ask, Decision, Intention, Placed, Reserve, Shed, Wait
+from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TENANT_LIMIT, TIMEOUT, OverloadedError
+from scheduler.objectives import DEMOTE, SERVE_LATE, SHED, Objective
+from scheduler.placement import PlacementRequest
+from tests.scheduler.scenarios import promises
+from tests.scheduler.scripted import EPOCH, Record, ReferenceDriver, Script, forecast_of, recording
+from tests.scheduler.test_decision import FORECAST, core_over, report, reserve_at
+from tests.strategies import examples
+
+PLACING_S = 0.1  # from the start of a request to its first token
+NOW_S = 100.0
+
+
+def deadline_core(names: str = "ab", policy: str = "slo", **rules: Any) -> SchedulerCore:
+    """A core over instances, the first of which is the least loaded."""
+    core = core_over(names, policy, **rules)
+    for place, name in enumerate(names):
+        report(core, name, decode_step_s=0.01 * (place + 1), queued_prefill_s=0.0, least_tpot_slo_s=math.inf)
+    return core
+
+
+def place(
+    core: SchedulerCore, now_s: float = NOW_S, *, when_late: str = SERVE_LATE, ttft_s: float | None = 1.0, **fields: Any
+) -> tuple[Decision, Intention]:
+    """Start the decision of a real-time request that arrives now."""
+    slo = Slo(ttft_s=ttft_s, tpot_s=fields.pop("tpot_s", 0.05))
+    return start(core, Objective(slo=slo, when_late=when_late), now_s, **fields)
+
+
+def place_best_effort(core: SchedulerCore, now_s: float = NOW_S, **fields: Any) -> tuple[Decision, Intention]:
+    """Start the decision of a best-effort request that arrives now."""
+    return start(core, Objective(request_class=BEST_EFFORT), now_s, **fields)
+
+
+def start(core: SchedulerCore, objective: Objective, now_s: float, **fields: Any) -> tuple[Decision, Intention]:
+    """Start a decision."""
+    slo = objective.slo
+    indicators = RequestIndicators(
+        prompt_tokens=60,
+        tag_tokens=40.0,
+        due_s=math.inf if slo.ttft_s is None else now_s + slo.ttft_s,
+        tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
+    )
+    decision = core.decision(PlacementRequest(indicators=indicators, objective=objective, arrived_s=now_s, **fields))
+    return decision, decision.start(now_s)
+
+
+def told(
+    decision: Decision,
+    intention: Intention,
+    now_s: float = NOW_S,
+    *,
+    attained: str = "",
+    harmful: str = "",
+    queue_s: float = 2.0,
+) -> Intention:
+    """Answer: some instances keep the request's deadlines, and some would break those of others."""
+    assert isinstance(intention, Ask), intention
+    answers = {}
+    for name in intention.instance_ids:
+        keeps = name in attained
+        forecast = forecast_of(
+            3.0, queue_s=0.0 if keeps else queue_s, ttft_s=PLACING_S, delays=True, attained=keeps,
+            others_missed=int(name in harmful),
+        )  # fmt: skip
+        answers[name] = Answer(FORECAST, forecast, 0, EPOCH)
+    return decision.answers(answers, now_s)
+
+
+def admit(decision: Decision, intention: Intention, now_s: float = NOW_S) -> str:
+    """Have a reservation made; return where."""
+    name = reserve_at(intention)
+    assert isinstance(decision.reserved(10.0, now_s), Placed)
+    return name
+
+
+def shed_because(intention: Intention) -> str:
+    """Why a request is shed."""
+    assert isinstance(intention, Shed), intention
+    assert isinstance(intention.error, OverloadedError)
+    assert intention.retry_after_s == intention.error.retry_after_s
+    return intention.error.reason
+
+
+def test_an_instance_that_keeps_all_deadlines_gets_the_request() -> None:
+    """Not the least loaded one, where it would be late, nor one where others would be."""
+    core = deadline_core("abc")
+    decision, ask = place(core)
+    assert admit(decision, told(decision, ask, attained="bc", harmful="b")) == "c"
+    assert decision.is_admitted
+    assert core.num_waiting == 0
+
+
+def test_a_request_waits_while_there_is_time_left() -> None:
+    """Until an idle instance could only just deliver its first token in time: then all instances are asked."""
+    core = deadline_core()
+    decision, ask = place(core, when_late=SHED)
+    wait = told(decision, ask, NOW_S + 0.01)
+    assert isinstance(wait, Wait)
+    assert NOW_S + 0.01 < wait.until_s <= NOW_S + 0.01 + 2 * RETRY_S
+    moments = [wait.until_s]
+    while isinstance(intention := decision.tick(moments[-1]), Wait | Ask) and moments[-1] < NOW_S + 0.9 - 1e-9:
+        if isinstance(intention, Ask):
+            intention = told(decision, intention, moments[-1])
+        assert isinstance(intention, Wait)
+        assert intention.until_s > moments[-1], "time goes on"
+        moments.append(intention.until_s)
+    assert moments[-1] == pytest.approx(NOW_S + 1.0 - PLACING_S)
+    assert isinstance(intention, Ask)
+    assert intention.instance_ids == ("a", "b"), "all are asked, whether or not they refused just now"
+    assert shed_because(told(decision, intention, moments[-1])) == LATE
+    assert core.num_waiting == 0
+
+
+def late(core: SchedulerCore, when_late: str, **fields: Any) -> tuple[Decision, Ask]:
+    """A request that no idle instance could serve in time."""
+    decision, ask = place(core, when_late=when_late, ttft_s=PLACING_S / 2, **fields)
+    assert isinstance(ask, Ask)
+    return decision, ask
+
+
+def test_a_late_request_is_served_where_it_harms_nobody() -> None:
+    """Its objective stays; the instance need not keep its deadlines, as none can."""
+    core = deadline_core()
+    decision, ask = late(core, SERVE_LATE)
+    assert admit(decision, told(decision, ask, harmful="a")) == "b"
+    assert decision.request.objective.request_class == REAL_TIME
+    assert decision.request.objective.slo.tpot_s == 0.05
+
+
+def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
+    """In a lane of its own, until the caller's patience ends; then the best instance gets it."""
+    core = deadline_core()
+    decision, ask = late(core, SERVE_LATE, patience_s=5.0)
+    wait = told(decision, ask, harmful="ab")
+    assert isinstance(wait, Wait)
+    queue = core.queue("")
+    assert queue is not None
+    assert queue.lane_of(decision.number) == lane_of(0.05, patient=True)
+    assert queue.deadline_s(decision.number) == NOW_S + 5.0
+    strict, ask = place(core)
+    assert isinstance(ask, Ask), "requests that can still be in time do not wait behind it"
+    assert admit(strict, told(strict, ask, attained="a")) == "a"
+    ask = decision.tick(NOW_S + 5.0)
+    assert admit(decision, told(decision, ask, NOW_S + 5.0, harmful="ab"), NOW_S + 5.0) == "a"
+    assert not decision.is_admitted
+
+
+def test_nobody_waits_without_end() -> None:
+    """Where the caller has any patience, a request that is late already waits for a minute at most."""
+    core = deadline_core()
+    decision, ask = late(core, SERVE_LATE)
+    told(decision, ask, harmful="ab")
+    queue = core.queue("")
+    assert queue is not None
+    assert queue.deadline_s(decision.number) == NOW_S + MAX_PATIENT_S
+
+
+def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
+    """From then on: for the order of the queue, for its limits, and for whoever is told of it."""
+    core = deadline_core(admission_turn="deadline")
+    decision, ask = late(core, DEMOTE)
+    assert isinstance(told(decision, ask, harmful="ab"), Wait)
+    objective = decision.request.objective
+    assert (objective.request_class, objective.slo, objective.when_late) == (BEST_EFFORT, Slo(), DEMOTE)
+    assert (decision.request.indicators.due_s, decision.request.indicators.tpot_slo_s) == (math.inf, math.inf)
+    queue = core.queue("")
+    assert queue is not None
+    assert (queue.lane_of(decision.number), queue.num_best_effort) == (lane_of(math.inf, patient=True), 1)
+    ask = decision.tick(NOW_S + 1.0)
+    assert admit(decision, told(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
+
+
+def test_a_request_that_is_demoted_while_it_waits_has_no_deadline_in_its_new_lane() -> None:
+    """A best-effort request that arrived before keeps its turn."""
+    core = deadline_core(admission_turn="deadline", max_held_best_effort=1)
+    first, ask = place_best_effort(core)
+    told(first, ask, harmful="ab")
+    second, ask = place(core, when_late=DEMOTE)
+    assert isinstance(told(second, ask, harmful="ab"), Wait)
+    queue = core.queue("")
+    assert queue is not None
+    assert queue.num_best_effort == 1
+    ask = second.tick(NOW_S + 0.95)
+    told(second, ask, NOW_S + 0.95, harmful="ab")
+    assert second.request.objective.is_best_effort
+    assert queue.num_best_effort == 2
+    assert queue.head(NOW_S + 0.95, lane_of(math.inf, patient=True)) == first.number
+
+
+@pytest.mark.parametrize(("ttft_s", "queue_s", "least_s"), [(0.05, 2.0, 2.05), (0.01, 0.0, 0.1)])
+def test_a_shed_request_may_come_back_when_it_would_be_in_time(ttft_s: float, queue_s: float, least_s: float) -> None:
+    """After the time by which the best instance is late now, and a tenth of a second at least."""
+    core = deadline_core()
+    decision, ask = place(core, when_late=SHED, ttft_s=ttft_s)
+    shed = told(decision, ask, queue_s=queue_s)
+    assert shed_because(shed) == LATE
+    assert isinstance(shed, Shed)
+    assert shed.retry_after_s == pytest.approx(least_s, abs=1e-9)
+
+
+def test_a_shed_request_comes_back_behind_those_that_wait() -> None:
+    """When their tokens have been admitted, at the rate of the last seconds."""
+    core = deadline_core()
+    for number in range(2001):  # 1000 tokens per second
+        core.shares.count(50.0, NOW_S - 100.0 + 0.05 * number, best_effort=False)
+    for _ in range(50):  # 100 tokens each
+        place(core, ttft_s=None) if core.num_waiting else told(*place(core, ttft_s=60.0))
+    decision, ask = late(core, SHED, tpot_s=0.01)
+    shed = told(decision, ask)
+    assert isinstance(shed, Shed)
+    assert shed.retry_after_s == pytest.approx(5.0, rel=0.05)
+
+
+def test_best_effort_waits_where_it_would_harm_anybody() -> None:
+    """It starts as soon as one instance has room for it."""
+    core = deadline_core()
+    decision, ask = place_best_effort(core)
+    assert isinstance(told(decision, ask, harmful="ab"), Wait)
+    ask = decision.tick(NOW_S + 1.0)
+    assert admit(decision, told(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
+    assert decision.is_admitted
+
+
+def test_best_effort_gets_its_share() -> None:
+    """Below its share of the admitted tokens it starts on the best instance, although others may be late there."""
+    core = deadline_core(best_effort_share=0.3)
+    timely, ask = place(core)
+    admit(timely, told(timely, ask, attained="a"))
+    decision, ask = place_best_effort(core)
+    assert admit(decision, told(decision, ask, harmful="ab")) == "a"
+    assert not decision.is_admitted
+    other, ask = place_best_effort(core, NOW_S + 1.0)
+    assert isinstance(told(other, ask, NOW_S + 1.0, harmful="ab"), Wait), "it has half of the tokens now"
+
+
+def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
+    """It never takes the place of others."""
+    core = deadline_core()
+    decision, ask = place_best_effort(core, patience_s=2.0)
+    told(decision, ask, harmful="ab")
+    ask = decision.tick(NOW_S + 2.0)
+    assert shed_because(told(decision, ask, NOW_S + 2.0, harmful="ab")) == TIMEOUT
+    assert core.num_waiting == 0
+
+
+@pytest.mark.parametrize(("when_late", "outcome"), [(SERVE_LATE, ""), (DEMOTE, ""), (SHED, TIMEOUT)])
+def test_a_caller_without_patience_gets_an_answer_before_the_request_is_late(when_late: str, outcome: str) -> None:
+    """The best instance, or a refusal."""
+    core = deadline_core()
+    decision, ask = place(core, when_late=when_late, patience_s=0.2)
+    assert isinstance(told(decision, ask), Wait)
+    ask = decision.tick(NOW_S + 0.2)
+    intention = told(decision, ask, NOW_S + 0.2)
+    if outcome:
+        assert shed_because(intention) == outcome
+    else:
+        assert admit(decision, intention) == "a"
+
+
+def test_a_tenant_has_only_so_many_waiting_requests() -> None:
+    """Others of it are shed at once, those of other tenants are not."""
+    core = deadline_core(max_held_of_tenant=1)
+    told(*place(core, client_id="x"))
+    assert shed_because(place(core, client_id="x")[1]) == TENANT_LIMIT
+    decision, ask = place(core, client_id="x", tpot_s=0.5)
+    assert shed_because(told(decision, ask)) == TENANT_LIMIT, "in another lane as well"
+    decision, ask = place(core, NOW_S + 1.0, client_id="x", tpot_s=0.5)
+    assert admit(decision, told(decision, ask, NOW_S + 1.0, attained="a")) == "a", "it need not wait"
+    assert isinstance(place(core, client_id="y")[1], Wait)
+    assert core.num_waiting == 2
+
+
+def test_best_effort_has_only_so_many_waiting_requests() -> None:
+    """Real-time requests that are served late do not count."""
+    core = deadline_core(max_held_best_effort=1)
+    decision, ask = late(core, SERVE_LATE)
+    told(decision, ask, harmful="ab")
+    decision, ask = place_best_effort(core)
+    assert isinstance(told(decision, ask, harmful="ab"), Wait)
+    assert shed_because(place_best_effort(core)[1]) == CLASS_LIMIT
+    assert isinstance(told(*place(core)), Wait)
+
+
+def test_a_full_queue_sheds_those_that_ask_for_it() -> None:
+    """Others come in, and the oldest leaves."""
+    core = deadline_core(max_held=1)
+    first, ask = place(core)
+    told(first, ask)
+    assert shed_because(place(core, when_late=SHED)[1]) == QUEUE_FULL
+    assert isinstance(place(core)[1], Wait)
+    assert list(core.ready) == [first]
+    assert admit(first, told(first, first.tick(NOW_S))) == "a"
+    assert core.num_waiting == 1
+
+
+def test_a_request_that_must_leave_a_full_queue_is_shed_if_it_asks_for_it() -> None:
+    """It says that the queue is full."""
+    core = deadline_core(max_held_tokens=250.0)
+    oldest, ask = place(core, when_late=SHED)
+    told(oldest, ask)
+    place(core)
+    place(core)  # of 100 tokens each
+    assert list(core.ready) == [oldest]
+    assert shed_because(told(oldest, oldest.tick(NOW_S))) == QUEUE_FULL
+    assert core.num_waiting == 2
+
+
+def test_where_too_many_tokens_wait_the_oldest_leave_one_after_the_other() -> None:
+    """Also where it is not their turn."""
+    core = deadline_core(max_held_tokens=250.0, admission_turn="deadline")
+    first, ask = place(core, ttft_s=50.0)
+    told(first, ask)
+    second, _ = place(core, ttft_s=51.0)
+    urgent = core.decision(
+        PlacementRequest(
+            indicators=RequestIndicators(prompt_tokens=200, tag_tokens=50.0, due_s=NOW_S + 5.0, tpot_slo_s=0.05),
+            arrived_s=NOW_S,
+        )
+    )
+    urgent.start(NOW_S)
+    for decision in (first, second):
+        assert decision in core.ready
+        admit(decision, told(decision, decision.tick(NOW_S)))
+    assert core.num_waiting == 1
+
+
+def test_a_strict_request_does_not_wait_for_a_loose_one() -> None:
+    """Each lane tries for itself; in each, requests wait for their turn."""
+    core = deadline_core()
+    loose, ask = place(core, tpot_s=0.5)
+    told(loose, ask)
+    strict, ask = place(core, tpot_s=0.02)
+    assert isinstance(ask, Ask)
+    told(strict, ask)
+    assert isinstance(place(core, tpot_s=0.5)[1], Wait)
+    ask = strict.tick(NOW_S + 0.2)
+    admit(strict, told(strict, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2)
+    assert list(core.ready) == [loose]
+
+
+def test_a_lane_that_a_request_leaves_goes_on() -> None:
+    """The next one tries when the first one became late."""
+    core = deadline_core()
+    first, ask = place(core)
+    told(first, ask)
+    second, wait = place(core, NOW_S + 0.5)
+    assert isinstance(wait, Wait)
+    ask = first.tick(NOW_S + 0.95)
+    told(first, ask, NOW_S + 0.95, harmful="ab")
+    assert list(core.ready) == [second]
+
+
+def test_a_dry_run_neither_waits_nor_is_shed() -> None:
+    """It shows the best instance as things are."""
+    core = deadline_core()
+    decision, ask = place(core, when_late=SHED, ttft_s=0.01, dry_run=True)
+    assert isinstance(told(decision, ask, harmful="ab"), Placed)
+    assert core.num_waiting == 0
+
+
+def test_a_policy_without_deadlines_reads_none() -> None:
+    """Late and best-effort requests are held, and placed, as all others are."""
+    core = core_over("a", 'hold: hold = "predicted_queue_s < 1", hold_s = 5')
+    for decision, ask in (place(core, when_late=SHED, ttft_s=0.01), place_best_effort(core)):
+        intention = told(decision, ask) if isinstance(ask, Ask) else ask
+        assert isinstance(intention, Wait)
+        assert decision.request.indicators.due_s in (NOW_S + 0.01, math.inf)
+        ask = decision.tick(NOW_S + 5.0)
+        if isinstance(ask, Ask):
+            assert isinstance(told(decision, ask, NOW_S + 5.0, attained="a"), Reserve)
+
+
+# Scripts.
+
+
+def outcomes(script: Script) -> tuple[Record, ReferenceDriver]:
+    """Run a script to its end."""
+    record = Record()
+    with recording(record):
+        driver = ReferenceDriver(script)
+        driver.run()
+    return record, driver
+
+
+def check_ends(script: Script, seen: Counter[str]) -> None:
+    """Every decision ends once, and leaves nothing behind that it does not account for."""
+    record, driver = outcomes(script)
+    ends = [(name, kind) for name, kind, *_ in record.steps if kind in ("Placed", "Shed")]
+    assert sorted(name for name, _ in ends) == sorted(f"r{number}" for number in range(len(script.arrivals)))
+    assert (driver.core.num_waiting, driver.core.queue(""), list(driver.core.ready)) == (0, None, [])
+    legs = {}
+    for name, kind in ends:
+        decision = record.decisions[name]
+        asked = script.arrivals[int(name[1:])].objective
+        if kind == "Placed":
+            legs[int(name[1:])] = {leg.instance_id: leg.kind for leg in decision.placement.legs}
+            waits = decision._held_s
+            assert waits <= MAX_PATIENT_S + 1.0
+        is_demoted = decision.request.objective != asked
+        assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
+        seen[kind] += 1
+        seen["demoted"] += is_demoted
+        seen["held"] += decision._joined_s > 0
+    for name, sidecar in driver.sidecars.items():
+        reserved = {number: kind for number, kinds in legs.items() for at, kind in kinds.items() if at == name}
+        assert sidecar.reserved == reserved
+    for step in record.steps:
+        if step[1] == "Shed":
+            seen[step[2]] += 1
+            assert step[2] != "OverloadedError" or step[4] > 0
+
+
+@pytest.mark.parametrize("roles", [False, True], ids=["", "roles"])
+def test_every_decision_ends_and_leaves_nothing_behind(roles: bool) -> None:
+    """In random scripts with lanes, limits and impatient callers, also with two legs."""
+    seen = Counter[str]()
+
+    @examples(150)
+    @given(promises(roles=roles, patient=False))
+    def check(script: Script) -> None:
+        check_ends(script, seen)
+
+    check()
+    assert min(seen[kind] for kind in ("Placed", "Shed", "demoted", "held", "OverloadedError")) >= 5, seen
+
+
+@examples(100)
+@given(promises())
+def test_no_decision_waits_twice_for_the_same_moment(script: Script) -> None:
+    """A wait that ends now is followed by an attempt, so that nothing spins."""
+    driver = ReferenceDriver(script)
+    ticks: dict[tuple[int, float], int] = Counter()
+    original = Decision.tick
+
+    def tick(decision: Decision, now_s: float) -> Intention:
+        intention = original(decision, now_s)
+        if isinstance(intention, Wait):
+            assert intention.until_s > now_s or decision in driver.core.ready
+        ticks[id(decision), now_s] += 1
+        return intention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decision, "tick", tick)
+        driver.run()
+    assert max(ticks.values(), default=0) <= 2 * len(script.arrivals) + 2
