@@ -309,10 +309,13 @@ def _count_on_time(
     slack_s = steps.due_s(state, slot, state.requests[slot].output_tokens + 1) - from_s
     first_late_s = _late_s(1, slack_s, tpot_s, first_s, growth_s, num_ahead)
     last_late_s = _late_s(num_repeats, slack_s, tpot_s, first_s, growth_s, num_ahead)
-    engine, request = state.engine[0], state.requests[slot]
-    if request.tokens_on_time == request.output_tokens:
-        engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
     is_first_late, is_last_late = first_late_s > 0, last_late_s > 0
+    engine, request = state.engine[0], state.requests[slot]
+    is_on_time = request.tokens_on_time == request.output_tokens  # so far; tokens after a late one do not count
+    if is_on_time and is_first_late:
+        engine.least_slack_s = min(engine.least_slack_s, -first_late_s)
+    elif is_on_time and not is_last_late:
+        engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
     if not is_first_late and not is_last_late:
         return num_repeats
     on_time = num_repeats if is_first_late else 1
@@ -328,6 +331,9 @@ def _count_on_time(
         lowest = _edge(1, on_time, slack_s, tpot_s, first_s, growth_s, num_ahead)
     if is_last_late:
         highest = _edge(num_repeats, on_time, slack_s, tpot_s, first_s, growth_s, num_ahead)
+        if is_on_time and not is_first_late:
+            late_s = _late_s(highest + 1, slack_s, tpot_s, first_s, growth_s, num_ahead)
+            engine.least_slack_s = min(engine.least_slack_s, -late_s)
     return highest - lowest + 1
 
 

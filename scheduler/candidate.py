@@ -136,7 +136,7 @@ FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "delay_worst_s": attrgetter("delay_worst_s"),
     "prefix_hit_tokens": attrgetter("prefix_hit_tokens"),
     "predicted_attained": attrgetter("attained"),
-    "others_missed": attrgetter("others_missed"),
+    "others_missed": lambda one: one.others_missed or 0,  # 0 also where a sidecar does not say
     "gain_before": attrgetter("gain_before"),
     "gain_after": attrgetter("gain_after"),
     "least_slack_s": attrgetter("least_slack_s"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from predictor.request import SERVE
-from scheduler.admission.order import ARRIVAL_TURN, FairTurns, WaitingRequest, turn_named
+from scheduler.admission.order import ARRIVAL_TURN, TURNS, WaitingRequest, turn_named
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
     PATIENT_ASK_AGAIN_S,
@@ -28,6 +28,7 @@ from scheduler.placement import PlacementRequest, num_tokens_of
 from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
 
+MAX_MODELS = 1024  # whose admitted tokens are counted; callers may name any adapter
 MAX_POLICIES = 64  # that requests ask for by themselves
 MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
 HAND_OVER_WEIGHT = 0.05  # of each new one in the mean
@@ -95,8 +96,8 @@ class SchedulerCore:
         self._queues: dict[str, AdmissionQueue] = {}
         self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
-        self._turn = turn_named(self.rules.admission_turn)
-        self.shares = ClassShares()
+        self._shares: dict[str, ClassShares] = {}  # by model
+        self.prefill_token_s = 0.0  # of the last request that was forecast, on the fastest instance
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
 
@@ -147,12 +148,12 @@ class SchedulerCore:
         queue = self._queues.get(model)
         if queue is None:
             queue = self._queues[model] = AdmissionQueue(
-                self.rules.max_held, self._order, self._turn, self.rules.max_held_tokens
+                self.rules.max_held, self._order, TURNS[self.rules.admission_turn], self.rules.max_held_tokens
             )
         queue.join(waiting.number, deadline_s, waiting)
         self.waiting[waiting.number] = decision
         if queue.is_full:
-            self.wake(queue.oldest)
+            self.wake(queue.surplus)
         return queue
 
     def limit_for(self, request: PlacementRequest) -> str:
@@ -161,7 +162,7 @@ class SchedulerCore:
         is_full = len(queue) >= self.rules.max_held or queue.num_tokens >= self.rules.max_held_tokens
         if is_full and request.objective.when_late == SHED:
             return QUEUE_FULL
-        if queue.num_of_tenant(request.client_id) >= self.rules.max_held_of_tenant:
+        if request.client_id and queue.num_of_tenant(request.client_id) >= self.rules.max_held_of_tenant:
             return TENANT_LIMIT
         if request.objective.is_best_effort and queue.num_best_effort >= self.rules.max_held_best_effort:
             return CLASS_LIMIT
@@ -175,7 +176,7 @@ class SchedulerCore:
         del self.waiting[number]
         if queue:
             if queue.is_full:
-                self.wake(queue.oldest)
+                self.wake(queue.surplus)
             for head in queue.heads(now_s):
                 self.wake(head)
         else:
@@ -213,6 +214,12 @@ class SchedulerCore:
         """Count the tokens of a request that got its placement, for the turns of tenants and the share of classes."""
         request = decision.request
         tokens = num_tokens_of(request)
-        if isinstance(self._turn, FairTurns):
-            self._turn.served(request.client_id, tokens)
-        self.shares.count(tokens, now_s, best_effort=request.objective.is_best_effort)
+        self.shares_of(request.model).count(tokens, now_s, best_effort=request.objective.is_best_effort)
+
+    def shares_of(self, model: str) -> ClassShares:
+        """Return what the requests of a model that were admitted had in tokens."""
+        if model not in self._shares:
+            if len(self._shares) >= MAX_MODELS:
+                del self._shares[next(iter(self._shares))]
+            self._shares[model] = ClassShares()
+        return self._shares[model]

@@ -29,7 +29,7 @@ import numpy as np
 from predictor.forecast_result import Forecast
 from predictor.request import BEST_EFFORT, DECODE, PREFILL, SERVE, Slo
 from scheduler.admission.order import WaitingRequest
-from scheduler.admission.queue import NO_NUMBER, AdmissionQueue, lane_of, retry_pause_s
+from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
 from scheduler.candidate import (
     FALLBACK_ORDER,
     FORECAST_FIELDS,
@@ -55,7 +55,7 @@ NONE = -1  # no position
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
-MIN_RETRY_AFTER_S = 0.1
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 3600.0
 MAX_PATIENT_S = 60.0  # of waiting for an instance where no other request would miss a deadline
 MAX_EXPLAINED = 64  # instances compared by indicators whose other indicators are kept
 
@@ -231,7 +231,7 @@ class Decision:
             self._patient = self.request.objective.is_best_effort
             self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=self._patient)
             queue = self.core.queue(self.request.model)
-            if queue is not None and queue.head(now_s, self._lane) != NO_NUMBER:
+            if queue is not None and queue.has_lane(self._lane):
                 return self._wait(now_s)
         return self._attempt(now_s)
 
@@ -517,13 +517,15 @@ class Decision:
             self._score()
             return self._decide(now_s)
         if self.request.objective.is_best_effort and keeps_deadlines:
-            if self.core.shares.is_below(self.core.rules.best_effort_share):
+            if self.core.shares_of(self.request.model).is_below(self.core.rules.best_effort_share):
                 return None
             return self._wait(now_s) if self._may_wait else self._refuse_for_now(self._leaves_because, now_s)
         if self._may_wait:
             return self._wait(now_s)
         if keeps_deadlines and objective.when_late == SHED_LATE:
             return self._refuse_for_now(self._leaves_because, now_s)
+        if keeps_deadlines and objective.when_late == DEMOTE:
+            self._demote()
         return None
 
     def _is_late(self, now_s: float) -> bool:
@@ -533,17 +535,25 @@ class Decision:
     def _latest_start_s(self) -> float:
         """Return until when an idle instance could start the request and deliver its first token in time."""
         compared, due_s = self._compared, self.request.indicators.due_s
-        if compared is None or due_s == math.inf or "predicted_queue_s" not in compared.columns:
+        prompt_tokens = self.request.indicators.prompt_tokens
+        if due_s == math.inf:
             return due_s
-        takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
-        known = takes_s[np.isfinite(takes_s)]
-        return due_s - float(known.min()) if len(known) else due_s
+        if compared is not None and "predicted_queue_s" in compared.columns:
+            takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
+            known = takes_s[np.isfinite(takes_s)]
+            if len(known):
+                self.core.prefill_token_s = float(known.min()) / max(1, prompt_tokens)
+        return due_s - self.core.prefill_token_s * prompt_tokens
 
     def _demote(self) -> None:
         """Make the request best effort without deadlines."""
         request = self.request
         request.objective = replace(request.objective, request_class=BEST_EFFORT, slo=Slo())
         request.indicators = replace(request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
+        if self._compared is not None:  # what was derived from its targets is outdated
+            self._compared.request = request.indicators
+            for name in ("ttft_left_s", "tpot_slo_s", "tier_ratio"):
+                self._compared.columns.pop(name, None)
 
     def _refuse_for_now(self, reason: str, now_s: float) -> Shed:
         """Refuse the request, and say when a new attempt may succeed."""
@@ -552,15 +562,15 @@ class Decision:
     def _retry_after_s(self, now_s: float) -> float:
         """Return when a request like this one may be admitted: after those that wait, where it would be in time."""
         queue = self.core.queue(self.request.model)
-        rate = self.core.shares.tokens_per_s(now_s)
+        rate = self.core.shares_of(self.request.model).tokens_per_s(now_s)
         queued_s = queue.num_tokens / rate if queue is not None and rate > 0 else 0.0
         compared, slo = self._compared, self.request.objective.slo
         late_s = 0.0
         if compared is not None and len(compared) and slo.ttft_s is not None and self.policy.needs_forecast:
             ttft_s = compared.columns.get("predicted_ttft_s")
             if ttft_s is not None and np.isfinite(ttft_s).any():
-                late_s = max(0.0, float(ttft_s.min()) - slo.ttft_s)
-        return max(MIN_RETRY_AFTER_S, queued_s, late_s)
+                late_s = max(0.0, float(np.fmin.reduce(ttft_s)) - slo.ttft_s)
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, queued_s, late_s))
 
     def _admit(self, best: int, now_s: float) -> Intention:
         """Have the chosen instance reserve the request, or forecast it first, or place it there as it is."""
@@ -592,6 +602,8 @@ class Decision:
         elif self._forecasts is not None:
             answer, since = self._forecasts[chosen], (self._since or [])[chosen]
             forecast = self._predicted()[chosen] if since else answer.forecast
+            if self.policy.keeps_deadlines:
+                since = 0  # reservations made since may miss their deadlines: the instance has to look again
             if self.num_conflicts < self.core.rules.max_conflicts:
                 if_version, if_epoch = answer.version + since, answer.epoch
         elif self._answers:
@@ -820,6 +832,7 @@ class Decision:
         if self.policy.holds and not request.dry_run:
             self.core.admitted(self, self._joined_s + self._held_s if self._queue is not None else request.arrived_s)
         if self._queue is not None:
+            self._queue.count_served(self._number)
             self._leave_queue(self._joined_s + self._held_s)
         return Placed(self)
 

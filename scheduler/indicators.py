@@ -87,8 +87,10 @@ REPORTED = (
     _reported("num_finished_total", "requests", "finished since the engine started"),
     _reported("num_fetching", "requests", "waiting while their KV blocks are fetched from another engine", 0.0),
     _reported("num_held_blocks", "blocks", "of finished prefill legs, held until they are fetched", 0.0),
-    _reported("decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too"),
-    _reported("queued_prefill_s", "s", "predicted to compute `queued_prefill_tokens`, beside such steps"),
+    _reported(
+        "decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too", 0.0
+    ),
+    _reported("queued_prefill_s", "s", "predicted to compute `queued_prefill_tokens`, beside such steps", 0.0),
     _reported("least_tpot_slo_s", "s", "shortest TPOT target of a request there; infinite without one"),
 )
 

@@ -35,6 +35,7 @@ def copy_as_known(fleet: EngineArrays, index: int, source: State, target: State,
     """Copy an engine as its sidecar knows it: lengths by tags, predicted step times, only requests that are visible."""
     copy_into(target, source)
     engine, instance, slots = target.engine[0], fleet.instances[index], fleet.slots[index]
+    engine.least_slack_s = np.inf
     size = len(target.pending)
     position = 0
     while position < engine.num_pending:
@@ -135,6 +136,7 @@ def start_lookahead(source: State, lookahead: State) -> None:
         lookahead.requests[slot].serial = NONE
     copy_into(lookahead, source)
     engine = lookahead.engine[0]
+    engine.least_slack_s = np.inf
     for position in range(engine.num_pending):
         slot = lookahead.pending[queues.at(engine.pending_head, position, len(lookahead.pending))]
         lookahead.requests[slot].serial = NONE

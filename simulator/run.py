@@ -118,7 +118,8 @@ class Simulation:
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
         self._levels = levels_of(self.work)
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
-        needed = {name for part in policy.parts for name in part.forecast_fields} | {"predicted_e2e_s"}
+        needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
+        needed.add("predicted_e2e_s")
         self._needs_tpot = "predicted_tpot_s" in needed
         self._forecast_columns = {
             name: self.results[field_name] for name, field_name in FORECAST_FIELDS.items() if name in needed
@@ -354,6 +355,7 @@ class Simulation:
         if objective is self._levels.objectives[number]:
             return
         self._levels.objectives[number] = objective
+        self._levels.due_s[number] = self._levels.tpot_slo_s[number] = math.inf
         facts = self.requests.facts[number]
         facts.request_class, facts.ttft_slo_s, facts.tpot_slo_s = 1, np.nan, np.nan
 

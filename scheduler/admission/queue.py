@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admission.order import HeadOf, WaitingRequest, by_arrival
+from scheduler.admission.order import FairTurns, HeadOf, WaitingRequest, by_arrival
 from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
@@ -34,19 +34,21 @@ class AdmissionQueue:
     """The requests of one model that wait at one scheduler, first come, first served unless an order says otherwise.
 
     No request waits beyond its deadline, and when more than `max_held` requests wait, or requests with more than
-    `max_tokens` tokens, the oldest leaves without admission. `turn` chooses the first request of a lane; an `order`
-    sorts all of them instead, and there are no lanes.
+    `max_tokens` tokens, one leaves without admission: the oldest of those that have no deadline to miss, else the
+    oldest. A turn, one for each lane, chooses its first request; an `order` sorts all requests instead, and there are
+    no lanes.
     """
 
     max_held: int = sys.maxsize
     order: Order | None = None
-    turn: HeadOf = by_arrival
+    make_turn: Callable[[], HeadOf] = lambda: by_arrival
     max_tokens: float = math.inf
     num_tokens: float = 0.0
     num_best_effort: int = 0
     _numbers: list[int] = field(default_factory=list)  # by arrival
     _requests: dict[int, WaitingRequest] = field(default_factory=dict)
     _lanes: dict[int, list[int]] = field(default_factory=dict)  # by arrival
+    _turns: dict[int, HeadOf] = field(default_factory=dict)  # by lane
     _num_of_tenant: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __len__(self) -> int:
@@ -64,6 +66,12 @@ class AdmissionQueue:
         return self._numbers[0]
 
     @property
+    def surplus(self) -> int:
+        """The request that leaves where too many wait: the oldest without a deadline to miss, else the oldest."""
+        patient = [lane[0] for key, lane in self._lanes.items() if is_patient(key)]
+        return min(patient, default=self._numbers[0])
+
+    @property
     def is_full(self) -> bool:
         """Whether more wait than may."""
         return len(self._numbers) > self.max_held or self.num_tokens > self.max_tokens
@@ -77,9 +85,29 @@ class AdmissionQueue:
         if self.order is not None:
             return self._numbers[0] if len(self._numbers) < 2 else self.order(self._numbers, now_s)[0]
         waiting = self._lanes.get(lane, ())
-        if len(waiting) < 2 or self.turn is by_arrival:
-            return waiting[0] if waiting else NO_NUMBER
-        return self.turn([self._requests[number] for number in waiting], now_s)
+        if not waiting:
+            return NO_NUMBER
+        turn = self._turn_of(lane)
+        if len(waiting) < 2 or turn is by_arrival:
+            return waiting[0]
+        return turn([self._requests[number] for number in waiting], now_s)
+
+    def has_lane(self, lane: int) -> bool:
+        """Return whether any request waits before one that joins a lane."""
+        return bool(self._numbers) if self.order is not None else lane in self._lanes
+
+    def count_served(self, number: int) -> None:
+        """Count a request that is admitted, for the turns of its lane."""
+        request = self._requests[number]
+        turn = self._turn_of(request.lane)
+        if isinstance(turn, FairTurns):
+            turn.served(request.tenant, request.num_tokens)
+
+    def _turn_of(self, lane: int) -> HeadOf:
+        turn = self._turns.get(lane)
+        if turn is None:
+            turn = self._turns[lane] = self.make_turn()
+        return turn
 
     def heads(self, now_s: float) -> list[int]:
         """Return the requests whose turn it is, one of each lane, the strictest lane first."""
@@ -123,9 +151,7 @@ class AdmissionQueue:
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request goes now, whether or not an instance admits it."""
-        if self._requests[number].leave_s <= now_s or self._position(number) < len(self._numbers) - self.max_held:
-            return True
-        return self.num_tokens > self.max_tokens and number == self.oldest
+        return self._requests[number].leave_s <= now_s or (self.is_full and number == self.surplus)
 
     def deadline_s(self, number: int) -> float:
         """Return when a request leaves at the latest."""

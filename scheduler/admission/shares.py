@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 HALF_LIFE_S = 10.0  # after which a token counts half
+PAUSE_S = 4 * HALF_LIFE_S  # after which counting starts again
 
 
 class ClassShares:
@@ -12,20 +13,30 @@ class ClassShares:
 
     def __init__(self) -> None:
         """Start without any token."""
-        self._best_effort = self._all = self._counted_s = 0.0
+        self._best_effort = self._all = 0.0
+        self._since_s = self._counted_s = -math.inf
 
     def count(self, num_tokens: float, now_s: float, *, best_effort: bool) -> None:
         """Count the tokens of a request that was admitted."""
-        fade = math.exp2(-max(0.0, now_s - self._counted_s) / HALF_LIFE_S)
+        if now_s - self._counted_s > PAUSE_S:
+            self._best_effort = self._all = 0.0
+            self._since_s = self._counted_s = now_s
+        fade = _left_after(now_s - self._counted_s)
         self._counted_s = max(now_s, self._counted_s)
         self._all = self._all * fade + num_tokens
         self._best_effort = self._best_effort * fade + (num_tokens if best_effort else 0.0)
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Return the rate of admitted tokens."""
-        fade = math.exp2(-max(0.0, now_s - self._counted_s) / HALF_LIFE_S)
-        return self._all * fade * math.log(2) / HALF_LIFE_S
+        """Return the rate of admitted tokens since counting started; 0 where that is not known."""
+        if not self._since_s < now_s <= self._counted_s + PAUSE_S:
+            return 0.0
+        counted = self._all * _left_after(now_s - self._counted_s)
+        return counted * math.log(2) / HALF_LIFE_S / (1.0 - _left_after(now_s - self._since_s))
 
     def is_below(self, share: float) -> bool:
         """Return whether best effort got less than a share of the tokens."""
         return self._best_effort < share * self._all
+
+
+def _left_after(seconds: float) -> float:
+    return math.exp2(-max(0.0, seconds) / HALF_LIFE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from services.engine_state.xargs import facts_in
 from services.gateway.keys import KeyHolder
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
-from services.http.engine_arguments import CLASSES, with_arguments
+from services.http.engine_arguments import CLASSES, LONG_WAIT_S, with_arguments
 from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
 from services.http.proxying import without_hops
 from services.objectives import ObjectiveTable
@@ -53,9 +54,13 @@ class Incoming:
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
         """Return the body for the engine of a decision, which may have changed what the request asks for."""
-        if decision is None or not decision.HasField("objective"):
+        waited_s = time.monotonic() - self.arrived_s
+        request = self.request
+        if decision is not None and decision.HasField("objective"):
+            request = with_objective(request, decision.objective)
+        elif waited_s < LONG_WAIT_S or not request.slo.HasField("ttft_s"):
             return self.body
-        return body_to_pass(self.client_body, self.openai, with_objective(self.request, decision.objective))
+        return body_to_pass(self.client_body, self.openai, request, waited_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +237,7 @@ def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int | None:
     return next((priority for priority in given if priority is not None), None)
 
 
-def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request) -> bytes:
+def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request, waited_s: float = 0.0) -> bytes:
     """Return the body for the engine, with what it does not say itself: priority, service level, class, weight, ids.
 
     A vLLM with Block's plug-in reads them, and any other ignores them.
@@ -241,7 +246,7 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
     if openai.priority is None and request.priority != 0:
         added["priority"] = request.priority
     own = openai.xargs or {}
-    xargs = with_arguments(own, request)
+    xargs = with_arguments(own, request, waited_s)
     if xargs != own:
         if openai.xargs is not None:  # the whole body is written again
             return json.dumps({**json.loads(body), **added, "vllm_xargs": xargs}).encode()

@@ -134,7 +134,8 @@ class Generation:
             arrived_s=self.arrived_s,
         )
         told = with_objective(request, decision.objective) if decision.HasField("objective") else request
-        self._told = self.engine_request.told(told, is_demoted=decision.demoted)
+        waited_s = self.waited_s + time.monotonic() - self.arrived_s
+        self._told = self.engine_request.told(told, waited_s, is_demoted=decision.demoted)
         return placement, decision
 
     async def _release(self, placement: Placement, outcome: common_pb2.Outcome | None) -> None:

@@ -81,13 +81,15 @@ class EngineRequest:
             headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
         return headers
 
-    def told(self, request: common_pb2.Request, *, is_demoted: bool) -> EngineRequest:
+    def told(self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool) -> EngineRequest:
         """Add the final priority, class, targets, weight and ids, for vLLM with the plug-in.
 
         What `vllm_xargs` says itself has precedence, unless the request is demoted.
         """
         own = self.body.get("vllm_xargs") or {}
-        arguments = with_arguments(own, request) if is_demoted else {**arguments_of(request), **own}
+        if not isinstance(own, Mapping):
+            raise ValueError(f"parameters.vllm_xargs: must be an object, not {own!r:.40}")
+        arguments = with_arguments(own, request, waited_s) if is_demoted else {**arguments_of(request, waited_s), **own}
         added: dict[str, Any] = {"priority": request.priority} if request.priority else {}
         if arguments != own:
             added["vllm_xargs"] = arguments

@@ -243,7 +243,8 @@ class InstanceEndpoint:
             _refuse(response, "the sidecar is draining and takes no new reservations")
         elif request.HasField("if_version") and is_stale and not is_known:
             response.result = CONFLICT
-            (prediction,) = await self._predictions(view, [request.request], delays=False, simulate=True)
+            delays = request.forecast.HasField("others_missed")  # the decision depends on what it does to others
+            (prediction,) = await self._predictions(view, [request.request], delays=delays, simulate=True)
             response.prediction.CopyFrom(prediction)
         elif sidecar.reservations.is_full and not is_known:
             raise BusyError(f"{len(sidecar.reservations)} requests are reserved, which is the limit")

@@ -54,7 +54,7 @@ def test_each_lane_has_its_own_head() -> None:
 
 def test_a_turn_chooses_in_each_lane() -> None:
     """Not among all."""
-    queue = queue_of(LOOSE, LOOSE, STRICT, STRICT, due_s=(9.0, 1.0, 4.0, 3.0), turn=by_deadline)
+    queue = queue_of(LOOSE, LOOSE, STRICT, STRICT, due_s=(9.0, 1.0, 4.0, 3.0), make_turn=lambda: by_deadline)
     assert queue.heads(0.0) == [3, 1]
 
 
