@@ -218,7 +218,7 @@ def test_a_shed_request_comes_back_behind_those_that_wait() -> None:
     """When their tokens have been admitted, at the rate of the last seconds."""
     core = deadline_core()
     for number in range(2001):  # 1000 tokens per second
-        core.shares.count(50.0, NOW_S - 100.0 + 0.05 * number, best_effort=False)
+        core.shares_of("").count(50.0, NOW_S - 100.0 + 0.05 * number, best_effort=False)
     for _ in range(50):  # 100 tokens each
         place(core, ttft_s=None) if core.num_waiting else told(*place(core, ttft_s=60.0))
     decision, ask = late(core, SHED, tpot_s=0.01)

@@ -151,11 +151,22 @@ def test_old_tokens_count_less() -> None:
     """Half as much after each half-life, so that a share is one of the last seconds."""
     shares = ClassShares()
     shares.count(1000.0, 0.0, best_effort=True)
-    shares.count(1000.0, 10 * HALF_LIFE_S, best_effort=False)
-    assert shares.is_below(0.01)
-    assert not shares.is_below(0.0009)
+    shares.count(1000.0, 3 * HALF_LIFE_S, best_effort=False)  # an eighth of the former is left
+    assert shares.is_below(0.12)
+    assert not shares.is_below(0.11)
     shares.count(0.0, 0.0, best_effort=False)  # of an event that is reported late
-    assert not shares.is_below(0.0009)
+    assert not shares.is_below(0.11)
+
+
+def test_counting_starts_again_after_a_pause() -> None:
+    """The rate is that since then, and not known at its first moment."""
+    shares = ClassShares()
+    shares.count(1e6, 0.0, best_effort=True)
+    shares.count(50.0, 1200.0, best_effort=False)
+    assert shares.tokens_per_s(1200.0) == 0.0
+    shares.count(50.0, 1200.5, best_effort=False)
+    assert shares.tokens_per_s(1201.0) == pytest.approx(100.0, rel=0.05)
+    assert shares.tokens_per_s(1300.0) == 0.0
 
 
 @pytest.mark.parametrize("period_s", [0.01, 0.5])
