@@ -381,9 +381,8 @@ def test_a_policy_without_deadlines_reads_none() -> None:
         intention = told(decision, ask) if isinstance(ask, Ask) else ask
         assert isinstance(intention, Wait)
         assert decision.request.indicators.due_s in (NOW_S + 0.01, math.inf)
-        ask = decision.tick(NOW_S + 5.0)
-        if isinstance(ask, Ask):
-            assert isinstance(told(decision, ask, NOW_S + 5.0, attained="a"), Reserve)
+        intention = told(decision, decision.tick(NOW_S + 5.0), NOW_S + 5.0, attained="a")
+        assert isinstance(intention, Reserve)
 
 
 # Scripts.
