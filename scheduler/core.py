@@ -31,6 +31,7 @@ from scheduler.prefix.prompt import PromptPrefixes
 MAX_MODELS = 1024  # whose admitted tokens are counted; callers may name any adapter
 MAX_POLICIES = 64  # that requests ask for by themselves
 MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
+PREFILL_FADE = 0.001  # of the least time per prompt token, for each forecast
 HAND_OVER_WEIGHT = 0.05  # of each new one in the mean
 
 
@@ -97,7 +98,7 @@ class SchedulerCore:
         self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
-        self.prefill_token_s = 0.0  # of the last request that was forecast, on the fastest instance
+        self.prefill_token_s = 0.0  # how long a prompt token takes at least, from the first step to the first token
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
 
@@ -131,6 +132,11 @@ class SchedulerCore:
         """Learn how long it takes from the end of a prefill leg to the arrival of the decode leg."""
         if 0 <= seconds <= MAX_HAND_OVER_S:
             self.hand_over_s += HAND_OVER_WEIGHT * (seconds - self.hand_over_s)
+
+    def observe_prefill(self, token_s: float) -> None:
+        """Learn how long a prompt token takes at least, by forecasts; the least counts less and less."""
+        known = self.prefill_token_s
+        self.prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
 
     # The admission queue.
 

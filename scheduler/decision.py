@@ -542,7 +542,7 @@ class Decision:
             takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
             known = takes_s[np.isfinite(takes_s)]
             if len(known):
-                self.core.prefill_token_s = float(known.min()) / max(1, prompt_tokens)
+                self.core.observe_prefill(float(known.min()) / max(1, prompt_tokens))
         return due_s - self.core.prefill_token_s * prompt_tokens
 
     def _demote(self) -> None:

@@ -350,7 +350,9 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
     assert chosen(name, {"num_running": [None]}) == "a"
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if name not in ("min_qpm", "round_robin", "gorouting", "minimal")])
+@pytest.mark.parametrize(
+    "name", [name for name in TABLES if name not in ("min_qpm", "round_robin", "gorouting", "minimal")]
+)
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
     needs = [root.name for root in _roots(name) if root.source is not IndicatorSource.REQUEST]
