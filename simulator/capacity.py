@@ -25,7 +25,7 @@ MAX_TRIALS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class LatencyObjective:
     """What a run must meet: a percentile of a latency below a limit."""
 
     metric: str = "ttft_s"
@@ -50,7 +50,7 @@ class Trial:
     policy: str
     rate: float
     seed: int
-    objective: Objective = field(default_factory=Objective)
+    objective: LatencyObjective = field(default_factory=LatencyObjective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def trial_s(trial: Trial) -> float:
 
 def capacities(
     cases: Sequence[tuple[Scenario, str]],
-    objective: Objective,
+    objective: LatencyObjective,
     search: Search,
     runner: Runner = one_by_one,
     on_trial: OnTrial | None = None,

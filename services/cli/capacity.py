@@ -11,7 +11,7 @@ import click
 
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
-from simulator.capacity import Capacity, Objective, Search, Trial, capacities, gain
+from simulator.capacity import Capacity, LatencyObjective, Search, Trial, capacities, gain
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 
@@ -23,21 +23,21 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 @click.option(
     "--metric",
     type=click.Choice(METRICS),
-    default=default_of(Objective, "metric"),
+    default=default_of(LatencyObjective, "metric"),
     show_default=True,
     help="Latency that the SLO limits.",
 )
 @click.option(
     "--percentile",
     type=float,
-    default=default_of(Objective, "percentile"),
+    default=default_of(LatencyObjective, "percentile"),
     show_default=True,
     help="Percentile of the latency that must stay below the limit.",
 )
 @click.option(
     "--limit-s",
     type=float,
-    default=default_of(Objective, "limit_s"),
+    default=default_of(LatencyObjective, "limit_s"),
     show_default=True,
     help="Limit of that percentile, in seconds.",
 )
@@ -114,7 +114,7 @@ def capacity(
         first_rate=first_rate or 2.5 * num,
         paired=len(chosen) > 1,
     )
-    objective = Objective(metric=metric, percentile=percentile, limit_s=limit_s)
+    objective = LatencyObjective(metric=metric, percentile=percentile, limit_s=limit_s)
     scenario.workload(search.first_rate, 0)  # a bad trace is refused here, before any process starts
     num_trials = 0
 
@@ -140,7 +140,7 @@ def capacity(
     _print_table(found, objective, num)
 
 
-def _print_table(found: list[Capacity], objective: Objective, num: int) -> None:
+def _print_table(found: list[Capacity], objective: LatencyObjective, num: int) -> None:
     print(f"requests/s with P{objective.percentile:g} {objective.metric} < {objective.limit_s:g} s on {num} instances")
     width = max(10, *(len(one.policy) for one in found))
     for one in found:

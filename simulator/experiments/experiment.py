@@ -16,7 +16,7 @@ from typing import Any
 from predictor.config import require_count
 from predictor.suggestions import did_you_mean
 from scheduler.policy import policy_from
-from simulator.capacity import Objective
+from simulator.capacity import LatencyObjective
 from simulator.experiments import autoscaling_shapes
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
@@ -139,7 +139,7 @@ class Experiment:
     kind: str
     seeds: int
     baseline: str
-    objective: Objective
+    objective: LatencyObjective
     resolution: float
     settings: tuple[ExperimentSetting, ...]
     variants: tuple[Variant, ...]
@@ -241,7 +241,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         kind=kind,
         seeds=table.get("seeds", 5),
         baseline=baseline,
-        objective=Objective(**table.get("objective", {})),
+        objective=LatencyObjective(**table.get("objective", {})),
         resolution=table.get("resolution", 0.005),
         settings=settings,
         variants=variants,

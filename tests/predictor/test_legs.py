@@ -14,6 +14,7 @@ from predictor.engine import Engine, Outcome
 from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.indicators import SUMS, sum_up
+from predictor.load import LOAD
 from predictor.request import DECODE, PREFILL, RequestFacts
 from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import StepTime
@@ -264,7 +265,7 @@ def test_indicators_know_legs() -> None:
     engine.add(RequestFacts(request_id="decode", prompt_tokens=64, output_tokens=2, leg=DECODE, transfer_s=20.0))
     engine.advance(3.0)
     sums = np.zeros(len(SUMS))
-    sum_up(engine.state, sums)
+    sum_up(engine.state, sums, np.zeros(len(LOAD)))
     values = dict(zip(SUMS, sums.tolist(), strict=True))
     assert (values["num_fetching"], values["num_held_blocks"]) == (1, 2)
     assert (values["queued_prefill_tokens"], values["num_waiting_blocks"]) == (0, 0)

@@ -19,7 +19,7 @@ FACTS = RequestFacts(
     request_id="r", model="m", prompt_tokens=48, tag=Tag(median_tokens=90.5, spread=0.5), arrival_s=3.0, max_tokens=200,
     min_tokens=4, priority=-2, prefix_hashes=("a1", "b2", "c3"), request_class=BEST_EFFORT,
     slo=Slo(ttft_s=0.5, tpot_s=0.04), weight=2.5, client_id="alice", session_id="chat-7",
-    in_s=0.125, leg=DECODE, held_s=0.75, transfer_s=0.25,
+    in_s=0.125, waited_s=0.25, leg=DECODE, held_s=0.75, transfer_s=0.25,
 )  # fmt: skip
 KNOWN_LENGTH = replace(FACTS, output_tokens=90, tag=None)
 DECODING = EngineConfig(kv_role="kv_consumer")
@@ -80,7 +80,7 @@ def test_an_engine_keeps_the_facts_in_columns() -> None:
     """A local scheduler finds targets, weight, tenant and class beside a request; a slot's next request has its own."""
     engine = Engine(DECODING, AFFINE)
     slot = engine.add(FACTS)
-    assert engine.state.facts[slot].item() == (0.5, 0.04, 2.5, tenant_number("alice"), 1)
+    assert engine.state.facts[slot].item() == (0.25, 0.04, 2.5, tenant_number("alice"), 1)  # the TTFT that is left
     engine.abort("r")
     engine.remove("r")
     again = engine.add(RequestFacts(request_id="bare", prompt_tokens=3, slo=Slo(tpot_s=0.1)))
@@ -95,7 +95,7 @@ def test_facts_stay_with_their_requests_when_the_engine_grows() -> None:
     slot = engine.add(FACTS)
     for number in range(200):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=3))
-    assert engine.state.facts[slot].item() == (0.5, 0.04, 2.5, tenant_number("alice"), 1)
+    assert engine.state.facts[slot].item() == (0.25, 0.04, 2.5, tenant_number("alice"), 1)  # the TTFT that is left
     others = np.delete(engine.state.facts, slot)
     assert np.isnan(others["ttft_slo_s"]).all()
     assert (others["weight"] == 1.0).all()

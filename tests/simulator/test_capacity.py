@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.parallel import processes, ray_cluster
-from simulator.capacity import Bracket, Objective, Search, Trial, capacities, gain, half_width, trial_s
+from simulator.capacity import Bracket, LatencyObjective, Search, Trial, capacities, gain, half_width, trial_s
 from simulator.parallel import Runner, one_by_one
 from simulator.scenario import Scenario, scenario_from
 
@@ -48,7 +48,7 @@ def fake_runner(true: Callable[[int, str], float]) -> Any:
 def test_brackets_close_around_the_capacity(first_rate: float) -> None:
     """From any first rate, a search ends within its resolution."""
     search = Search(seeds=3, max_seeds=3, resolution=0.002, first_rate=first_rate, paired=True)
-    (found,) = capacities([(scenario(), "jsq")], Objective(), search, fake_runner(lambda seed, _: 30.0 + seed))
+    (found,) = capacities([(scenario(), "jsq")], LatencyObjective(), search, fake_runner(lambda seed, _: 30.0 + seed))
     assert found.per_seed == pytest.approx((30.0, 31.0, 32.0), rel=0.002)
     assert found.mean == pytest.approx(31.0, rel=0.002)
 
@@ -60,7 +60,7 @@ def test_noise_ends_a_search_early_and_adds_seeds() -> None:
     rough = Search(seeds=5, max_seeds=5, resolution=0.001, first_rate=30.0)
     many = Search(seeds=5, max_seeds=40, resolution=0.001, precision=0.05, first_rate=30.0)
     results = [
-        capacities([(scenario(), "jsq")], Objective(), search, fake_runner(lambda seed, _: noisy[seed]))[0]
+        capacities([(scenario(), "jsq")], LatencyObjective(), search, fake_runner(lambda seed, _: noisy[seed]))[0]
         for search in (fine, rough, many)
     ]
     assert results[1].num_trials < 0.8 * results[0].num_trials
@@ -75,7 +75,7 @@ def test_gains_are_compared_seed_by_seed() -> None:
     search = Search(seeds=6, max_seeds=6, resolution=0.001, first_rate=30.0, paired=True)
     better, worse = capacities(
         [(scenario(), "block"), (scenario(), "jsq")],
-        Objective(),
+        LatencyObjective(),
         search,
         fake_runner(lambda seed, policy: noisy[seed] * (1.1 if policy == "block" else 1.0)),
     )
@@ -101,12 +101,12 @@ def test_trials_stop_when_they_miss_the_objective() -> None:
     assert 0 < trial_s(easy) < 1.0
     for metric in ("tpot_s", "e2e_s"):
         assert 0 < trial_s(Trial(scenario=scenario(), policy="jsq", rate=0.5, seed=0,
-                                 objective=Objective(metric=metric))) < 60.0  # fmt: skip
+                                 objective=LatencyObjective(metric=metric))) < 60.0  # fmt: skip
 
 
 def test_a_real_search_finds_the_capacity() -> None:
     """Below a measured capacity the objective holds for its seed, well above it does not."""
-    objective = Objective(limit_s=1.0)
+    objective = LatencyObjective(limit_s=1.0)
     search = Search(seeds=2, max_seeds=2, resolution=0.02, first_rate=4.0)
     (found,) = capacities([(scenario(), "jsq")], objective, search)
     for seed, capacity in enumerate(found.per_seed):
@@ -126,6 +126,7 @@ def test_processes_return_the_same_results() -> None:
 
 
 @pytest.mark.xdist_group("cluster")  # as many processes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a Ray that was started twice
 def test_ray_returns_the_same_results() -> None:
     """A local Ray cluster returns what this process returns."""
     trials = [Trial(scenario=scenario(), policy="jsq", rate=rate, seed=0) for rate in (2.0, 4.0)]
@@ -161,4 +162,4 @@ def test_brackets_take_growing_strides() -> None:
 def test_bad_objectives_are_refused(bad: dict[str, Any]) -> None:
     """The error names the field."""
     with pytest.raises(ValueError, match=f"objective.{next(iter(bad))}"):
-        Objective(**bad)
+        LatencyObjective(**bad)
