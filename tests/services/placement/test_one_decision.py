@@ -636,6 +636,7 @@ def on_the_wall_clock(policy: str, name: str) -> bool:
     return name not in ("one engine failed", "all engines failed", "too many are held")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "name"), [(policy, name) for policy, name in CASES if on_the_wall_clock(policy, name)]
 )
