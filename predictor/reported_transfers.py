@@ -55,7 +55,7 @@ def put_transfers(
 
 @small_kernel
 def put_stage(state: State, slot: int, reported: np.record) -> None:
-    """Put the stage of a waiting request whose fetch has not begun, or is over."""
+    """Put the stage of a waiting request whose fetch has not started, or has ended."""
     request, stage = state.requests[slot], reported.stage
     if stage in (ARRIVED, LOST):  # the engine knows it before its next step
         stage = FETCHED if stage == ARRIVED else FETCH_FAILED

@@ -3,13 +3,8 @@
 A driver starts a decision and carries out the intention that it returns; it feeds back the result and gets the next
 intention, until the request is placed or shed:
 
-    start(now)                                        the first intention
-    Ask(candidates, leg), AskLegs(asks)   ->  answers(...)
-    Reserve(instance, leg, if_version)    ->  reserved(...), conflict(...) or reservation_failed(...)
-    Release(instance)                     ->  released(...)
-    Wait(until)                           ->  tick(now), at that time or when the decision is in `core.ready`
-    Placed(placement), Shed(reason)           the end
-    cancel(now)                               the caller left
+    start(now)      the first intention; `scheduler/intentions.py` has all of them, and what each gets back
+    cancel(now)     the caller left
 
 Drivers are the gRPC scheduler, a gateway that decides in its process, and the simulator. A request that may have two
 legs is decided by the subclass in `scheduler/disaggregation.py`, with the same events and intentions.
@@ -20,9 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +36,7 @@ from scheduler.candidate import (
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.instances import LATE, QUEUE_FULL, TIMEOUT, NoInstanceError, OverloadedError, RolePool, age_of
+from scheduler.intentions import FORECAST_IN, NO_ANSWER, STATUS_OF, Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import DEMOTE
 from scheduler.objectives import SHED as SHED_LATE
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest, num_tokens_of
@@ -67,100 +62,6 @@ BASIS_OF = {
     CandidateStatus.INDICATORS: DecisionBasis.INDICATORS,
     CandidateStatus.FORECAST: DecisionBasis.FORECAST,
 }
-
-
-class Ask(NamedTuple):
-    """Have instances forecast a leg of the request that arrives there in `in_s`.
-
-    The policy compares `candidates`; `others` are asked as well.
-    """
-
-    candidates: Candidates
-    others: Sequence[str]
-    with_delays: bool
-    leg: str = SERVE
-    in_s: float = 0.0
-
-    @property
-    def instance_ids(self) -> tuple[str, ...]:
-        """All instances to ask."""
-        return (*self.candidates.instance_ids, *self.others)
-
-    @property
-    def asks(self) -> tuple[Ask, ...]:
-        """The parts of the fan-out: this one."""
-        return (self,)
-
-
-class AskLegs(NamedTuple):
-    """Have instances forecast in one fan-out, each of them one leg; the answers are given together."""
-
-    asks: tuple[Ask, ...]
-
-    @property
-    def instance_ids(self) -> tuple[str, ...]:
-        """All instances to ask; no two parts ask the same one."""
-        return tuple(name for ask in self.asks for name in ask.instance_ids)
-
-
-class Reserve(NamedTuple):
-    """Have an instance reserve a leg that arrives in `in_s`, if its count of reservations is still `if_version`.
-
-    Without `if_version` it reserves in any case. `held_s` is how long the KV blocks of a prefill leg are predicted to
-    be held after its end, None if that is unknown.
-    """
-
-    instance_id: str
-    row: int
-    if_version: int | None
-    if_epoch: int | None
-    forecast: Forecast | None
-    leg: str = SERVE
-    in_s: float = 0.0
-    held_s: float | None = None
-
-
-class Release(NamedTuple):
-    """Have an instance end the reservation that this decision made there."""
-
-    instance_id: str
-
-
-class Wait(NamedTuple):
-    """Wait in the admission queue."""
-
-    until_s: float
-
-
-class Placed(NamedTuple):
-    """The request has a placement: that of the decision."""
-
-    decision: Decision
-
-
-class Shed(NamedTuple):
-    """The request is refused: a ValueError blames the request, a ConnectionError the instances."""
-
-    error: Exception
-    retry_after_s: float | None = None
-
-
-Intention = Ask | AskLegs | Reserve | Release | Wait | Placed | Shed
-
-
-class Answer(NamedTuple):
-    """What one instance answered when it was asked: a forecast, or the status and note of its failure."""
-
-    status: CandidateStatus
-    forecast: Forecast | None = None
-    version: int = 0
-    epoch: int = 0
-    note: str = ""
-    answered_s: float = 0.0
-
-
-STATUS_OF, FORECAST_IN = itemgetter(0), itemgetter(1)
-NO_ANSWER = Answer(CandidateStatus.LATE, note="no answer")
 
 
 class Decision:

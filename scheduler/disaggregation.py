@@ -29,22 +29,10 @@ from predictor.forecast_result import Forecast
 from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.candidate import FORECAST_FIELDS, Candidate, CandidateStatus
 from scheduler.candidates import Candidates
-from scheduler.decision import (
-    EMPTY,
-    NO_ANSWER,
-    NO_CANDIDATES,
-    NONE,
-    Answer,
-    Ask,
-    AskLegs,
-    Decision,
-    Intention,
-    Release,
-    Reserve,
-    rows_of,
-)
+from scheduler.decision import EMPTY, NO_CANDIDATES, NONE, Decision, rows_of
 from scheduler.indicators import Column
 from scheduler.instances import NoInstanceError, RolePool
+from scheduler.intentions import NO_ANSWER, Answer, Ask, AskLegs, Intention, Release, Reserve
 from scheduler.placement import Leg, Placement
 from scheduler.spec import ALWAYS, BY_FORECAST, DECODE_FIRST, NEVER, PREFILL_FIRST
 

@@ -20,7 +20,7 @@ from scheduler.instance_table import InstanceTable
 from scheduler.reservation_versions import ReservationVersions
 
 if TYPE_CHECKING:
-    from scheduler.decision import Answer
+    from scheduler.intentions import Answer
 
 HEAD_OF, VERSION_OF = attrgetter("head"), itemgetter(2)
 NO_VERSIONS = ReservationVersions()  # of an instance that is gone; never written to

@@ -29,7 +29,7 @@ from scheduler.spec import (
 )
 
 DEFAULT_SHORTLIST = "lmetric"
-DELAYS = (
+ON_OTHERS = (
     "delay_sum_s", "delay_worst_s", "others_preempted", "others_missed", "gain_before", "gain_after", "least_slack_s",
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Policy:
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
         if self.keeps_deadlines:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which tell how late a request may start
-        self.needs_delays = any(root.name in DELAYS for root in roots)
+        self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
         self.forecast_columns = tuple(sorted(names | {"prefix_hit_tokens"} if self.needs_prefix else names))
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)

@@ -35,9 +35,9 @@ from predictor.request import LEGS, RequestFacts
 from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, AskLegs, Placed, Reserve
 from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory
+from scheduler.intentions import Answer, Ask, AskLegs, Placed, Reserve
 from scheduler.placement import PlacementRequest
 from scheduler.prefix import PromptPrefixes
 from scheduler.prefix.prompt import PromptBlocks

@@ -11,8 +11,9 @@ import numpy as np
 from predictor.config import RECOMPUTE
 from predictor.request import DECODE, LEGS, PREFILL
 from predictor.state import NONE
-from scheduler.decision import Ask, AskLegs, Decision, Intention, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.indicators import Column
+from scheduler.intentions import Ask, AskLegs, Intention, Reserve, Shed, Wait
 from simulator import coupled, kernels
 from simulator.fleet import with_more_slots
 from simulator.result import SHED, STATUSES

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from predictor.request import LEGS
 from predictor.state import NONE, PREFILL_LEG
 from scheduler.candidates import RequestIndicators
-from scheduler.decision import Ask, Decision, Intention, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.indicators import INDEX_OF, Column
+from scheduler.intentions import Ask, Intention, Reserve, Shed, Wait
 from scheduler.placement import PlacementRequest
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 from simulator import forecast_kernels, kernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +54,7 @@ class FairTurns:
 
     def __init__(self) -> None:
         """Start without any tenant."""
-        self._served: defaultdict[str, float] = defaultdict(float)
+        self._served: dict[str, float] = {}
         self._level = 0.0  # what the tenant had been served that was served last
 
     def __call__(self, waiting: Sequence[WaitingRequest], _now_s: float) -> int:
@@ -73,11 +72,10 @@ class FairTurns:
     def _forget(self) -> None:
         """Forget tenants that are level with new ones, and of the others the half that is least ahead."""
         ahead = [(tokens, name) for name, tokens in self._served.items() if tokens > self._level]
-        kept = heapq.nlargest(MAX_TENANTS // 2, ahead)
-        self._served = defaultdict(float, {name: tokens for tokens, name in kept})
+        self._served = {name: tokens for tokens, name in heapq.nlargest(MAX_TENANTS // 2, ahead)}
 
     def _of(self, tenant: str) -> float:
-        return max(self._level, self._served[tenant]) if tenant in self._served else self._level
+        return max(self._level, self._served.get(tenant, 0.0))
 
 
 DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN, ARRIVAL_TURN = "deadline", "priority", "fair", "arrival"

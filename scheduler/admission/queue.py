@@ -61,11 +61,6 @@ class AdmissionQueue:
         return self._numbers.copy()
 
     @property
-    def oldest(self) -> int:
-        """The waiting request that arrived first."""
-        return self._numbers[0]
-
-    @property
     def surplus(self) -> int:
         """The request that leaves where too many wait: the oldest without a deadline to miss, else the oldest."""
         patient = [lane[0] for key, lane in self._lanes.items() if is_patient(key)]

@@ -393,7 +393,7 @@ class Driver:
             self._remove(job)
 
     def _fetch_end_s(self, request_id: str, fetch: Fetch) -> float:
-        """Return when a fetch under way ends; infinity where the other engine need not be told."""
+        """Return when a fetch under way ends; infinity where the other engine knows it already."""
         if fetch.is_freed or not self.engine.is_fetching(request_id):
             return math.inf
         end_s = self.engine.fetch_end_s(request_id)

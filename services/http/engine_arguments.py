@@ -1,4 +1,4 @@
-"""What engines are told of a request beside its body: arguments (`vllm_xargs`) that vLLM's plug-in reads."""
+"""What engines get of a request beside its body: arguments (`vllm_xargs`) that vLLM's plug-in reads."""
 
 from __future__ import annotations
 

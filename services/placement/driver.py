@@ -15,8 +15,9 @@ from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
-from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.instances import NOT_READY, PREFILL_ROLE, OverloadedError, UnknownModelError
+from scheduler.intentions import Answer, Ask, AskLegs, Intention, Placed, Release, Reserve, Shed, Wait
 from scheduler.objectives import Objective
 from scheduler.placement import Placement, PlacementRequest
 from scheduler.policy import Policy
@@ -230,16 +231,16 @@ class PlacementDriver:
         """Carry out a decision's intentions until the request is placed."""
         if self.registry.directory.suspects:
             self.registry.probe_suspects()
-        asked = told = decision.request.objective
+        asked = sent = decision.request.objective
         intention = decision.start(time.monotonic())
         try:
             while not isinstance(intention, Placed):
                 self._wake()
                 if isinstance(intention, Shed):
                     raise self._shed(intention, asked)
-                if decision.request.objective is not told:  # sidecars are told what the decision has made of it
-                    told = decision.request.objective
-                    set_objective(request, told)
+                if decision.request.objective is not sent:  # sidecars get what the decision has made of it
+                    sent = decision.request.objective
+                    set_objective(request, sent)
                 intention = await self._carried_out(intention, decision, request, handles)
         except BaseException:
             for name in decision.cancel(time.monotonic()):
@@ -248,7 +249,7 @@ class PlacementDriver:
             raise
         finally:
             _set_leg(request, decision.request)
-            if told is not asked:
+            if sent is not asked:
                 set_objective(request, asked)
             self._wake()
         placement = decision.placement

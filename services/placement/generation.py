@@ -58,7 +58,7 @@ class Generation:
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
     _undivided: bool = False  # one engine serves it
-    _told: EngineRequest = field(init=False)  # what the engine is told, by the last decision
+    _to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
     def __post_init__(self) -> None:
         """Some requests have one leg only."""
@@ -133,9 +133,9 @@ class Generation:
             explain=message.explain,
             arrived_s=self.arrived_s,
         )
-        told = with_objective(request, decision.objective) if decision.HasField("objective") else request
+        facts = with_objective(request, decision.objective) if decision.HasField("objective") else request
         waited_s = self.waited_s + time.monotonic() - self.arrived_s
-        self._told = self.engine_request.told(told, waited_s, is_demoted=decision.demoted)
+        self._to_send = self.engine_request.with_facts(facts, waited_s, is_demoted=decision.demoted)
         return placement, decision
 
     async def _release(self, placement: Placement, outcome: common_pb2.Outcome | None) -> None:
@@ -183,7 +183,7 @@ class Generation:
         pieces = stream_answer(
             self.client,
             handle.instance,
-            self._told,
+            self._to_send,
             (settings.first_token_s, settings.idle_s),
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
@@ -216,9 +216,9 @@ class Generation:
             reply = await leg.send(
                 self.client,
                 origin_of(handle.instance.engine_url),
-                target=self._told.path,
-                headers=self._told.headers(),
-                body=self._told.body_for(handle.instance.models),
+                target=self._to_send.path,
+                headers=self._to_send.headers(),
+                body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,
                 max_bytes=MAX_PREFILL_BYTES,

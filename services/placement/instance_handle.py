@@ -13,8 +13,8 @@ from typing import Any
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.backoff import Backoff
 from scheduler.candidate import CandidateStatus
-from scheduler.decision import Answer
 from scheduler.instances import NOT_READY, InstanceDirectory, InstanceStatus
+from scheduler.intentions import Answer
 from scheduler.prefix.prompt import DEFAULT_BLOCK_TOKENS
 from services.instances import Instance
 from services.logs import log_event

@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 from predictor.forecast_result import Forecast
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
-from scheduler.decision import Answer
 from scheduler.instances import NOT_READY
+from scheduler.intentions import Answer
 from services.rpc.messages import forecast_from
 
 STATE_NAMES = {

@@ -81,7 +81,7 @@ class EngineRequest:
             headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
         return headers
 
-    def told(self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool) -> EngineRequest:
+    def with_facts(self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool) -> EngineRequest:
         """Add the final priority, class, targets, weight and ids, for vLLM with the plug-in.
 
         What `vllm_xargs` says itself has precedence, unless the request is demoted.

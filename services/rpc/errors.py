@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from scheduler.instances import OverloadedError
 
 MAX_MESSAGE = 500  # characters; messages travel in headers
-MAX_RETRY_AFTER_S = 3600.0  # that a refused request is told to wait
+MAX_RETRY_AFTER_S = 3600.0  # the longest advice to a refused request
 
 # Of a request that is shed: trailing metadata of a call, and headers of a reply.
 SHED_REASON, RETRY_AFTER_MS = "x-block-shed-reason", "x-block-retry-after-ms"

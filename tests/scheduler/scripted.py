@@ -19,10 +19,11 @@ from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision, PrefillDecision
 from scheduler.explanation import why
 from scheduler.instances import InstanceDirectory, InstanceStatus
+from scheduler.intentions import Answer, Ask, AskLegs, Intention, Placed, Release, Reserve, Shed, Wait
 from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.placement import PlacementRequest
 

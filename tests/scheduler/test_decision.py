@@ -14,11 +14,12 @@ from scheduler.admission.queue import RETRY_S
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import MAX_POLICIES, DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, Decision, Intention, Placed, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.explanation import why
 from scheduler.indicators import INDEX_OF
 from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory, InstanceStatus, NoInstanceError, UnknownModelError
+from scheduler.intentions import Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.placement import DecisionBasis, PlacementRequest
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from

@@ -18,10 +18,11 @@ from scheduler.admission.queue import lane_of
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
-from scheduler.decision import Answer, Ask, AskLegs, Decision, Intention, Placed, Release, Reserve, Shed, Wait
+from scheduler.decision import Decision
 from scheduler.disaggregation import REASONS, DisaggregatedDecision
 from scheduler.explanation import why
 from scheduler.instances import InstanceDirectory, InstanceStatus, NoInstanceError, role_named
+from scheduler.intentions import Answer, Ask, AskLegs, Intention, Placed, Release, Reserve, Shed, Wait
 from scheduler.placement import PlacementRequest
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from

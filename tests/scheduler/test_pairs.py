@@ -15,9 +15,9 @@ from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
-from scheduler.decision import Answer, Ask, AskLegs, Placed, Reserve
 from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory
+from scheduler.intentions import Answer, Ask, AskLegs, Placed, Reserve
 from scheduler.placement import PlacementRequest
 
 NUM_CLUSTERS = 40

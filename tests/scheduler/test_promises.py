@@ -13,8 +13,9 @@ from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.admission.queue import RETRY_S, lane_of
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
-from scheduler.decision import MAX_PATIENT_S, Answer, Ask, Decision, Intention, Placed, Reserve, Shed, Wait
+from scheduler.decision import MAX_PATIENT_S, Decision
 from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TENANT_LIMIT, TIMEOUT, OverloadedError
+from scheduler.intentions import Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import DEMOTE, SERVE_LATE, SHED, Objective
 from scheduler.placement import PlacementRequest
 from tests.scheduler.scenarios import promises

@@ -14,7 +14,7 @@ from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
 from predictor.state import HELD, NONE
 from scheduler.candidates import RequestIndicators
-from scheduler.decision import Ask
+from scheduler.intentions import Ask
 from simulator import coupled, kernels
 from simulator.assembly import simulate, simulation
 from simulator.conditions import Conditions, Outage

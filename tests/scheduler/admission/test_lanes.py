@@ -43,7 +43,7 @@ def test_each_lane_has_its_own_head() -> None:
     queue = queue_of(LOOSE, LOOSE, BEST_EFFORT, STRICT, STRICT)
     assert queue.heads(0.0) == [3, 0, 2]
     assert [queue.head(0.0, lane) for lane in (STRICT, LOOSE, BEST_EFFORT, ANY)] == [3, 0, 2, NO_NUMBER]
-    assert queue.oldest == 0
+    assert queue.numbers[0] == 0
     queue.leave(0)
     assert queue.heads(0.0) == [3, 1, 2]
     for number in (3, 4):

@@ -24,7 +24,7 @@ def test_first_come_first_served() -> None:
     queue = AdmissionQueue()
     for number in (3, 1, 2):
         queue.join(number)
-    assert (queue.head(0.0), queue.oldest, queue.numbers, len(queue)) == (1, 1, [1, 2, 3], 3)
+    assert (queue.head(0.0), queue.numbers[0], queue.numbers, len(queue)) == (1, 1, [1, 2, 3], 3)
     queue.leave(1)
     assert queue.head(0.0) == 2
     queue.leave(3)
@@ -45,7 +45,7 @@ def test_another_order_chooses_the_head_by_the_time() -> None:
     assert queue.head(1.0) == 4
     queue.join(7)
     queue.join(5)
-    assert (queue.head(2.0), queue.oldest) == (7, 4)
+    assert (queue.head(2.0), queue.numbers[0]) == (7, 4)
     assert seen == [([4, 5, 7], 2.0)]
 
 

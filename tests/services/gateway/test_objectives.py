@@ -12,25 +12,19 @@ import httpx
 import pytest
 
 from protos.block.v1 import common_pb2
-from scheduler.decision import Decision, Shed
+from scheduler.decision import Decision
 from scheduler.instances import LATE, QUEUE_FULL, OverloadedError
+from scheduler.intentions import Shed
 from services.gateway.keys import ApiKeys
 from tests.services.files import replace_file
 from tests.services.gateway.stubs import STREAM, Call, Scene, completes, scene, streams
 from tests.services.gateway.test_failing import error_of
 from tests.services.gateway.test_in_process import gateway
+from tests.services.objective_tables import chat_table
 from tests.services.waiting import run, until
 
 REAL, BEST = common_pb2.REQUEST_CLASS_REAL_TIME, common_pb2.REQUEST_CLASS_BEST_EFFORT
-TABLE = """
-[[objective]]
-name = "chat"
-ttft_slo_s = 0.5
-tpot_slo_s = 0.05
-priority = 2
-weight = 3
-when_late = "shed"
-
+TABLE = f"""{chat_table("shed")}
 [[objective]]
 name = "batch"
 class = "best-effort"

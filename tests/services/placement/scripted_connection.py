@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
-from scheduler.decision import Answer
+from scheduler.intentions import Answer
 from scheduler.objectives import NO_OBJECTIVE
 from services.instances import Instance
 from services.placement.circuit_breaker import CircuitBreaker

@@ -17,25 +17,19 @@ from google.protobuf.json_format import ParseDict
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
-from scheduler.decision import Decision, Intention, Shed
+from scheduler.decision import Decision
 from scheduler.instances import LATE, QUEUE_FULL, TENANT_LIMIT, OverloadedError
+from scheduler.intentions import Intention, Shed
 from scheduler.objectives import DEMOTE, SHED, Objective
 from scheduler.placement import PlacementRequest
 from tests.services.files import replace_file
+from tests.services.objective_tables import chat_table
 from tests.services.scheduler_server.running import cluster, refused, run, scheduler, text_of
 from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import until
 
 REAL, BEST = common_pb2.REQUEST_CLASS_REAL_TIME, common_pb2.REQUEST_CLASS_BEST_EFFORT
-TABLE = """
-[[objective]]
-name = "chat"
-ttft_slo_s = 0.5
-tpot_slo_s = 0.05
-priority = 2
-weight = 3
-when_late = "demote"
-"""
+TABLE = chat_table("demote")
 START = Decision.start
 
 
