@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from predictor import steps
 from predictor.batching import ordered
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NO_TRANSFER, State
@@ -25,9 +26,19 @@ def added(state: State, slot: int, sums: Sums) -> Sums:
     if left > 1 and request.stage == NO_TRANSFER:
         token_s, sequence_s, _, _ = ordered.unit_costs_s(state)
         prefill_s += token_s * left + sequence_s + ordered.prefill_s(state, left, request.computed_tokens)
-    target_s = state.facts[slot].tpot_slo_s
-    tpot_s = min(tpot_s, target_s)
+    if not is_missed(state, slot):
+        target_s = state.facts[slot].tpot_slo_s
+        tpot_s = min(tpot_s, target_s)  # in this order: NaN is no target
     return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s
+
+
+@small_kernel
+def is_missed(state: State, slot: int) -> bool:
+    """Return whether a request has missed a deadline, or its next token is late already."""
+    request = state.requests[slot]
+    if 0 <= request.tokens_on_time < request.output_tokens:
+        return True
+    return steps.due_s(state, slot, request.output_tokens + 1) < state.engine[0].now_s  # NaN without a deadline
 
 
 @small_kernel

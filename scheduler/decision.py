@@ -414,6 +414,7 @@ class Decision:
             if objective.when_late == DEMOTE:
                 self._demote()
             self._patient = True
+            self._forget_targets()
             self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=True)
             self._score()
             return self._decide(now_s)
@@ -450,6 +451,11 @@ class Decision:
         """Make the request best effort without deadlines."""
         request = self.request
         request.objective = replace(request.objective, request_class=BEST_EFFORT, slo=Slo())
+        self._forget_targets()
+
+    def _forget_targets(self) -> None:
+        """Compare instances from now on as for a request without targets."""
+        request = self.request
         request.indicators = replace(request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
         if self._compared is not None:  # what was derived from its targets is outdated
             self._compared.request = request.indicators
@@ -711,11 +717,16 @@ class Decision:
         )
 
     def _leave_s(self) -> float:
-        """Return when the request leaves the admission queue at the latest; patient ones have nothing to miss there."""
+        """Return when the request leaves the admission queue at the latest: not before its first token is due."""
         request = self.request
-        if self._patient and self.policy.keeps_deadlines:
-            return request.arrived_s + min(MAX_PATIENT_S, request.patience_s)
-        return request.arrived_s + min(self.policy.hold_s - request.waited_s, request.patience_s)
+        hold_s = self.policy.hold_s - request.waited_s
+        if self.policy.keeps_deadlines:
+            due_s = request.indicators.due_s
+            if self._patient:
+                hold_s = MAX_PATIENT_S
+            elif due_s < math.inf:
+                hold_s = max(hold_s, due_s - request.arrived_s)
+        return request.arrived_s + min(hold_s, request.patience_s)
 
     def _leave_queue(self, now_s: float) -> None:
         queue, self._queue = self._queue, None

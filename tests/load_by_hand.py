@@ -27,7 +27,7 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
         request, target = state.requests[slot], float(state.facts[slot].tpot_slo_s)
         tokens, before = int(request.prompt_tokens) + int(request.output_tokens), int(request.computed_tokens)
         contexts.append(tokens)
-        targets += [] if np.isnan(target) else [target]
+        targets += [] if np.isnan(target) or has_missed(state, slot) else [target]
         left = tokens - before
         if left > 1:
             prefill_s += left * (token_s + AFFINE.prefill_token_s) + sequence_s
@@ -39,3 +39,11 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
         "queued_prefill_s": prefill_s,
         "least_tpot_slo_s": min(targets, default=math.inf),
     }
+
+
+def has_missed(state: State, slot: int) -> bool:
+    """Return whether a response cannot have all its tokens by their deadlines any more, by what is known now."""
+    request, facts = state.requests[slot], state.facts[slot]
+    num = int(request.output_tokens)
+    next_due_s = request.arrival_s + facts.ttft_slo_s + (num * facts.tpot_slo_s if num else 0.0)
+    return bool(0 <= request.tokens_on_time < num or next_due_s < state.engine[0].now_s)

@@ -1,4 +1,7 @@
-"""All decodes, then prefills by deadline, as much as lets the step end before the first deadline of a decode."""
+"""All decodes, then prefills by deadline, as much as lets the step end before the first deadline of a decode.
+
+What is late already has no deadline to keep: a decode does not shorten the step, and a prefill comes after the others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from predictor.state import State
 
 @kernel
 def schedule(state: State) -> bool:
-    """Fill the step; a decode that is late already has no deadline to keep."""
+    """Fill the step."""
     engine = state.engine[0]
     count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
     start_s, seconds = ordered.start_s(state), np.inf
@@ -22,7 +25,7 @@ def schedule(state: State) -> bool:
         rank = state.ranks[slot]
         rank.key = rank.due_s
         if not ordered.is_decode(state, slot):
-            rank.group = 1
+            rank.group = 1 if rank.due_s >= start_s else 2
         elif rank.due_s >= start_s:
             seconds = min(seconds, rank.due_s - start_s)
     return ordered.fill(state, count, engine.max_num_batched_tokens, np.inf, seconds)

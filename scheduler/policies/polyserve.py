@@ -21,7 +21,7 @@ from scheduler.indicators import Column
 from scheduler.policies import slo
 from scheduler.policies.entry import Score
 
-ADMITS = f"{slo.ADMITS} and (tier_ratio <= {slo.SAME_TIER} or batch_size < 1)"
+ADMITS = f"{slo.KEEPS} and ({slo.FITS_TIER})"
 STRICTER, EMPTY, LOOSER = 1e3, 1e6, 1e9
 
 

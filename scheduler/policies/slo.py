@@ -1,12 +1,14 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
-Held = while no instance has predicted_attained > 0.5, others_missed < 1 and no predicted preemption
+Held = while no instance keeps them, or those that do would have to become stricter and are too busy for that
 Score = tier distance, then load
 
-An instance has no fixed tier: it is as strict as its strictest request. A request goes first to an instance that is as
-strict as itself, then to an empty one, then to the nearest stricter one. It goes to a looser one, which it would make
-strict for all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. One
-that is late already, and best effort, goes where no other request misses a deadline because of it.
+An instance has no fixed tier: it is as strict as the strictest request that can still attain its deadlines there. A
+request goes first to an instance that is as strict as itself, then to an empty one, then to the nearest stricter one.
+It goes to a looser one, which it makes strict for all requests there, only where decodes leave time for prefill in
+steps of the new length, or where there is no other instance. Of equals the least loaded one is chosen. A request that
+is late already, and best effort, goes where no other request misses a deadline because of it: first to instances that
+have no deadline to keep, then to the loosest.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from scheduler.indicators import Column
 from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
-ADMITS = f"predicted_attained > 0.5 and {HARMLESS}"
+KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
+DECODE_SHARE = 0.8  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
+FITS_TIER = f"tier_ratio <= {SAME_TIER} or batch_size < 1"
+NO_OTHER = f"lowest(tier_ratio) > {SAME_TIER} and lowest(batch_size) >= 1"
+ADMITS = f"{KEEPS} and ({FITS_TIER} or decode_step_s <= {DECODE_SHARE} * tpot_slo_s or ({NO_OTHER}))"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 

@@ -87,13 +87,17 @@ def fair_batching(engine: Engine) -> Plan:
 
 
 def decode_then_edf(engine: Engine) -> Plan:
-    """All decodes, then prefills by deadline until the first deadline of a decode that is not late."""
+    """All decodes, prefills in time and late ones, by deadline, until the first one of a decode that is not late."""
     live = [
         engine.due_s(one) - engine.start_s
         for one in engine.requests
         if one.decodes and engine.due_s(one) >= engine.start_s
     ]
-    order = engine.ordered(lambda one: (not one.decodes, engine.due_s(one)))
+
+    def group(one: Request) -> int:
+        return 0 if one.decodes else 1 + (engine.due_s(one) < engine.start_s)
+
+    order = engine.ordered(lambda one: (group(one), engine.due_s(one)))
     return Plan(order, most_tokens(engine), INFINITY, min(live, default=INFINITY))
 
 
