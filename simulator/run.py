@@ -356,6 +356,7 @@ class Simulation:
         if objective is self._levels.objectives[number]:
             return
         self._levels.objectives[number] = objective
+        self.decisions[number].demoted = 1
         self._levels.due_s[number] = self._levels.tpot_slo_s[number] = math.inf
         facts = self.requests.facts[number]
         facts.request_class, facts.ttft_slo_s, facts.tpot_slo_s = 1, np.nan, np.nan

@@ -28,7 +28,7 @@ KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
-    "attained", "gain_name", "tuning_requests", "axes", "default_settings",
+    "attained", "work", "gain_name", "tuning_requests", "axes", "default_settings",
 )  # fmt: skip
 
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
@@ -157,6 +157,7 @@ class Experiment:
     rivals: tuple[str, ...] = ()  # the variants whose best the others are compared with, at each setting and rate
     rival_metric: str = "tdg_ratio"  # by which the best is chosen; more is better
     attained: float = 0.9  # the share of the requests that goodput requires
+    work: bool = False  # report also the goodput by work: by the share of the tokens
     gain_name: str = "goodput_over_best_fixed"  # of results: how far a variant's goodput is above the best rival's
     tuning_requests: int = 0  # in the runs that choose splits; 0: as in the others
 
@@ -257,9 +258,16 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         rivals=rivals,
         rival_metric=rival_metric,
         attained=_share(table.get("attained", 0.9)),
+        work=_flag("work", table.get("work", False)),
         gain_name=str(table.get("gain_name", "goodput_over_best_fixed")),
         tuning_requests=table.get("tuning_requests", 0),
     )
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: must be true or false, not {value!r}")
+    return value
 
 
 def _share(value: object) -> float:
