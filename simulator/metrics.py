@@ -80,6 +80,7 @@ def summary(
         "policy": result.policy,
         "num_requests": len(statuses),
         **{f"num_{name}": int((statuses == place).sum()) for place, name in enumerate(STATUSES)},
+        "num_demoted": int(result.decisions.demoted.sum()),
         "span_s": span_s,
         "requests_per_s": float(finished.sum() / span_s),
         "output_tokens_per_s": float(result.outcomes.produced_tokens.sum() / span_s),

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from simulator.assembly import simulate
-from simulator.metrics import latencies
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
-from simulator.sizing import Target, sized, smallest_size
+from simulator.sizing import SizingTarget, sized, smallest_size
 
 Used = Callable[[int, int], float]  # numbers of prefill and of other instances to the share of the limit that is used
 
@@ -24,7 +23,7 @@ class PoolTrial:
     num_decode: int
     rate: float | None
     seed: int
-    target: Target
+    target: SizingTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,7 @@ def used_by_pools(trial: PoolTrial) -> float:
     scenario = in_pools(trial.scenario, trial.num_prefill, trial.num_decode)
     work = scenario.workload(trial.rate, trial.seed)
     result = simulate(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    return trial.target.share_used(latencies(result))
+    return trial.target.used_by(result)
 
 
 def in_pools(scenario: Scenario, num_prefill: int, num_decode: int) -> Scenario:
@@ -115,8 +114,8 @@ def in_pools(scenario: Scenario, num_prefill: int, num_decode: int) -> Scenario:
 
 
 def recommend_pools(
-    scenario: Scenario, colocated: Sequence[str], disaggregated: Sequence[str], target: Target, *, rate: float | None,
-    seeds: int, max_instances: int, runner: Runner, on_progress: Callable[[str], None],
+    scenario: Scenario, colocated: Sequence[str], disaggregated: Sequence[str], target: SizingTarget, *,
+    rate: float | None, seeds: int, max_instances: int, runner: Runner, on_progress: Callable[[str], None],
 ) -> Iterator[PoolRecommendation]:  # fmt: skip
     """Find the smallest cluster for each policy, of co-located instances or of pools."""
 

@@ -47,12 +47,17 @@ class RequestNeeds:
         return np.where(self.decodes > 0, self.patience_s / np.maximum(1.0, self.decodes), np.inf)
 
 
+def kinds_of(specs: Sequence[InstanceSpec]) -> set[InstanceSpec]:
+    """Return the different instances; roles and connectors do not count."""
+    return {replace(spec, role=BOTH, config=replace(spec.config, kv_role="")) for spec in specs}
+
+
 def the_only_kind(specs: Sequence[InstanceSpec]) -> InstanceSpec:
-    """Return the instance that all are; roles and connectors do not count."""
-    plain = {replace(spec, role=BOTH, config=replace(spec.config, kv_role="")) for spec in specs}
-    if len(plain) > 1:
+    """Return the instance that all are."""
+    kinds = kinds_of(specs)
+    if len(kinds) > 1:
         raise ValueError("bound: is defined for equal instances only")
-    return plain.pop()
+    return kinds.pop()
 
 
 def needs_of(spec: InstanceSpec, work: Workload) -> tuple[RequestNeeds, StepShapes]:

@@ -1,8 +1,9 @@
 """What serving by deadlines costs at least: the optimum of PolyServe §3.5 by the profile's step time, and a bound.
 
-§3.4: a step with B tokens, of which d of p + d are decodes, takes T = GEMM(B) + DcAttn(B_dc · (p + d/2) + p); T must be
-below the TPOT, and the context must fit into memory. §3.5: with the largest such B, a request costs (p + d) · GEMM(B) / B
-+ PF(p) + DcAttn(d · (p + d/2)) instance-seconds; with prefill and decode apart, each has a GEMM term and a B of its own.
+§3.4: a step with B tokens, of which B_dc = B · d / (p + d) are decodes, takes T = GEMM(B) + DcAttn(B_dc · (p + d/2) +
+p). T must be below the TPOT, and the context must fit into memory. §3.5: with the largest such B, a request costs
+(p + d) · GEMM(B) / B + PF(p) + DcAttn(d · (p + d/2)) instance-seconds; with prefill and decode apart, each has a GEMM
+term and a B of its own.
 
 Here T is the step time of the profile, with whatever was added to it, p and d are the means of a tier's requests, and T
 may be as long as their patience for a decode: the TPOT, and what is left of the TTFT after the prefill, spread over the
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from predictor.gain import NO_TIER
 from predictor.step_time import (
     CONSTANT,
     DECODE_BASE,
@@ -47,7 +49,6 @@ TITLES = {
     APART: "prefill and decode apart",
     MEMORY: "memory alone",
 }
-NO_TPOT = "none"  # the name of the tier of requests without a TPOT target
 PARTS = np.geomspace(1e-3, 0.999, 100)  # numbers of decodes in a step where most steps have none
 
 
@@ -145,7 +146,7 @@ def _tiers(needs: RequestNeeds) -> dict[str, npt.NDArray[np.bool_]]:
     """Return the requests of each TPOT target."""
     values = needs.tpot_slo_s
     tiers = {f"{value:g}": values == value for value in np.unique(values[~np.isnan(values)]).tolist()}
-    return {**tiers, NO_TPOT: np.isnan(values)} if np.isnan(values).any() else tiers
+    return {**tiers, NO_TIER: np.isnan(values)} if np.isnan(values).any() else tiers
 
 
 def _patience_s(needs: RequestNeeds) -> float:

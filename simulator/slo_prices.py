@@ -80,7 +80,8 @@ class _Prices:
     @property
     def shared(self) -> Floats:
         """The prices of a prompt token and a token of context."""
-        return self._slack * self._values[: len(SCALES)] / SCALES
+        prices: Floats = self._slack * self._values[: len(SCALES)] / SCALES
+        return prices
 
     def offers(self) -> list[tuple[float, float]]:
         """Return prices of a decode and a second of patience; any request may pay any pair of them."""
@@ -133,7 +134,8 @@ class _Prices:
     def _first_steps(self) -> npt.NDArray[np.bool_]:
         """Choose some steps with which to begin: those whose number of decodes is a power of two, and the largest."""
         counts = self._shapes.decodes.astype(np.int64)
-        return ((counts & (counts - 1)) == 0) | (counts == counts.max())
+        chosen: npt.NDArray[np.bool_] = ((counts & (counts - 1)) == 0) | (counts == counts.max())
+        return chosen
 
     def _rows(self, group: int, chosen: npt.NDArray[np.bool_]) -> Floats:
         """Return constraints: what a step earns of each price, in relation to its time."""

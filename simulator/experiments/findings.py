@@ -176,7 +176,7 @@ def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress)
 def _goodput(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
     bounds = goodput_comparison.bounds_of(experiment)
     found = goodput_comparison.compare(experiment, runner, on_progress)
-    units = {name: "requests/s" for name in ("goodput_qps", "work_goodput_qps", "optimum_qps")}
+    units = dict.fromkeys(("goodput_qps", "work_goodput_qps", "optimum_qps"), "requests/s")
     units["num_prefill"] = "instances"
     rows = [
         _mean_row(f"{metric}.{slug(variant)}.{setting}", values, units.get(metric, "ratio"))

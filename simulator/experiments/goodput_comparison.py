@@ -11,6 +11,7 @@ import numpy as np
 from simulator.capacity import half_width
 from simulator.goodput import Goodput, GoodputCase, GoodputGoal, goodputs
 from simulator.parallel import Runner
+from simulator.request_needs import kinds_of
 from simulator.scenario import Scenario
 from simulator.slo_bound import KINDS, TITLES, SloBound, slo_bound
 
@@ -25,7 +26,7 @@ BOUND = "bound"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantGoodput:
-    """A variant's number of instances that only prefill, and its goodput by seed, also by work where it is asked for."""
+    """A variant's number of instances that only prefill, and its goodput by seed, also by work if asked for."""
 
     num_prefill: int
     by_seed: Sequence[Goodput]
@@ -71,7 +72,7 @@ def bounds_of(experiment: Experiment) -> dict[str, list[SloBound]]:
     for setting in experiment.settings:
         scenario = setting.scenario
         specs = scenario.instance_specs()
-        if len(set(specs)) == 1:
+        if len(kinds_of(specs)) == 1:
             seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
             bounds[setting.name] = [slo_bound(specs, scenario.workload(setting.first_rate, seed)) for seed in seeds]
     return bounds

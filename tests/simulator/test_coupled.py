@@ -289,9 +289,7 @@ def test_summaries_have_the_pools_apart() -> None:
 def test_a_request_with_two_legs_misses_once() -> None:
     """Where both legs are late, that is one missed request, at any time."""
     short_s = np.full(30, 1e-6)
-    work = replace(
-        poisson(30, 30.0), service=replace(default_levels(30), ttft_slo_s=short_s, tpot_slo_s=short_s)
-    )
+    work = replace(poisson(30, 30.0), service=replace(default_levels(30), ttft_slo_s=short_s, tpot_slo_s=short_s))
     running = simulation(pools(1, 1), work, "round_robin", Conditions(hop_s=HOP_S, sample_s=0.0))
     for number in range(len(work)):
         now_s = float(work.arrival_s[number])

@@ -30,9 +30,7 @@ MIX = [
 ]
 
 
-def asking(
-    shapes: list[tuple[int, int]], ttft_slo_s: float | list[float], tpot_slo_s: float | list[float]
-) -> Workload:
+def asking(shapes: list[tuple[int, int]], ttft_slo_s: float | list[float], tpot_slo_s: float | list[float]) -> Workload:
     """Requests with prompts, responses and targets that all arrive at the beginning."""
     prompts, outputs = np.array(shapes).T
     num = len(shapes)
@@ -127,7 +125,9 @@ def test_prices_equal_those_of_the_whole_program(seed: int) -> None:
 Progress = tuple[tuple[int, int], ...]  # prompt tokens and response tokens that each request has
 
 
-def least_time_s(costs: Costs, shapes: list[tuple[int, int]], due_s: list[list[float]], num_seqs: int, chunk: int) -> float:
+def least_time_s(
+    costs: Costs, shapes: list[tuple[int, int]], due_s: list[list[float]], num_seqs: int, chunk: int
+) -> float:
     """Return the time of the fastest schedule of one engine that keeps all deadlines, by trying all; infinite: none."""
     whole = tuple(shapes)
 
