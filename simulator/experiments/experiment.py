@@ -28,9 +28,10 @@ KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
-    "attained", "work", "gain_name", "tuning_requests", "axes", "default_settings",
+    "attained", "work", "gain_name", "tuning_requests", "axes", "axis_separator", "default_settings",
 )  # fmt: skip
 
+SEPARATORS = ("_", ".")  # of the names of a setting and of its values on axes
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
 
 
@@ -314,9 +315,12 @@ def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
 def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetting, ...]:
     """Make the settings: those of the table, each with every combination of one value of each axis.
 
-    Where `default_settings` names some, the others are optional.
+    `axis_separator` stands between their names. Where `default_settings` names some, the others are optional.
     """
     default = table.get("default_settings", ())
+    separator = table.get("axis_separator", "_")
+    if separator not in SEPARATORS:
+        raise ValueError(f"axis_separator: {separator!r} is none of {' '.join(SEPARATORS)}")
     found = []
     for key, changes in table.get("settings", {"all": {}}).items():
         setting = _setting(key, dict(changes), base, table)
@@ -324,7 +328,7 @@ def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetti
             scenario = setting.scenario
             for _, more in values:
                 scenario = scenario.changed(**more)
-            name = "_".join([key, *(value for value, _ in values)])
+            name = separator.join([key, *(value for value, _ in values)])
             optional = setting.optional or (bool(default) and name not in default)
             found.append(replace(setting, name=name, scenario=scenario, optional=optional))
     if unknown := set(default) - {one.name for one in found}:
