@@ -56,8 +56,8 @@ PARTS = np.geomspace(1e-3, 0.999, 100)  # numbers of decodes in a step where mos
 class SloBound:
     """Least instance-seconds of requests with deadlines, and the rates that they allow.
 
-    `optimum_s` and `tier_s` are per request, of the requests that can attain at all: by kind of serving, and by TPOT
-    target where tiers are apart.
+    `optimum_s` is per request, by kind of serving; requests that cannot attain at all are not served there. `tier_s` is
+    per request of a TPOT target, where tiers are apart.
     """
 
     num_instances: int
@@ -90,15 +90,16 @@ class SloBound:
         return self.num_instances / seconds if seconds > 0 else math.inf
 
     def optimum(self, kind: str) -> float:
-        """Return the largest number of requests per second of a kind of serving, all of which attain."""
-        return self.num_instances / self.optimum_s[kind]
+        """Return the largest number of requests per second at which a kind of serving attains all that can attain."""
+        seconds = self.optimum_s[kind]
+        return self.num_instances / seconds if seconds > 0 else math.inf
 
     def as_table(self, shares: Sequence[float]) -> dict[str, object]:
         """Return all numbers by name."""
         return {
             "bound_qps": {f"{share:g}": _or_none(self.rate(share)) for share in shares},
             "work_bound_qps": {f"{share:g}": _or_none(self.rate(share, by_work=True)) for share in shares},
-            "optimum_qps": {kind: self.optimum(kind) for kind in KINDS},
+            "optimum_qps": {kind: _or_none(self.optimum(kind)) for kind in KINDS},
             "optimum_instance_s": {kind: _or_none(self.optimum_s[kind]) for kind in KINDS},
             "tier_instance_s": {name: _or_none(seconds) for name, seconds in self.tier_s.items()},
             "num_impossible": self.num_impossible,
@@ -137,7 +138,7 @@ def slo_bound(specs: Sequence[InstanceSpec], work: Workload) -> SloBound:
         num_requests=len(work),
         tokens=(lengths.prompt_tokens + lengths.output_tokens)[due].astype(np.float64),
         costs_s=least_costs_s(shapes, needs),
-        optimum_s={kind: seconds * len(needs) / max(1, len(some)) / len(work) for kind, seconds in totals.items()},
+        optimum_s={kind: seconds / len(work) for kind, seconds in totals.items()},
         tier_s={name: seconds / len(tiers[name]) for name, seconds in tiers_s.items()},
     )
 
