@@ -54,7 +54,7 @@ class GoodputTrial:
 
     scenario: Scenario
     policy: str
-    rate: float
+    rate: float | None
     seed: int
     share: float
     by_work: bool = False
@@ -181,8 +181,10 @@ def goodputs(
         ]
         for position, found in runner(run_trial, trials):
             index, asked = open_searches[position]
+            rate = trials[position].rate
+            assert rate is not None
             for search in searches[index]:
-                search.learn(trials[position].rate, found, asked=search is asked)
+                search.learn(rate, found, asked=search is asked)
             on_trial()
     return [[search.goodput for search in own] for own in searches]
 

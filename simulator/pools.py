@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from simulator.assembly import simulate
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
-from simulator.sizing import SizingTarget, sized, smallest_size
+from simulator.sizing import SizingRun, SizingTarget, sized, smallest_size
 
 Used = Callable[[int, int], float]  # numbers of prefill and of other instances to the share of the limit that is used
 
@@ -101,11 +100,9 @@ class PoolSearch:
 
 
 def used_by_pools(trial: PoolTrial) -> float:
-    """Simulate pools; return the largest ratio of a percentile to its limit."""
+    """Simulate pools; return the share of the limit that they use."""
     scenario = in_pools(trial.scenario, trial.num_prefill, trial.num_decode)
-    work = scenario.workload(trial.rate, trial.seed)
-    result = simulate(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    return trial.target.used_by(result)
+    return trial.target.used_by(SizingRun(scenario=scenario, policy=trial.policy, rate=trial.rate, seed=trial.seed))
 
 
 def in_pools(scenario: Scenario, num_prefill: int, num_decode: int) -> Scenario:

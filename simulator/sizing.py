@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from simulator.assembly import simulate
-from simulator.goodput import GoodputGoal, attained_in
+from simulator.goodput import GoodputGoal, GoodputTrial, run_trial
 from simulator.metrics import Latencies, latencies, percentile_of_all
 from simulator.parallel import Runner
-from simulator.result import RunResult
 from simulator.scenario import Scenario
 
 NOTHING = 1e-9  # a share that may miss is never 0 in a ratio
@@ -25,6 +24,16 @@ GRIDS: Mapping[str, Sequence[str]] = {
     "jsq": tuple(f"jsq: waiting_weight = {value}" for value in (1.0, 4.0, 16.0)),
     "marginal": tuple(f"marginal: lambda = {value}" for value in (0.02, 0.05, 0.1)),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRun:
+    """One run of a cluster of some size."""
+
+    scenario: Scenario
+    policy: str
+    rate: float | None
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +59,11 @@ class Target:
         listed = ", ".join(f"{name} < {limit:g} s" for name, limit in limits.items() if limit is not None)
         return f"P{self.percentile:g} {listed}"
 
-    def used_by(self, result: RunResult) -> float:
-        """Return the largest ratio of a percentile to its limit: at most 1 meets the target."""
+    def used_by(self, run: SizingRun) -> float:
+        """Simulate; return the largest ratio of a percentile to its limit: at most 1 meets the target."""
+        scenario = run.scenario
+        work = scenario.workload(run.rate, run.seed)
+        result = simulate(scenario.instance_specs(), work, run.policy, scenario.conditions, seed=run.seed)
         return self.share_used(latencies(result))
 
     def share_used(self, took: Latencies) -> float:
@@ -79,9 +91,16 @@ class AttainmentTarget:
         of = "of the tokens in requests" if self.goal.by_work else "of the requests"
         return f"{100 * self.goal.share:g} % {of} with all tokens by their deadlines"
 
-    def used_by(self, result: RunResult) -> float:
-        """Return the ratio of the share that misses to the share that may: at most 1 meets the target."""
-        missed = 1 - attained_in(result)[self.goal.name]
+    def used_by(self, run: SizingRun) -> float:
+        """Simulate; return the ratio of the share that misses to the share that may: at most 1 meets the target.
+
+        A run that is far from that is stopped, and more would miss than it returns.
+        """
+        far = self.goal.share / 2
+        trial = GoodputTrial(
+            scenario=run.scenario, policy=run.policy, rate=run.rate, seed=run.seed, share=far, by_work=self.goal.by_work
+        )
+        missed = 1 - run_trial(trial)[self.goal.name]
         return float((missed + NOTHING) / (1 - self.goal.share + NOTHING))
 
 
@@ -116,9 +135,8 @@ class Recommendation:
 def share_used(request: SizingRequest) -> float:
     """Simulate a cluster; return the share of the limit that it uses: at most 1 meets the target."""
     scenario = sized(request.scenario, request.num_instances)
-    work = scenario.workload(request.rate, request.seed)
-    result = simulate(scenario.instance_specs(), work, request.policy, scenario.conditions, seed=request.seed)
-    return request.target.used_by(result)
+    run = SizingRun(scenario=scenario, policy=request.policy, rate=request.rate, seed=request.seed)
+    return request.target.used_by(run)
 
 
 def sized(scenario: Scenario, num_instances: int) -> Scenario:
