@@ -23,6 +23,7 @@ Counts = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.bool_] | npt.NDArray[np.intp]
 
 PROMPT_QUARTERS = 4
+NO_TIER = "none"  # of requests without a TPOT target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,8 @@ class ServedRequests:
     tpot_s: Floats  # mean; NaN also where there is one token
     tokens_on_time: Counts  # negative where no token has a deadline
     finished: npt.NDArray[np.bool_]
+    shed: npt.NDArray[np.bool_] | None = None  # None: not known
+    demoted: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -147,13 +150,15 @@ class ServedRequests:
             tpot_s=self.tpot_s[rows],
             tokens_on_time=self.tokens_on_time[rows],
             finished=self.finished[rows],
+            shed=None if self.shed is None else self.shed[rows],
+            demoted=None if self.demoted is None else self.demoted[rows],
         )
 
 
 def attainment_report(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> dict[str, Any]:
-    """Report the requests with targets: all, and by priority, class, mix entry and quarter of their prompts' lengths.
+    """Report the requests with targets: all, and by priority, class, tier, mix entry, tenant and length of the prompt.
 
-    It is empty where no request has a target.
+    A tier is a TPOT target. The report is empty where no request has a target.
     """
     served = served.chosen(~(np.isnan(served.levels.ttft_slo_s) & np.isnan(served.levels.tpot_slo_s)))
     if len(served) == 0:
@@ -164,6 +169,7 @@ def attainment_report(served: ServedRequests, weights: GainWeights = EQUAL_WEIGH
         **attained(served, weights),
         "by_priority": _by(levels.priority, served, weights),
         "by_class": _by(np.array(CLASSES)[levels.request_class], served, weights),
+        "by_tier": _by(_tier_names(levels.tpot_slo_s), served, weights),
         "by_prompt_quarter": [
             {"longest_prompt_tokens": int(served.prompt_tokens[rows].max()), **attained(served.chosen(rows), weights)}
             for rows in np.array_split(by_length, PROMPT_QUARTERS)
@@ -177,6 +183,10 @@ def attainment_report(served: ServedRequests, weights: GainWeights = EQUAL_WEIGH
     return report
 
 
+def _tier_names(tpot_slo_s: Floats) -> npt.NDArray[np.str_]:
+    return np.array([NO_TIER if math.isnan(value) else f"{value:g}" for value in tpot_slo_s.tolist()])
+
+
 def _by(column: npt.NDArray[Any], served: ServedRequests, weights: GainWeights) -> dict[str, Any]:
     return {str(value): attained(served.chosen(column == value), weights) for value in np.unique(column).tolist()}
 
@@ -185,14 +195,20 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
     """Sum up requests with targets; a ratio is None where no request has the target that it counts.
 
     `slo_attained` is the share whose TTFT and mean TPOT are within their targets, `deadline_attained` the share of
-    those with deadlines all of whose tokens came in time, and `tdg_ratio` the gained share of the possible gain.
-    Percentiles of TTFT and TPOT are those of the requests that got so far.
+    those with deadlines all of whose tokens came in time, `deadline_attained_tokens` the share of the tokens of prompts
+    and responses that these have, and `tdg_ratio` the gained share of the possible gain. `missed_prompt_ratio` is the
+    mean length of the prompts of those with deadlines that missed one, over the mean of all. Percentiles of TTFT and
+    TPOT are those of the requests that got so far.
     """
     levels = served.levels
     has_deadline = ~np.isnan(levels.ttft_slo_s)
     # a response that never began may have an unknown length
     num_due = np.where(np.isnan(levels.tpot_slo_s), 1, np.maximum(1, served.output_tokens))
     num_on_time = np.where(served.finished, np.clip(served.tokens_on_time, 0, num_due), 0)
+    kept = (num_on_time == num_due)[has_deadline]
+    prompts = served.prompt_tokens[has_deadline]
+    tokens = prompts + np.maximum(1, served.output_tokens[has_deadline])
+    missed_prompt = float(prompts[~kept].mean()) if not kept.all() else None
     first_on_time = served.finished & (served.ttft_s <= levels.ttft_slo_s) & (num_on_time > 0)
     value = levels.weight * weights.of(levels.priority)
     possible = value * (weights.first_token + weights.later_token * (num_due - 1))
@@ -208,9 +224,17 @@ def attained(served: ServedRequests, weights: GainWeights = EQUAL_WEIGHTS) -> di
         "num_with_targets": len(served),
         "tdg_ratio": float(gained[has_deadline].sum()) / total if total else None,
         "slo_attained": float(within.mean()),
-        "deadline_attained": float((num_on_time == num_due)[has_deadline].mean()) if has_deadline.any() else None,
+        "deadline_attained": float(kept.mean()) if len(kept) else None,
+        "deadline_attained_tokens": float(tokens[kept].sum() / tokens.sum()) if len(kept) else None,
+        "missed_prompt_tokens": missed_prompt,
+        "missed_prompt_ratio": None if missed_prompt is None else missed_prompt / float(prompts.mean()),
         "worst_ttft_over_target": float(waits.max()) if len(waits) else None,
         **{name: _percentile(values, share) for name, (values, share) in latencies.items()},
+        **{
+            f"num_{name}_with_targets": int(rows.sum())
+            for name, rows in (("shed", served.shed), ("demoted", served.demoted))
+            if rows is not None
+        },
     }
 
 
@@ -283,18 +307,29 @@ def attainment_table(report: Mapping[str, Any]) -> Iterator[str]:
     if "num_with_targets" not in report:
         return
     rows = {"all with targets": report}
-    for group in ("priority", "class", "mix", "tenant"):
+    for group in ("priority", "class", "tier", "mix", "tenant"):
         parts = report.get(f"by_{group}", {})
         if len(parts) > 1:
-            rows |= {f"{group} {name}": part for name, part in parts.items()}
+            rows |= {_label(group, name): part for name, part in parts.items()}
     rows |= {f"prompts up to {part['longest_prompt_tokens']}": part for part in report["by_prompt_quarter"]}
     width = max(map(len, rows))
-    titles = ("requests", "TDG ratio", "SLO", "deadlines", "worst TTFT")
+    counts = [name for name in ("shed", "demoted") if report.get(f"num_{name}_with_targets")]
+    titles = ("requests", "TDG ratio", "SLO", "deadlines", "by tokens", "worst TTFT", *counts)
     yield ""
     yield " " * width + "".join(f"{title:>12}" for title in titles)
     for name, part in rows.items():
-        shares = (part["tdg_ratio"], part["slo_attained"], part["deadline_attained"])
-        cells = [f"{'-' if share is None else f'{share:.3f}':>12}" for share in shares]
+        shares = ("tdg_ratio", "slo_attained", "deadline_attained", "deadline_attained_tokens")
+        cells = [f"{'-' if part[share] is None else f'{part[share]:.3f}':>12}" for share in shares]
         worst = part["worst_ttft_over_target"]
         cells.append(f"{'-' if worst is None else f'{worst:.2f} x':>12}")
+        cells += [f"{part[f'num_{count}_with_targets']:>12}" for count in counts]
         yield f"{name:{width}}{part['num_with_targets']:>12}{''.join(cells)}"
+    if report["missed_prompt_tokens"] is not None:
+        yield (
+            f"requests that missed deadlines have prompts of {report['missed_prompt_tokens']:.0f} tokens in the mean, "
+            f"{report['missed_prompt_ratio']:.2f} times that of all with deadlines"
+        )
+
+
+def _label(group: str, name: str) -> str:
+    return f"tier {1000 * float(name):g} ms" if group == "tier" and name != NO_TIER else f"{group} {name}"

@@ -90,6 +90,10 @@ class Bracket:
     def learn(self, rate: float, *, holds: bool) -> None:
         """Narrow the bracket by the result of a trial."""
         self.num_trials += 1
+        self.narrow(rate, holds=holds)
+
+    def narrow(self, rate: float, *, holds: bool) -> None:
+        """Narrow the bracket by what another search has shown."""
         if holds:
             self.low = max(self.low, rate)
         else:

@@ -1,31 +1,63 @@
-"""The goodput of a cluster: the largest rate at which a share of the requests get all tokens by their deadlines."""
+"""The goodput of a cluster: the largest rate at which a share of the requests get all tokens by their deadlines.
+
+By work, it is a share of the tokens, of prompts and responses, that belong to such requests. Requests without a TTFT
+target have no deadlines; they are served, and count nowhere.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from predictor.gain import ServiceLevels, attained
+from predictor.state import PREFILL_LEG
 from simulator.assembly import simulation
 from simulator.capacity import MAX_TRIALS, Bracket
-from simulator.kernels import count_missed
+from simulator.metrics import latencies, served_requests
 from simulator.parallel import Runner
-from simulator.result import RunResult
+from simulator.result import SHED, STATUSES, RunResult
+from simulator.run import Simulation
 from simulator.scenario import Scenario
+from simulator.workload import Workload
+
+Flags = npt.NDArray[np.bool_]
+
+ROUNDING = 1e-9  # of sums of shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputGoal:
+    """A share of the requests, or of their tokens, that has to attain its deadlines."""
+
+    share: float = 0.9
+    by_work: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject a share out of range."""
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise ValueError(f"attained: must be a share above 0, at most 1, not {self.share!r}")
+
+    @property
+    def name(self) -> str:
+        """What of a trial's result has to reach the share."""
+        return "attained_tokens" if self.by_work else "attained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputTrial:
-    """One run that shows whether a share of the requests attain their deadlines at a rate."""
+    """One run that shows whether a goal is attained at a rate."""
 
     scenario: Scenario
     policy: str
-    rate: float
+    rate: float | None
     seed: int
     share: float
+    by_work: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,75 +83,143 @@ class TooManyMissedError(Exception):
 
 
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
-    """Run a trial; one that certainly fails is stopped, and has `attained` 0 and nothing else."""
+    """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more."""
     scenario = trial.scenario
     work = scenario.workload(trial.rate, trial.seed)
-    if work.service is None or np.isnan(work.service.ttft_slo_s).any():
-        raise ValueError("mix: goodput needs ttft_slo_s and tpot_slo_s for all requests")
+    levels = with_deadlines(work)
     running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    max_missed = (1 - trial.share) * len(work) + 1
+    has_deadline = ~np.isnan(levels.ttft_slo_s)
+    tokens = work.lengths.prompt_tokens + work.lengths.output_tokens
+    worth = {
+        "attained": has_deadline / has_deadline.sum(),
+        "attained_tokens": has_deadline * tokens / tokens[has_deadline].sum(),
+    }
+    goal = GoodputGoal(share=trial.share, by_work=trial.by_work)
+    at_most: dict[str, Any] = {}
 
     def watch(_: int) -> None:
-        now_s = running.now_s
-        due_s = work.arrival_s + work.service.ttft_slo_s  # type: ignore[union-attr]  # checked above
-        held = [number for scheduler in running.schedulers for number in scheduler.core.waiting]
-        missed = int((due_s[held] < now_s).sum()) if held else 0
-        if missed + count_missed(running.fleet, running.requests, now_s) > max_missed:
+        kept = ~missed_so_far(running)
+        at_most.update({name: float(values[kept].sum()) for name, values in worth.items()})
+        if at_most[goal.name] < goal.share - ROUNDING:
             raise TooManyMissedError
 
     try:
         return attained_in(running.run(watch))
     except TooManyMissedError:
-        return {"attained": 0.0}
+        return {**at_most, "is_stopped": True}
+
+
+def with_deadlines(work: Workload) -> ServiceLevels:
+    """Return the service levels of a workload; the error for one without deadlines names the mix."""
+    if work.service is None or np.isnan(work.service.ttft_slo_s).all():
+        raise ValueError("mix: goodput needs requests with ttft_slo_s; no entry has it")
+    return work.service
+
+
+def missed_so_far(running: Simulation) -> Flags:
+    """Return which requests have a token that came after its deadline, or whose first token is late and missing.
+
+    One with two legs is judged by its decode leg, which has a slot from the decision on.
+    """
+    work, now_s = running.work, running.now_s
+    levels, outcomes = with_deadlines(work), running.requests.outcomes
+    due_s = work.arrival_s + levels.ttft_slo_s  # NaN: never late
+    last = np.where(np.isnan(levels.tpot_slo_s), 1, np.iinfo(np.int64).max)  # token with a deadline
+    has_ended = outcomes.finished_s >= 0
+    missed: Flags = has_ended & (outcomes.tokens_on_time < np.minimum(outcomes.produced_tokens, last))
+    held = [number for scheduler in running.schedulers for number in scheduler.core.waiting]
+    missed[held] |= due_s[held] < now_s
+    missed |= running.decisions.status == STATUSES.index(SHED)
+    numbers, rows = running.fleet.slots["number"], running.fleet.stack.requests
+    served = (numbers >= 0) & (rows["leg"] != PREFILL_LEG)
+    served[:, 0] = False  # which is no slot
+    number, produced = numbers[served], rows["output_tokens"][served]
+    late = (produced == 0) & (now_s > due_s[number])
+    missed[number] |= late | (rows["tokens_on_time"][served] < np.minimum(produced, last[number]))
+    return missed & ~np.isnan(levels.ttft_slo_s)
 
 
 def attained_in(result: RunResult) -> dict[str, Any]:
     """Return the share of the requests that attained all deadlines, also by tokens, and how many had two legs."""
-    lengths, outcomes = result.work.lengths, result.outcomes
-    whole = (outcomes.finished_s >= 0) & (outcomes.tokens_on_time >= outcomes.produced_tokens)
-    tokens = lengths.prompt_tokens + lengths.output_tokens
-    missed = lengths.prompt_tokens[~whole]
+    part = attained(served_requests(result, latencies(result)))
     return {
-        "attained": float(whole.mean()),
-        "attained_tokens": float(tokens[whole].sum() / tokens.sum()),
-        "missed_prompt_ratio": float(missed.mean() / lengths.prompt_tokens.mean()) if len(missed) else None,
+        "attained": part["deadline_attained"],
+        "attained_tokens": part["deadline_attained_tokens"],
+        "missed_prompt_ratio": part["missed_prompt_ratio"],
         "disaggregated": float((result.decisions.prefill_instance >= 0).mean()),
     }
 
 
 def goodputs(
-    cases: Sequence[GoodputCase], share: float, resolution: float, runner: Runner, on_trial: Callable[[], None]
-) -> list[Goodput]:
-    """Find the goodput of each case; in each round, every unfinished bracket gets one trial."""
-    brackets = [Bracket() for _ in cases]
-    best: list[dict[str, Any]] = [{} for _ in cases]
-    while unfinished := [index for index, bracket in enumerate(brackets) if not _is_settled(bracket, resolution)]:
+    cases: Sequence[GoodputCase],
+    goals: Sequence[GoodputGoal],
+    resolution: float,
+    runner: Runner,
+    on_trial: Callable[[], None],
+) -> list[list[Goodput]]:
+    """Find the goodput of each case by each goal.
+
+    In each round, every case gets one trial, for its first goal whose search has not ended. The other searches learn
+    from it what it shows.
+    """
+    searches = [[_Search(goal=goal, resolution=resolution) for goal in goals] for _ in cases]
+    while open_searches := [
+        (index, search)
+        for index, own in enumerate(searches)
+        if (search := next((one for one in own if not one.has_ended), None)) is not None
+    ]:
         trials = [
             GoodputTrial(
                 scenario=cases[index].scenario,
                 policy=cases[index].policy,
-                rate=brackets[index].next_rate(cases[index].first_rate),
+                rate=search.bracket.next_rate(cases[index].first_rate),
                 seed=cases[index].seed,
-                share=share,
+                share=search.goal.share,
+                by_work=search.goal.by_work,
             )
-            for index in unfinished
+            for index, search in open_searches
         ]
         for position, found in runner(run_trial, trials):
-            index, rate = unfinished[position], trials[position].rate
-            holds = found["attained"] >= share
-            if holds and rate >= brackets[index].low:
-                best[index] = found
-            brackets[index].learn(rate, holds=holds)
+            index, asked = open_searches[position]
+            rate = trials[position].rate
+            assert rate is not None
+            for search in searches[index]:
+                search.learn(rate, found, asked=search is asked)
             on_trial()
-    return [Goodput(rate=_rate(bracket), at=found) for bracket, found in zip(brackets, best, strict=True)]
+    return [[search.goodput for search in own] for own in searches]
 
 
-def _is_settled(bracket: Bracket, resolution: float) -> bool:
-    if bracket.num_trials >= MAX_TRIALS:
-        return True
-    return bracket.is_closed and bracket.high - bracket.low <= resolution * bracket.middle
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The search for the goodput of one case by one goal."""
 
+    goal: GoodputGoal
+    resolution: float
+    bracket: Bracket = field(default_factory=Bracket)
+    best: dict[str, Any] = field(default_factory=dict)
 
-def _rate(bracket: Bracket) -> float:
-    """Return the middle of a bracket; of one that never closed, the rate that is known to attain the share."""
-    return bracket.middle if bracket.high < math.inf else bracket.low
+    @property
+    def has_ended(self) -> bool:
+        """Whether the goodput is known well enough, or too many trials were made for it."""
+        bracket = self.bracket
+        if bracket.num_trials >= MAX_TRIALS:
+            return True
+        return bracket.is_closed and bracket.high - bracket.low <= self.resolution * bracket.middle
+
+    def learn(self, rate: float, found: dict[str, Any], *, asked: bool) -> None:
+        """Learn from a trial; one that was stopped for another goal may show nothing."""
+        self.bracket.num_trials += asked
+        if not self.bracket.low < rate < self.bracket.high:
+            return
+        holds = found.get(self.goal.name, 0.0) >= self.goal.share
+        if holds and found.get("is_stopped"):
+            return
+        if holds:
+            self.best = found
+        self.bracket.narrow(rate, holds=holds)
+
+    @property
+    def goodput(self) -> Goodput:
+        """The middle of the bracket; of one that never closed, the rate that is known to attain the share."""
+        bracket = self.bracket
+        return Goodput(rate=bracket.middle if bracket.high < math.inf else bracket.low, at=self.best)

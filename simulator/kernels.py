@@ -477,28 +477,4 @@ def count_late(fleet: EngineArrays, requests: Requests, now_s: float, limit_s: f
     return num_late
 
 
-@kernel
-def count_missed(fleet: EngineArrays, requests: Requests, now_s: float) -> int:
-    """Count the requests with a token that came after its deadline, or whose first token is late and missing.
-
-    One with two legs is counted by its decode leg, which has a slot from the decision on.
-    """
-    num_missed = 0
-    for number in range(len(requests.outcomes)):
-        outcome = requests.outcomes[number]
-        num_missed += outcome.finished_s >= 0 and outcome.tokens_on_time < outcome.produced_tokens
-    for index in range(len(fleet.instances)):
-        for slot in range(1, fleet.slots.shape[1]):
-            if fleet.slots[index, slot].number < 0:
-                continue
-            request = fleet.stack.requests[index, slot]
-            if request.leg == PREFILL_LEG:
-                continue
-            is_late = (
-                request.output_tokens == 0 and now_s > request.arrival_s + fleet.stack.facts[index, slot].ttft_slo_s
-            )
-            num_missed += is_late or request.tokens_on_time < request.output_tokens
-    return num_missed
-
-
 refresh_directly, count_hits_directly = direct(refresh), direct(count_hits)

@@ -85,6 +85,7 @@ def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequest
         tpot_s=np.array([result.tpot_s for result in results], np.float64),
         tokens_on_time=np.array([result.tokens_on_time for result in results], np.int64),
         finished=finished,
+        shed=np.array([result.failure == SHED for result in results], np.bool_),
     )
 
 

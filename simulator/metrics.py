@@ -80,6 +80,7 @@ def summary(
         "policy": result.policy,
         "num_requests": len(statuses),
         **{f"num_{name}": int((statuses == place).sum()) for place, name in enumerate(STATUSES)},
+        "num_demoted": int(result.decisions.demoted.sum()),
         "span_s": span_s,
         "requests_per_s": float(finished.sum() / span_s),
         "output_tokens_per_s": float(result.outcomes.produced_tokens.sum() / span_s),
@@ -116,6 +117,8 @@ def served_requests(result: RunResult, took: Latencies) -> ServedRequests:
         tpot_s=took.tpot_s,
         tokens_on_time=np.asarray(result.outcomes.tokens_on_time),
         finished=result.decisions.status == STATUSES.index("finished"),
+        shed=result.decisions.status == STATUSES.index("shed"),
+        demoted=np.asarray(result.decisions.demoted) == 1,
     )
 
 
@@ -232,6 +235,7 @@ def _service_columns(result: RunResult) -> dict[str, np.ndarray]:
         "weight": levels.weight,
         "ttft_slo_s": levels.ttft_slo_s,
         "tpot_slo_s": levels.tpot_slo_s,
+        "demoted": np.asarray(result.decisions.demoted),
         "tokens_on_time": np.where(result.outcomes.tokens_on_time >= 0, result.outcomes.tokens_on_time, np.nan),
     }
     return columns if levels.mix_entry is None else {**columns, "mix": levels.mix_entry}

@@ -8,23 +8,13 @@ costs more than the time to read it, because only a limited number of tokens fit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import linprog
 
-from predictor.step_time import (
-    CONSTANT,
-    DECODE_BASE,
-    DECODE_SLOPE,
-    MIXED_BASE,
-    MIXED_SLOPE,
-    PREFILL,
-    PREFILL_TOKEN,
-    SAMPLED,
-    tabulate,
-)
 from simulator.fleet import InstanceSpec
+from simulator.step_shapes import step_shapes
 from simulator.workload import Workload
 
 SCALES = np.array([1e3, 1e4, 1e6])  # of the prices, so that the solver works with numbers near one
@@ -50,35 +40,8 @@ def min_busy_s(spec: InstanceSpec, work: Workload) -> float:
     decodes = work.lengths.output_tokens - 1.0  # the prompt's step produces the first token
     contexts = decodes * prompts + decodes * (decodes + 1) / 2
     amounts = np.array([decodes.sum(), prompts.sum(), contexts.sum()])
-    rows, costs = zip(*_steps(spec), strict=True)
-    found = linprog(-amounts / SCALES, A_ub=np.array(rows) / SCALES, b_ub=np.array(costs))
+    steps = step_shapes(spec)
+    rows = np.stack([steps.decodes, steps.prompt_tokens, steps.context_tokens], axis=1)
+    found = linprog(-amounts / SCALES, A_ub=rows / SCALES, b_ub=steps.seconds)
     assert found.success, found.message
-    return spec.pace * -float(found.fun)
-
-
-def _steps(spec: InstanceSpec) -> Iterator[tuple[tuple[float, float, float], float]]:
-    """Yield the steps that constrain the prices: (decodes, prompt tokens, context read) and minimum seconds.
-
-    Between the knots of the step time, and between empty and full memory, costs are linear.
-    """
-    num_seqs, chunk = spec.config.max_num_seqs, spec.config.max_num_batched_tokens
-    room = (spec.config.num_gpu_blocks - 1) * spec.config.block_size
-    costs = tabulate(spec.step_time, chunk, num_seqs)
-    once = costs.coefficients[CONSTANT] + costs.by_count[:, SAMPLED].min()
-    knots = {int(edge) for x in spec.step_time.by_tokens.x for edge in (np.floor(x), np.ceil(x))} | {chunk}
-    for decodes in range(min(num_seqs, chunk) + 1):
-        prompts = {1, *(knot - decodes for knot in knots)}
-        for tokens in sorted({0, *(one for one in prompts if 0 < one <= chunk - decodes)}):
-            if decodes + tokens == 0:
-                continue
-            base, slope = (MIXED_BASE, MIXED_SLOPE) if tokens else (DECODE_BASE, DECODE_SLOPE)
-            seconds = once + costs.by_tokens[decodes + tokens]
-            if tokens:
-                seconds += costs.coefficients[PREFILL] + costs.coefficients[PREFILL_TOKEN] * tokens
-            per_context = 0.0
-            if decodes:
-                seconds += costs.by_count[decodes, base]
-                per_context = costs.by_count[decodes, slope]
-            yield (decodes, tokens, 0.0), float(seconds)
-            if decodes:
-                yield (decodes, tokens, float(room)), float(seconds + per_context * room)
+    return -float(found.fun)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from simulator.assembly import simulate
-from simulator.metrics import latencies
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
-from simulator.sizing import Target, sized, smallest_size
+from simulator.sizing import SizingRun, SizingTarget, sized, smallest_size
 
 Used = Callable[[int, int], float]  # numbers of prefill and of other instances to the share of the limit that is used
 
@@ -24,7 +22,7 @@ class PoolTrial:
     num_decode: int
     rate: float | None
     seed: int
-    target: Target
+    target: SizingTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +100,9 @@ class PoolSearch:
 
 
 def used_by_pools(trial: PoolTrial) -> float:
-    """Simulate pools; return the largest ratio of a percentile to its limit."""
+    """Simulate pools; return the share of the limit that they use."""
     scenario = in_pools(trial.scenario, trial.num_prefill, trial.num_decode)
-    work = scenario.workload(trial.rate, trial.seed)
-    result = simulate(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    return trial.target.share_used(latencies(result))
+    return trial.target.used_by(SizingRun(scenario=scenario, policy=trial.policy, rate=trial.rate, seed=trial.seed))
 
 
 def in_pools(scenario: Scenario, num_prefill: int, num_decode: int) -> Scenario:
@@ -115,8 +111,8 @@ def in_pools(scenario: Scenario, num_prefill: int, num_decode: int) -> Scenario:
 
 
 def recommend_pools(
-    scenario: Scenario, colocated: Sequence[str], disaggregated: Sequence[str], target: Target, *, rate: float | None,
-    seeds: int, max_instances: int, runner: Runner, on_progress: Callable[[str], None],
+    scenario: Scenario, colocated: Sequence[str], disaggregated: Sequence[str], target: SizingTarget, *,
+    rate: float | None, seeds: int, max_instances: int, runner: Runner, on_progress: Callable[[str], None],
 ) -> Iterator[PoolRecommendation]:  # fmt: skip
     """Find the smallest cluster for each policy, of co-located instances or of pools."""
 

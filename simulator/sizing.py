@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from simulator.assembly import simulate
+from simulator.goodput import GoodputGoal, GoodputTrial, run_trial
 from simulator.metrics import Latencies, latencies, percentile_of_all
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
 
+NOTHING = 1e-9  # a share that may miss is never 0 in a ratio
 TUNING_SEED = 1000  # parameters are tuned on other samples of traffic than those that evaluate them
 
 # The parameters to try, by policy.
@@ -22,6 +24,16 @@ GRIDS: Mapping[str, Sequence[str]] = {
     "jsq": tuple(f"jsq: waiting_weight = {value}" for value in (1.0, 4.0, 16.0)),
     "marginal": tuple(f"marginal: lambda = {value}" for value in (0.02, 0.05, 0.1)),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRun:
+    """One run of a cluster of some size."""
+
+    scenario: Scenario
+    policy: str
+    rate: float | None
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,20 @@ class Target:
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile: must be above 0 and at most 100, not {self.percentile}")
 
+    @property
+    def text(self) -> str:
+        """What has to be met."""
+        limits = {name.upper(): getattr(self, f"{name}_s") for name in ("ttft", "tpot", "e2e")}
+        listed = ", ".join(f"{name} < {limit:g} s" for name, limit in limits.items() if limit is not None)
+        return f"P{self.percentile:g} {listed}"
+
+    def used_by(self, run: SizingRun) -> float:
+        """Simulate; return the largest ratio of a percentile to its limit: at most 1 meets the target."""
+        scenario = run.scenario
+        work = scenario.workload(run.rate, run.seed)
+        result = simulate(scenario.instance_specs(), work, run.policy, scenario.conditions, seed=run.seed)
+        return self.share_used(latencies(result))
+
     def share_used(self, took: Latencies) -> float:
         """Return the largest ratio of a percentile to its limit."""
         ratios: list[float] = []
@@ -54,6 +80,34 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttainmentTarget:
+    """A share of the requests, or of their tokens, that must have all tokens by their deadlines."""
+
+    goal: GoodputGoal = field(default_factory=GoodputGoal)
+
+    @property
+    def text(self) -> str:
+        """What has to be met."""
+        of = "of the tokens in requests" if self.goal.by_work else "of the requests"
+        return f"{100 * self.goal.share:g} % {of} with all tokens by their deadlines"
+
+    def used_by(self, run: SizingRun) -> float:
+        """Simulate; return the ratio of the share that misses to the share that may: at most 1 meets the target.
+
+        A run that is far from that is stopped, and more would miss than it returns.
+        """
+        far = self.goal.share / 2
+        trial = GoodputTrial(
+            scenario=run.scenario, policy=run.policy, rate=run.rate, seed=run.seed, share=far, by_work=self.goal.by_work
+        )
+        missed = 1 - run_trial(trial)[self.goal.name]
+        return float((missed + NOTHING) / (1 - self.goal.share + NOTHING))
+
+
+SizingTarget = Target | AttainmentTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
     """One run that shows whether a cluster meets a target."""
 
@@ -62,7 +116,7 @@ class SizingRequest:
     num_instances: int
     rate: float | None
     seed: int
-    target: Target
+    target: SizingTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +133,10 @@ class Recommendation:
 
 
 def share_used(request: SizingRequest) -> float:
-    """Simulate a cluster; return the largest ratio of a percentile to its limit: at most 1 meets the target."""
+    """Simulate a cluster; return the share of the limit that it uses: at most 1 meets the target."""
     scenario = sized(request.scenario, request.num_instances)
-    work = scenario.workload(request.rate, request.seed)
-    result = simulate(scenario.instance_specs(), work, request.policy, scenario.conditions, seed=request.seed)
-    return request.target.share_used(latencies(result))
+    run = SizingRun(scenario=scenario, policy=request.policy, rate=request.rate, seed=request.seed)
+    return request.target.used_by(run)
 
 
 def sized(scenario: Scenario, num_instances: int) -> Scenario:
@@ -94,8 +147,8 @@ def sized(scenario: Scenario, num_instances: int) -> Scenario:
 
 
 def recommend(
-    scenario: Scenario, policies: Sequence[str], target: Target, *, rate: float | None, seeds: int, max_instances: int,
-    runner: Runner, on_progress: Callable[[str], None],
+    scenario: Scenario, policies: Sequence[str], target: SizingTarget, *, rate: float | None, seeds: int,
+    max_instances: int, runner: Runner, on_progress: Callable[[str], None],
 ) -> list[Recommendation]:  # fmt: skip
     """Find the smallest cluster for each policy, with its parameters tuned at that size; the best policy first."""
     sized(scenario, 1)

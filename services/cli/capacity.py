@@ -9,17 +9,29 @@ from typing import Any
 
 import click
 
+from services.cli.capacity_goodput import find_goodput
+from services.cli.mix_options import mix_option, refuse_given, with_mix
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
 from simulator.capacity import Capacity, LatencyObjective, Search, Trial, capacities, gain
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
+FOR_LATENCIES = ("metric", "percentile", "limit_s", "max_seeds", "precision")  # options without a meaning for goodput
 
 
 @click.command()
 @click.argument("trace", required=False)
 @policy_option
 @scenario_options
+@mix_option
+@click.option(
+    "--attained",
+    "shares",
+    type=float,
+    multiple=True,
+    help="Goodput: share of the requests, or of their tokens, that must have all tokens by their deadlines. Repeatable."
+    "  [default with --mix: 0.9 and 0.99]",
+)
 @click.option(
     "--metric",
     type=click.Choice(METRICS),
@@ -82,6 +94,8 @@ def capacity(
     *,
     trace: str | None,
     policies: tuple[str, ...],
+    mix_file: str | None,
+    shares: tuple[float, ...],
     metric: str,
     percentile: float,
     limit_s: float,
@@ -95,9 +109,13 @@ def capacity(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Find the largest rate at which the SLO holds, for each policy, by bisection with several seeds."""
+    """Find the largest rate at which the SLO holds, for each policy, by bisection with several seeds.
+
+    With --mix or --attained it is the goodput: the largest rate at which a share of the requests of a mix, or of their
+    tokens, have all tokens by their deadlines.
+    """
     chosen = policies_in(policies)
-    scenario = scenario_of(trace, flags)
+    scenario = with_mix(scenario_of(trace, flags), mix_file)
     for name, value in (("precision", precision), ("resolution", resolution)):
         if not 0 < value < 1:
             raise ValueError(f"{name}: must lie between 0 and 1, not {value}")
@@ -105,6 +123,14 @@ def capacity(
         raise ValueError(f"seeds: must be at least 2, as one shows no noise, not {seeds}")
     if first_rate is not None and not 0 < first_rate < 1e6:
         raise ValueError(f"first_rate: must be a number above 0, not {first_rate}")
+    if mix_file is not None or shares:
+        refuse_given("is for latencies; --mix and --attained are about deadlines", *FOR_LATENCIES)
+        with runner_for(workers, ray) as runner:
+            find_goodput(
+                scenario, chosen, shares, seeds=seeds, resolution=resolution, first_rate=first_rate, runner=runner,
+                as_json=as_json,
+            )  # fmt: skip
+        return
     num = len(scenario.instance_specs())
     search = Search(
         resolution=resolution,

@@ -31,7 +31,7 @@ from simulator.experiments.report import as_markdown
     "settings",
     multiple=True,
     metavar="SETTING",
-    help="Run this setting only, or those that a pattern such as `*_10ms` matches. Repeatable.",
+    help="Run this setting only, or those that a pattern such as `*.10` matches. Repeatable.",
 )
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from predictor.gain import GainWeights, priority_weights
 from services.load.settings import FIRST_WEIGHT_HELP, MIX_HELP, PRIORITY_WEIGHT_HELP, BenchSettings
 from services.settings import default_of
+from simulator.mix import mix_from_file
+from simulator.scenario import Scenario
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,13 +34,17 @@ def mix_options(command: F) -> F:
         metavar="PRIORITY=WEIGHT",
         help=PRIORITY_WEIGHT_HELP,
     )(command)
-    return click.option(
-        "--mix",
-        "mix_file",
-        metavar="TOML",
-        default=None,
-        help=MIX_HELP,
-    )(command)
+    return mix_option(command)
+
+
+def mix_option(command: F) -> F:
+    """Give a command a mix of requests."""
+    return click.option("--mix", "mix_file", metavar="TOML", default=None, help=MIX_HELP)(command)
+
+
+def with_mix(scenario: Scenario, mix_file: str | None) -> Scenario:
+    """Return a scenario with the mix of a file, where there is one."""
+    return scenario if mix_file is None else replace(scenario, mix=mix_from_file(mix_file))
 
 
 def gain_weights(priority_weight: tuple[str, ...], first_token_weight: float) -> GainWeights:
@@ -44,3 +52,11 @@ def gain_weights(priority_weight: tuple[str, ...], first_token_weight: float) ->
     if not 0 < first_token_weight < math.inf:
         raise ValueError(f"first_token_weight: must be above 0, not {first_token_weight}")
     return GainWeights(first_token=first_token_weight, by_priority=priority_weights(priority_weight))
+
+
+def refuse_given(why: str, *names: str) -> None:
+    """Refuse options that were given although they mean nothing here."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ValueError(f"{name}: {why}")

@@ -10,10 +10,14 @@ from typing import Any
 
 import click
 
+from services.cli.mix_options import mix_option, refuse_given, with_mix
+from services.cli.recommend_costs import BY_DEADLINES, CostMeasure
 from services.cli.recommend_pools import recommend_by_pools
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
-from simulator.sizing import Recommendation, Target, recommend
+from simulator.goodput import GoodputGoal, with_deadlines
+from simulator.serving_cost import CostTrial
+from simulator.sizing import AttainmentTarget, Recommendation, SizingTarget, Target, recommend
 from simulator.traffic import TRACE
 
 ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
@@ -45,6 +49,29 @@ ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filte
     default=default_of(Target, "percentile"),
     show_default=True,
     help="Percentile that must stay below the limits.",
+)
+@mix_option
+@click.option(
+    "--attained",
+    "share",
+    type=float,
+    default=None,
+    help="Size for a share of the requests with all tokens by their deadlines.  [default with --mix: 0.9]",
+)
+@click.option("--by-work", is_flag=True, help="With --mix: the share is one of the tokens, not of the requests.")
+@click.option(
+    "--autoscale",
+    "autoscale",
+    metavar="RULE",
+    default=None,
+    help="With --mix: show also the cost with a rule that changes the number of instances.",
+)
+@click.option(
+    "--cold-start-s",
+    type=float,
+    default=default_of(CostTrial, "cold_start_s"),
+    show_default=True,
+    help="With --autoscale: time from the start of an instance until it serves.",
 )
 @click.option(
     "--max-instances",
@@ -85,6 +112,11 @@ def recommend_command(
     slo_tpot_s: float | None,
     slo_e2e_s: float | None,
     percentile: float,
+    mix_file: str | None,
+    share: float | None,
+    by_work: bool,
+    autoscale: str | None,
+    cold_start_s: float,
     max_instances: int,
     seeds: int,
     pools: bool,
@@ -96,29 +128,42 @@ def recommend_command(
     """Rank policies, with tuned parameters, by the smallest cluster with which the SLO holds.
 
     With --pools it says how many instances should prefill and how many decode, or whether co-located ones do it with
-    fewer.
+    fewer. With --mix the SLO is that a share of the requests have all tokens by their deadlines, and the cost is shown
+    in instance-seconds per request, beside the least possible.
     """
     for name, value in (("seeds", seeds), ("max_instances", max_instances)):
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, not {value}")
-    target = _target(percentile, slo_ttft_s, slo_tpot_s, slo_e2e_s)
-    base = scenario_of(trace, flags)
+    base = with_mix(scenario_of(trace, flags), mix_file)
     if base.traffic.trace and rate is None and flags["arrivals"] is None and not base.traffic.schedule:
         base = replace(base, traffic=replace(base.traffic, arrivals=TRACE))
-    base.workload(rate, 0)  # a bad trace is refused here, before any process starts
+    target: SizingTarget
+    measure = None
+    work = base.workload(rate, 0)  # a bad trace is refused here, before any process starts
+    if mix_file is None and share is None:
+        refuse_given("needs --mix", "by_work", "autoscale", "cold_start_s")
+        target = _target(percentile, slo_ttft_s, slo_tpot_s, slo_e2e_s)
+    else:
+        refuse_given("--mix and --attained are about deadlines", "slo_ttft_s", "slo_tpot_s", "slo_e2e_s", "percentile")
+        with_deadlines(work)
+        target = AttainmentTarget(goal=GoodputGoal(share=0.9 if share is None else share, by_work=by_work))
+        measure = CostMeasure(
+            rate=rate, seeds=seeds, rule=autoscale, cold_start_s=cold_start_s, goal=target.goal,
+            on_progress=partial(_show, base.instances[0].profile),
+        )  # fmt: skip
     if pools:
-        if profiles:
-            raise ValueError("--also-profile: cannot be combined with --pools")
+        for name, given in (("also-profile", profiles), ("autoscale", autoscale)):
+            if given:
+                raise ValueError(f"--{name}: cannot be combined with --pools")
         with runner_for(workers, None) as runner:
             recommend_by_pools(
                 base, policies_in(policies) if policies else (), target, rate=rate, seeds=seeds,
                 max_instances=max_instances, price=price, runner=runner, as_json=as_json,
             )  # fmt: skip
         return
-    chosen = policies_in(policies or (ALL,))
+    chosen = policies_in(policies or (ALL if measure is None else BY_DEADLINES,))
     kinds = {base.instances[0].profile: base}
-    for profile in profiles:
-        kinds[profile] = base.changed(instances={"profile": profile})
+    kinds |= {profile: base.changed(instances={"profile": profile}) for profile in profiles}
     found: list[tuple[str, Recommendation]] = []
     with runner_for(workers, None) as runner:
         for profile, scenario in kinds.items():
@@ -127,13 +172,17 @@ def recommend_command(
                 on_progress=partial(_show, profile),
             )  # fmt: skip
             found += [(profile, answer) for answer in answers]
+        costs = None if measure is None else measure.costs(kinds, found, runner)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if as_json:
         rows = [{"profile": profile, **asdict(answer)} for profile, answer in found]
-        print(json.dumps({"target": asdict(target), "seeds": seeds, "ranking": rows}))
+        total = {"target": asdict(target), "seeds": seeds, "ranking": rows}
+        print(json.dumps(total if costs is None else costs.added_to(total)))
         return
     _print_table(found, target, several=len(kinds) > 1)
+    if costs is not None:
+        print("\n".join(costs.lines(found)))
 
 
 def _target(percentile: float, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Target:
@@ -151,10 +200,8 @@ def _show(profile: str, what: str) -> None:
         print(f"\r{profile}: {what}\x1b[K", end="", file=sys.stderr)
 
 
-def _print_table(found: list[tuple[str, Recommendation]], target: Target, *, several: bool) -> None:
-    limits = [f"{name.upper()} < {value:g} s" for name in ("ttft", "tpot", "e2e")
-              if (value := getattr(target, f"{name}_s")) is not None]  # fmt: skip
-    print(f"instances needed for P{target.percentile:g} {', '.join(limits)}, and the share of the limit used there")
+def _print_table(found: list[tuple[str, Recommendation]], target: SizingTarget, *, several: bool) -> None:
+    print(f"instances needed for {target.text}, and the share of the limit used there")
     width = max(len(answer.policy) for _, answer in found)
     for profile, answer in found:
         where = f"{profile}  " if several else ""

@@ -11,7 +11,7 @@ from typing import Any
 from simulator.parallel import Runner
 from simulator.pools import PoolRecommendation, recommend_pools
 from simulator.scenario import Scenario
-from simulator.sizing import Target
+from simulator.sizing import SizingTarget
 
 COLOCATED, POOLS = ("block", "jsq"), ("block", "pd_least")
 SMALLEST = 2  # one instance in each pool
@@ -32,8 +32,8 @@ class PoolCosts:
 
 
 def recommend_by_pools(
-    scenario: Scenario, policies: Sequence[str], target: Target, *, rate: float | None, seeds: int, max_instances: int,
-    price: float, runner: Runner, as_json: bool,
+    scenario: Scenario, policies: Sequence[str], target: SizingTarget, *, rate: float | None, seeds: int,
+    max_instances: int, price: float, runner: Runner, as_json: bool,
 ) -> None:  # fmt: skip
     """Find and print the smallest cluster of each policy."""
     if not price > 0:
@@ -72,10 +72,8 @@ def _show(what: str) -> None:
         print(f"\r{what}\x1b[K", end="", file=sys.stderr)
 
 
-def _print_table(found: Sequence[PoolRecommendation], target: Target, costs: PoolCosts) -> None:
-    limits = [f"{name.upper()} < {value:g} s" for name in ("ttft", "tpot", "e2e")
-              if (value := getattr(target, f"{name}_s")) is not None]  # fmt: skip
-    print(f"instances needed for P{target.percentile:g} {', '.join(limits)}, the share of the limit used, and the cost")
+def _print_table(found: Sequence[PoolRecommendation], target: SizingTarget, costs: PoolCosts) -> None:
+    print(f"instances needed for {target.text}, the share of the limit used, and the cost")
     width = max(len(one.policy) for one in found)
     for one in found:
         if one.best is None:

@@ -12,12 +12,13 @@ from typing import Any
 import click
 
 from predictor.gain import attainment_table
-from services.cli.mix_options import gain_weights, mix_options
+from services.cli.mix_options import gain_weights, mix_options, with_mix
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.cli.slo_bound_lines import SHARES, bound_lines, bound_of
 from services.result_files import write_rows
 from simulator.assembly import simulate as simulate_once
 from simulator.metrics import SloTarget, summary
-from simulator.mix import mix_from_file, mixed_workload
+from simulator.mix import mixed_workload
 from simulator.result import RunResult
 from simulator.scenario import Scenario
 from simulator.traffic import TRACE
@@ -31,6 +32,7 @@ COLUMNS = (
     ("e2e mean", ("e2e_s", "mean")),
     ("p99", ("e2e_s", "p99")),
 )
+FATES = ("refused", "shed", "demoted", "lost", "unfinished")  # that are worth a note
 
 
 @click.command()
@@ -74,9 +76,7 @@ def simulate(
     lengths.
     """
     chosen = policies_in(policies)
-    scenario = scenario_of(trace, flags)
-    if mix_file is not None:
-        scenario = replace(scenario, mix=mix_from_file(mix_file))
+    scenario = with_mix(scenario_of(trace, flags), mix_file)
     weights = gain_weights(priority_weight, first_token_weight)
     work = _work(scenario, decisions, rate, seed, given_arrivals=flags["arrivals"])
     if rows_file and len(chosen) > 1 and "{policy}" not in rows_file:
@@ -90,10 +90,14 @@ def simulate(
             if rows_file:
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
             summaries.append(summary(result, slo if slo != SloTarget() else None, weights=weights))
+    bound = bound_of(scenario.instance_specs(), work)
     if as_json:
-        print(json.dumps({"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}))
-    else:
-        _print_table(summaries)
+        total = {"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}
+        print(json.dumps(total if bound is None else {**total, "bound": bound.as_table(SHARES)}))
+        return
+    _print_table(summaries)
+    if bound is not None:
+        print("\n".join(["", *bound_lines(bound)]))
 
 
 def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> RunResult:
@@ -127,8 +131,7 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
         row = "".join(f"{'never' if value is None else f'{value:.3f}':>11}" for value in cells)
         print(f"{one['policy']:{width}}{row}{one['requests_per_s']:9.2f}{one['num_preemptions']:11}")
     for one in summaries:
-        notes = [f"{one[name]} {name.removeprefix('num_')}" for name in ("num_refused", "num_lost", "num_unfinished")
-                if one[name]]  # fmt: skip
+        notes = [f"{one[f'num_{name}']} {name}" for name in FATES if one[f"num_{name}"]]
         if "slo_attainment" in one:
             notes.append(f"{one['slo_attainment']:.1%} within the SLO")
         if one["hit_ratio"]:

@@ -28,9 +28,10 @@ KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
-    "attained", "gain_name", "tuning_requests", "axes", "default_settings",
+    "attained", "work", "gain_name", "tuning_requests", "axes", "axis_separator", "default_settings",
 )  # fmt: skip
 
+SEPARATORS = ("_", ".")  # of the names of a setting and of its values on axes
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
 
 
@@ -157,6 +158,7 @@ class Experiment:
     rivals: tuple[str, ...] = ()  # the variants whose best the others are compared with, at each setting and rate
     rival_metric: str = "tdg_ratio"  # by which the best is chosen; more is better
     attained: float = 0.9  # the share of the requests that goodput requires
+    work: bool = False  # report also the goodput by work: by the share of the tokens
     gain_name: str = "goodput_over_best_fixed"  # of results: how far a variant's goodput is above the best rival's
     tuning_requests: int = 0  # in the runs that choose splits; 0: as in the others
 
@@ -257,9 +259,16 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         rivals=rivals,
         rival_metric=rival_metric,
         attained=_share(table.get("attained", 0.9)),
+        work=_flag("work", table.get("work", False)),
         gain_name=str(table.get("gain_name", "goodput_over_best_fixed")),
         tuning_requests=table.get("tuning_requests", 0),
     )
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: must be true or false, not {value!r}")
+    return value
 
 
 def _share(value: object) -> float:
@@ -306,9 +315,12 @@ def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
 def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetting, ...]:
     """Make the settings: those of the table, each with every combination of one value of each axis.
 
-    Where `default_settings` names some, the others are optional.
+    `axis_separator` stands between their names. Where `default_settings` names some, the others are optional.
     """
     default = table.get("default_settings", ())
+    separator = table.get("axis_separator", "_")
+    if separator not in SEPARATORS:
+        raise ValueError(f"axis_separator: {separator!r} is none of {' '.join(SEPARATORS)}")
     found = []
     for key, changes in table.get("settings", {"all": {}}).items():
         setting = _setting(key, dict(changes), base, table)
@@ -316,7 +328,7 @@ def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetti
             scenario = setting.scenario
             for _, more in values:
                 scenario = scenario.changed(**more)
-            name = "_".join([key, *(value for value, _ in values)])
+            name = separator.join([key, *(value for value, _ in values)])
             optional = setting.optional or (bool(default) and name not in default)
             found.append(replace(setting, name=name, scenario=scenario, optional=optional))
     if unknown := set(default) - {one.name for one in found}:

@@ -80,6 +80,7 @@ class Findings:
     claims: Sequence[tuple[Claim, Sequence[ClaimResult]]] = ()
     best_rivals: Sequence[BestRival] = ()
     goodput: goodput_comparison.Found = field(default_factory=dict)
+    bounds: goodput_comparison.Bounds = field(default_factory=dict)
 
 
 def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
@@ -173,31 +174,40 @@ def _capacities(experiment: Experiment, runner: Runner, on_progress: OnProgress)
 
 
 def _goodput(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
+    bounds = goodput_comparison.bounds_of(experiment)
     found = goodput_comparison.compare(experiment, runner, on_progress)
-    units = {"goodput_qps": "requests/s", "num_prefill": "instances"}
+    units = dict.fromkeys(("goodput_qps", "work_goodput_qps", "optimum_qps"), "requests/s")
+    units["num_prefill"] = "instances"
     rows = [
         _mean_row(f"{metric}.{slug(variant)}.{setting}", values, units.get(metric, "ratio"))
-        for (metric, variant, setting), values in goodput_comparison.numbers_of(found).items()
+        for (metric, variant, setting), values in goodput_comparison.numbers_of(experiment, found, bounds).items()
     ]
     if experiment.rivals:
-        gains = goodput_comparison.gains_over_best(experiment, found)
-        name = experiment.gain_name
-        for (setting, variant), values in gains.items():
-            rows.append(_mean_row(f"{name}.{slug(variant)}.{setting}", values, "ratio"))
-        single = goodput_comparison.gains_over_best_single(experiment, found)
-        for variant in dict.fromkeys(variant for _, variant in gains):
-            each = np.array([values for (_, other), values in gains.items() if other == variant])
-            rows.append(_mean_row(f"{name}.{slug(variant)}.mean", each.mean(axis=0).tolist(), "ratio"))
-            lowest = each[each.mean(axis=1).argmin()]
-            rows.append(_mean_row(f"{name}.{slug(variant)}.lowest", lowest.tolist(), "ratio"))
-            rows.append(_mean_row(f"{name}_single.{slug(variant)}.mean", single[variant], "ratio"))
+        rows += _rival_rows(experiment.gain_name, experiment, found)
+        if experiment.work:
+            rows += _rival_rows(f"work_{experiment.gain_name}", experiment, goodput_comparison.by_work(found))
     curves: Curves = {"goodput": {}}
     for setting, variants in found.items():
         curves["goodput"][setting] = {
             name: [(0.0, float(np.mean(one.rates)), half_width(one.rates) if len(one.rates) > 1 else 0.0)]
             for name, one in variants.items()
         }
-    return Findings(rows=rows, curves=curves, goodput=found)
+    return Findings(rows=rows, curves=curves, goodput=found, bounds=bounds)
+
+
+def _rival_rows(name: str, experiment: Experiment, found: goodput_comparison.Found) -> list[Row]:
+    """Compare with the best rival of each setting, and with the one that is best over all."""
+    gains = goodput_comparison.gains_over_best(experiment, found)
+    rows = [_mean_row(f"{name}.{slug(variant)}.{setting}", values, "ratio")
+            for (setting, variant), values in gains.items()]  # fmt: skip
+    single = goodput_comparison.gains_over_best_single(experiment, found)
+    for variant in dict.fromkeys(variant for _, variant in gains):
+        each = np.array([values for (_, other), values in gains.items() if other == variant])
+        rows.append(_mean_row(f"{name}.{slug(variant)}.mean", each.mean(axis=0).tolist(), "ratio"))
+        lowest = each[each.mean(axis=1).argmin()]
+        rows.append(_mean_row(f"{name}.{slug(variant)}.lowest", lowest.tolist(), "ratio"))
+        rows.append(_mean_row(f"{name}_single.{slug(variant)}.mean", single[variant], "ratio"))
+    return rows
 
 
 def _bound(experiment: Experiment, setting: ExperimentSetting) -> Capacity:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from simulator.capacity import half_width
-from simulator.goodput import Goodput, GoodputCase, goodputs
+from simulator.goodput import Goodput, GoodputCase, GoodputGoal, goodputs
 from simulator.parallel import Runner
+from simulator.request_needs import kinds_of
 from simulator.scenario import Scenario
+from simulator.slo_bound import KINDS, TITLES, SloBound, slo_bound
 
 if TYPE_CHECKING:
     from simulator.experiments.experiment import Experiment, ExperimentSetting, Variant
@@ -19,19 +21,26 @@ if TYPE_CHECKING:
 TUNING_SEED = 1000  # splits are chosen on other samples of traffic than those that are reported
 TUNING_RESOLUTION = 0.06
 LEAST_RATE = 1e-9
+BOUND = "bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantGoodput:
-    """A variant's number of instances that only prefill, and its goodput by seed."""
+    """A variant's number of instances that only prefill, and its goodput by seed, also by work if asked for."""
 
     num_prefill: int
     by_seed: Sequence[Goodput]
+    by_work: Sequence[Goodput] = ()
 
     @property
     def rates(self) -> list[float]:
         """The goodput of each seed."""
         return [one.rate for one in self.by_seed]
+
+    @property
+    def counted_by_work(self) -> VariantGoodput:
+        """The same variant, with its goodput by work in the place of that by requests."""
+        return replace(self, by_seed=self.by_work)
 
     def mean_of(self, name: str) -> float | None:
         """Average what the runs at the goodput have shown."""
@@ -40,6 +49,7 @@ class VariantGoodput:
 
 
 Found = Mapping[str, Mapping[str, VariantGoodput]]  # by setting and variant
+Bounds = Mapping[str, Sequence[SloBound]]  # by setting, one for each seed
 
 
 def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, int], None]) -> Found:
@@ -56,6 +66,18 @@ def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, 
     return found
 
 
+def bounds_of(experiment: Experiment) -> dict[str, list[SloBound]]:
+    """Return the bounds of each setting whose instances are equal."""
+    bounds: dict[str, list[SloBound]] = {}
+    for setting in experiment.settings:
+        scenario = setting.scenario
+        specs = scenario.instance_specs()
+        if len(kinds_of(specs)) == 1:
+            seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+            bounds[setting.name] = [slo_bound(specs, scenario.workload(setting.first_rate, seed)) for seed in seeds]
+    return bounds
+
+
 def _in_setting(
     experiment: Experiment, setting: ExperimentSetting, runner: Runner, on_trial: Callable[[], None]
 ) -> dict[str, VariantGoodput]:
@@ -63,7 +85,9 @@ def _in_setting(
     splits, near = _chosen_splits(experiment, setting, cases, runner, on_trial)
     scenarios = {variant.name: split_into(scenario, splits[variant.name]) for variant, scenario in cases}
 
-    def measure(seeds: Sequence[int], first_rates: Mapping[str, float]) -> dict[str, list[Goodput]]:
+    goals = goals_of(experiment)
+
+    def measure(seeds: Sequence[int], first_rates: Mapping[str, float]) -> dict[str, list[list[Goodput]]]:
         asked = [
             GoodputCase(
                 scenario=scenarios[variant.name],
@@ -74,18 +98,26 @@ def _in_setting(
             for variant, _ in cases
             for seed in seeds
         ]
-        answers = goodputs(asked, experiment.attained, experiment.resolution, runner, on_trial)
+        answers = goodputs(asked, goals, experiment.resolution, runner, on_trial)
         width = len(seeds)
         return {variant.name: answers[place * width : (place + 1) * width] for place, (variant, _) in enumerate(cases)}
 
     first = measure([0], near)
-    rest = measure(range(1, experiment.seeds), {name: one[0].rate for name, one in first.items() if one[0].rate > 0})
-    return {
-        variant.name: VariantGoodput(
-            num_prefill=splits[variant.name], by_seed=[*first[variant.name], *rest[variant.name]]
+    known = {name: by_seed[0][0].rate for name, by_seed in first.items() if by_seed[0][0].rate > 0}
+    rest = measure(range(1, experiment.seeds), known)
+    found = {}
+    for variant, _ in cases:
+        by_goal = list(zip(*first[variant.name], *rest[variant.name], strict=True))
+        found[variant.name] = VariantGoodput(
+            num_prefill=splits[variant.name], by_seed=by_goal[0], by_work=by_goal[1] if experiment.work else ()
         )
-        for variant, _ in cases
-    }
+    return found
+
+
+def goals_of(experiment: Experiment) -> list[GoodputGoal]:
+    """Return what goodput is searched for: by requests, and by work where the experiment asks for it."""
+    by_requests = GoodputGoal(share=experiment.attained)
+    return [by_requests, replace(by_requests, by_work=True)] if experiment.work else [by_requests]
 
 
 def _chosen_splits(
@@ -114,9 +146,9 @@ def _chosen_splits(
                     first_rate=setting.first_rate,
                 )
             )
-    answers = goodputs(asked, experiment.attained, TUNING_RESOLUTION, runner, on_trial)
+    answers = goodputs(asked, goals_of(experiment)[:1], TUNING_RESOLUTION, runner, on_trial)
     rates: dict[str, dict[int, float]] = {}
-    for (name, num_prefill), answer in zip(keys, answers, strict=True):
+    for (name, num_prefill), (answer,) in zip(keys, answers, strict=True):
         rates.setdefault(name, {})[num_prefill] = answer.rate
     best = {name: max(of, key=of.__getitem__) for name, of in rates.items()}
     source = {variant.name: variant.split_of or variant.name for variant, _ in cases}
@@ -173,25 +205,47 @@ def gains_over_best_single(experiment: Experiment, found: Found) -> dict[str, li
     return {name: min(of.values(), key=np.mean) for name, of in gains.items() if of}
 
 
-def goodput_tables(experiment: Experiment, found: Found) -> list[str]:
-    """Return a table for each setting as Markdown."""
+def by_work(found: Found) -> Found:
+    """Return the same variants, with goodput by work in the place of that by requests."""
+    return {
+        setting: {name: one.counted_by_work for name, one in variants.items()} for setting, variants in found.items()
+    }
+
+
+def goodput_tables(experiment: Experiment, found: Found, bounds: Bounds) -> list[str]:
+    """Return a table for each setting as Markdown, and what serving by deadlines allows there."""
     tables = []
     gains = gains_over_best(experiment, found) if experiment.rivals else {}
+    head = ["requests/s", *(["by work"] if experiment.work else []), "prefill instances", "two legs",
+            "attained by tokens", "over the best rival"]  # fmt: skip
     for setting, variants in found.items():
-        head = ["requests/s", "prefill instances", "two legs", "attained by tokens", "over the best rival"]
         lines = [f"| {setting} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
         for name, one in variants.items():
             gain = gains.get((setting, name))
             cells = [
                 _spread(one.rates),
+                *([_spread(one.counted_by_work.rates)] if experiment.work else []),
                 str(one.num_prefill),
                 _percent(one.mean_of("disaggregated")),
                 _percent(one.mean_of("attained_tokens")),
                 "" if gain is None else f"{np.mean(gain):+.1%}",
             ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+        if setting in bounds:
+            rates = [_spread([bound.rate(goal.share, by_work=goal.by_work) for bound in bounds[setting]])
+                     for goal in goals_of(experiment)]  # fmt: skip
+            lines.append(f"| {BOUND} | {' | '.join([*rates, *[''] * (len(head) - len(rates))])} |")
         tables.append("\n".join(lines))
-    return tables
+    return tables + _optimum_tables(bounds)
+
+
+def _optimum_tables(bounds: Bounds) -> list[str]:
+    if not bounds:
+        return []
+    lines = [f"| all attained, at best | {' | '.join(TITLES[kind] for kind in KINDS)} |", "|---" * 5 + "|"]
+    for setting, each in bounds.items():
+        lines.append(f"| {setting} | {' | '.join(_spread([one.optimum(kind) for one in each]) for kind in KINDS)} |")
+    return ["\n".join(lines)]
 
 
 def _spread(rates: Sequence[float]) -> str:
@@ -208,16 +262,24 @@ def _estimated_trials(experiment: Experiment) -> int:
     total = 0
     for setting in experiment.settings:
         for variant, scenario in experiment.cases(setting):
-            total += 6 * len(splits_of(variant, scenario)) + 7 * experiment.seeds
+            total += 6 * len(splits_of(variant, scenario)) + (7 + 3 * experiment.work) * experiment.seeds
     return max(1, total)
 
 
-def numbers_of(found: Found) -> dict[tuple[str, str, str], list[float]]:
-    """Return the numbers of all seeds, by metric, variant and setting."""
+def numbers_of(experiment: Experiment, found: Found, bounds: Bounds) -> dict[tuple[str, str, str], list[float]]:
+    """Return the numbers of all seeds, by metric, variant and setting; the bounds are those of one variant more."""
     numbers: dict[tuple[str, str, str], list[float]] = {}
+    for setting, each in bounds.items():
+        for goal in goals_of(experiment):
+            name = "work_goodput_qps" if goal.by_work else "goodput_qps"
+            numbers[name, BOUND, setting] = [one.rate(goal.share, by_work=goal.by_work) for one in each]
+        for kind in KINDS:
+            numbers["optimum_qps", kind, setting] = [one.optimum(kind) for one in each]
     for setting, variants in found.items():
         for name, one in variants.items():
             numbers["goodput_qps", name, setting] = one.rates
+            if experiment.work:
+                numbers["work_goodput_qps", name, setting] = one.counted_by_work.rates
             numbers["num_prefill", name, setting] = [float(one.num_prefill)]
             for metric in ("attained_tokens", "missed_prompt_ratio", "disaggregated"):
                 values = [one.at[metric] for one in one.by_seed if one.at.get(metric) is not None]

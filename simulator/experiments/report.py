@@ -235,7 +235,7 @@ def _charts(experiment: Experiment, findings: Findings) -> list[str]:
 
 def _tables(experiment: Experiment, findings: Findings) -> list[str]:
     if experiment.kind == GOODPUT:
-        return goodput_tables(experiment, findings.goodput)
+        return goodput_tables(experiment, findings.goodput, findings.bounds)
     kinds = {CAPACITY: _capacity_tables, PROVISIONING: _provisioning_tables}
     tables = kinds.get(experiment.kind, _sweep_tables)(experiment, findings)
     return turning_tables(experiment, findings) + tables

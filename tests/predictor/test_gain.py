@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -179,8 +180,31 @@ def test_the_table_shows_what_the_report_has() -> None:
     assert [line.split("  ")[0].rstrip() for line in lines[2:]] == [
         "all with targets", "class best-effort", "class real-time", "prompts up to 10", "prompts up to 20"
     ]  # fmt: skip
-    assert lines[2].split()[-5:] == ["2", "-", "1.000", "-", "-"]
+    assert lines[2].split()[-6:] == ["2", "-", "1.000", "-", "-", "-"]
     assert list(attainment_table({})) == []
+
+
+def test_what_was_missed_is_reported() -> None:
+    """Attainment has a share by tokens, tiers, who was shed and demoted, and the length of the prompts that missed."""
+    requests = [
+        request(0, slo=Slo(ttft_s=1.0, tpot_s=0.02)),
+        request(1, slo=Slo(ttft_s=1.0, tpot_s=0.1)),
+        request(4, slo=Slo(ttft_s=1.0)),
+    ]
+    never = served(requests, [[0.5, 0.51], [0.5, 0.55, 0.6], [NEVER]])
+    shed, demoted = np.array([False, False, True]), np.array([False, True, False])
+    report = attainment_report(dataclasses.replace(never, shed=shed, demoted=demoted))
+    assert report["deadline_attained"] == pytest.approx(2 / 3)
+    assert report["deadline_attained_tokens"] == pytest.approx((12 + 23) / (12 + 23 + 51))
+    assert (report["missed_prompt_tokens"], report["missed_prompt_ratio"]) == (50.0, pytest.approx(50 / (80 / 3)))
+    assert list(report["by_tier"]) == ["0.02", "0.1", "none"]
+    assert (report["num_shed_with_targets"], report["by_tier"]["0.1"]["num_demoted_with_targets"]) == (1, 1)
+    lines = list(attainment_table(report))
+    assert lines[1].split()[-2:] == ["shed", "demoted"]
+    assert [line.rsplit("  ", 1)[0].split("  ")[0] for line in lines if line.startswith("tier")] == [
+        "tier 20 ms", "tier 100 ms", "tier none"
+    ]  # fmt: skip
+    assert "50 tokens in the mean, 1.88 times" in lines[-1]
 
 
 def test_weights_of_priorities() -> None:

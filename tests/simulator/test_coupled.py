@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
+from predictor.gain import default_levels
 from predictor.request import RequestFacts
 from predictor.state import HELD, NONE
 from scheduler.candidates import RequestIndicators
@@ -20,6 +22,7 @@ from simulator.assembly import simulate, simulation
 from simulator.conditions import Conditions, Outage
 from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec
+from simulator.goodput import missed_so_far
 from simulator.metrics import latencies, request_table, summary
 from simulator.result import STATUSES
 from simulator.workload import Workload
@@ -285,18 +288,19 @@ def test_summaries_have_the_pools_apart() -> None:
 
 def test_a_request_with_two_legs_misses_once() -> None:
     """Where both legs are late, that is one missed request, at any time."""
-    work = poisson(30, 30.0)
+    short_s = np.full(30, 1e-6)
+    work = replace(poisson(30, 30.0), service=replace(default_levels(30), ttft_slo_s=short_s, tpot_slo_s=short_s))
     running = simulation(pools(1, 1), work, "round_robin", Conditions(hop_s=HOP_S, sample_s=0.0))
-    for name in ("ttft_slo_s", "tpot_slo_s"):
-        running.requests.facts[name] = 1e-6
     for number in range(len(work)):
         now_s = float(work.arrival_s[number])
         running.refresh(now_s)
         running.send_by(coupled.await_decode, number, 1, now_s, now_s + 0.1)
         running.send_by(coupled.send_prefill, number, 0, now_s, now_s, 0.1)
-        assert kernels.count_missed(running.fleet, running.requests, now_s + 1e-3) == number + 1
+        running.now_s = now_s + 1e-3
+        assert missed_so_far(running).sum() == number + 1
     running.run_out()
-    assert kernels.count_missed(running.fleet, running.requests, math.inf) == len(work)
+    running.now_s = math.inf
+    assert missed_so_far(running).all()
 
 
 def test_blocks_of_an_engine_that_failed_are_not_left_to_the_lease() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from simulator.assembly import simulate
-from simulator.goodput import GoodputCase, GoodputTrial, attained_in, goodputs, run_trial
+from simulator.goodput import GoodputCase, GoodputGoal, GoodputTrial, attained_in, goodputs, run_trial
 from simulator.scenario import Scenario, scenario_from
 from tests.simulator.test_capacity import SMALL
 
@@ -36,9 +37,40 @@ def fake_runner(goodput: Callable[[GoodputTrial], float]) -> Any:
 def test_brackets_close_around_the_goodput(first_rate: float) -> None:
     """Each case ends within the resolution, with what the highest rate that holds has shown."""
     cases = [GoodputCase(scenario=small(), policy="jsq", seed=seed, first_rate=first_rate) for seed in range(3)]
-    found = goodputs(cases, 0.9, 0.01, fake_runner(lambda trial: 40.0 + trial.seed), lambda: None)
-    assert [one.rate for one in found] == pytest.approx([40.0, 41.0, 42.0], rel=0.01)
-    assert all(one.at["rate"] <= 40.0 + seed < 1.02 * one.at["rate"] for seed, one in enumerate(found))
+    found = goodputs(cases, [GoodputGoal()], 0.01, fake_runner(lambda trial: 40.0 + trial.seed), lambda: None)
+    assert [one.rate for (one,) in found] == pytest.approx([40.0, 41.0, 42.0], rel=0.01)
+    assert all(one.at["rate"] <= 40.0 + seed < 1.02 * one.at["rate"] for seed, (one,) in enumerate(found))
+
+
+def test_searches_learn_from_each_other() -> None:
+    """A stopped trial shows only what cannot be exceeded; goals that differ need few trials more than one."""
+    goals = [GoodputGoal(share=share, by_work=by_work) for share in (0.9, 0.99) for by_work in (False, True)]
+    goodput = {"attained": 40.0, "attained_tokens": 30.0}
+    rates: list[float] = []
+
+    def runner(_: Callable[..., Any], trials: Sequence[GoodputTrial], /) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, trial in enumerate(trials):
+            rates.append(trial.rate)
+            shares = {name: min(1.0, 0.9 * (known / trial.rate) ** 0.5) for name, known in goodput.items()}
+            name = "attained_tokens" if trial.by_work else "attained"
+            if shares[name] < trial.share:  # as if it were stopped as soon as this is known
+                shares = {other: trial.share - 1e-6 if other == name else 1.0 for other in shares}
+                yield index, {**shares, "is_stopped": True}
+            else:
+                yield index, shares
+
+    (found,) = goodputs(
+        [GoodputCase(scenario=small(), policy="jsq", seed=0, first_rate=20.0)], goals, 0.01, runner, lambda: None
+    )
+    exact = [40.0, 30.0, 40.0 * (0.9 / 0.99) ** 2, 30.0 * (0.9 / 0.99) ** 2]
+    assert [one.rate for one in found] == pytest.approx(exact, rel=0.01)
+    assert len(rates) == len(set(rates)) < 40
+    alone = len(rates)
+    rates.clear()
+    for goal in goals:
+        goodputs([GoodputCase(scenario=small(), policy="jsq", seed=0, first_rate=20.0)], [goal], 0.01, runner,
+                 lambda: None)  # fmt: skip
+    assert len(rates) > alone
 
 
 def test_trials_count_requests_and_tokens() -> None:
@@ -47,7 +79,12 @@ def test_trials_count_requests_and_tokens() -> None:
     assert light["attained"] == light["attained_tokens"] == 1.0
     assert light["disaggregated"] == 0.0
     many = small(traffic={"num_requests": 1000})
-    assert run_trial(GoodputTrial(scenario=many, policy="jsq", rate=500.0, seed=0, share=0.9)) == {"attained": 0.0}
+    for by_work, name in ((False, "attained"), (True, "attained_tokens")):
+        trial = GoodputTrial(scenario=many, policy="jsq", rate=500.0, seed=0, share=0.9, by_work=by_work)
+        stopped, whole = run_trial(trial), run_trial(dataclasses.replace(trial, share=1e-9))
+        assert stopped["is_stopped"]
+        assert whole[name] <= stopped[name] < 0.9
+        assert all(whole[other] <= stopped[other] for other in ("attained", "attained_tokens"))
     scenario = small()
     work = scenario.workload(30.0, 0)
     result = simulate(scenario.instance_specs(), work, "jsq", scenario.conditions)
@@ -56,6 +93,28 @@ def test_trials_count_requests_and_tokens() -> None:
     found = attained_in(result)
     assert 0 < found["attained"] == whole.mean() < 1
     assert found["attained_tokens"] == pytest.approx(np.average(whole, weights=tokens))
+
+
+def test_requests_without_deadlines_count_nowhere() -> None:
+    """Best effort is served beside; a TTFT target alone is one deadline, also for a trial that is stopped."""
+    entries = [
+        {"name": "first", "share": 1, "ttft_slo_s": 0.3},
+        {"name": "rest", "share": 3, "class": "best-effort"},
+    ]
+    scenario = scenario_from({**SMALL, "mix": entries})
+    light = run_trial(GoodputTrial(scenario=scenario, policy="jsq", rate=2.0, seed=0, share=0.9))
+    assert light["attained"] == light["attained_tokens"] == 1.0
+    many = scenario.changed(traffic={"num_requests": 1000})
+    trial = GoodputTrial(scenario=many, policy="jsq", rate=500.0, seed=0, share=0.9)
+    stopped, whole = run_trial(trial), run_trial(dataclasses.replace(trial, share=1e-9))
+    assert 0 < whole["attained"] <= stopped["attained"] < 0.9
+
+
+@pytest.mark.parametrize("share", [0, 1.5, -0.1, float("nan"), True, "0.9"])
+def test_shares_are_checked(share: Any) -> None:
+    """The error names the field."""
+    with pytest.raises(ValueError, match=r"^attained: must be a share above 0, at most 1"):
+        GoodputGoal(share=share)
 
 
 def test_targets_are_required() -> None:

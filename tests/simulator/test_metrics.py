@@ -90,10 +90,10 @@ def test_a_cluster_of_one_attains_what_its_engine_attains(batcher: str) -> None:
     assert 0.02 < report["tdg_ratio"] < 0.98
     for name in ("tdg_ratio", "slo_attained", "deadline_attained", "worst_ttft_over_target"):
         assert ours[name] == pytest.approx(report[name])
-    for group in ("by_priority", "by_class"):
+    for group in ("by_priority", "by_class", "by_tier"):
         assert set(ours[group]) == set(report[group])
         for value, part in report[group].items():
-            assert ours[group][value] == pytest.approx(part)
+            assert {name: ours[group][value][name] for name in part} == pytest.approx(part)
     assert set(ours["by_mix"]) == {"tight", "loose", "first"}
 
 

@@ -12,6 +12,7 @@ from predictor.step_time import Curve, StepTime
 from simulator.assembly import simulate
 from simulator.conditions import Conditions, Outage
 from simulator.fleet import InstanceSpec
+from simulator.mix import mix_from, mixed_workload
 from simulator.result import STATUSES
 from simulator.workload import RequestLengths, at_rate, noisy, poisson_gaps, tagged, typical, workload
 from tests.simulator.small_clusters import A30, SECOND, config, families, lengths, plain_run, poisson, specs
@@ -69,6 +70,19 @@ def test_conserves_requests_when_overloaded() -> None:
     result = simulate(specs(2, num_gpu_blocks=40), work, "jsq")
     assert (result.decisions.status == FINISHED).all()
     assert result.outcomes.num_preemptions.sum() > 0
+
+
+@pytest.mark.parametrize("policy", ["slo", "polyserve"])
+def test_requests_that_overtake_an_admission_queue_are_sent(policy: str) -> None:
+    """While some requests wait, others are placed at once; each is at its instance before the next decision."""
+    entries = [
+        {"name": "chat", "share": 2, "ttft_slo_s": 0.5, "tpot_slo_s": 0.04},
+        {"name": "reports", "share": 1, "class": "best-effort", "ttft_slo_s": 2.0, "tpot_slo_s": 0.1},
+        {"name": "slow", "share": 1, "ttft_slo_s": 1.0, "tpot_slo_s": 0.2},
+    ]
+    work = mixed_workload(poisson(250, 25.0), mix_from(entries), 0)
+    result = simulate(specs(3), work, policy)
+    assert (result.decisions.status == FINISHED).all()
 
 
 def test_two_instances_by_hand() -> None:

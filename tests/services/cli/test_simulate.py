@@ -60,6 +60,106 @@ def test_a_mix_is_simulated(tmp_path: Path) -> None:
         assert {row["mix"] for row in rows} == {"chat"}
 
 
+MIX = """
+[[mix]]
+name = "chat"
+share = 2
+tenant = "one"
+when_late = "shed"
+ttft_slo_s = 0.5
+tpot_slo_s = 0.04
+
+[[mix]]
+name = "reports"
+share = 1
+tenant = "two"
+ttft_slo_s = 2.0
+tpot_slo_s = 0.1
+"""
+
+
+@pytest.fixture
+def mix(tmp_path: Path) -> str:
+    """A file with two tiers."""
+    file = tmp_path / "mix.toml"
+    file.write_text(MIX)
+    return str(file)
+
+
+def test_attainment_is_reported_by_tier_and_tenant(mix: str) -> None:
+    """Each policy has who attained what, by requests and by tokens; the bound stands beside all."""
+    arguments = ("simulate", *SMALL, "--rate", "30", "--policy", "jsq,slo", "--mix", mix)
+    found = json.loads(run(*arguments, "--json"))
+    jsq, slo = found["policies"]
+    assert list(jsq["by_tier"]) == ["0.04", "0.1"]
+    assert jsq["by_tier"]["0.04"] == jsq["by_tenant"]["one"]
+    assert 0 < jsq["deadline_attained_tokens"] < 1
+    assert jsq["missed_prompt_ratio"] > 0
+    assert (slo["num_shed"], slo["num_demoted"]) == (
+        sum(part["num_shed_with_targets"] for part in slo["by_tier"].values()), 0
+    )  # fmt: skip
+    assert slo["num_shed"] > 0 == slo["by_tier"]["0.1"]["num_shed_with_targets"]
+    assert found["bound"]["optimum_qps"]["tiers"] < found["bound"]["bound_qps"]["0.99"]
+    table = run(*arguments)
+    assert "tier 40 ms" in table
+    assert f"slo: {slo['num_shed']} shed" in table
+    assert "no placement on these instances serves more requests/s by their deadlines than" in table
+    assert "tiers apart" in table
+
+
+def test_demoted_requests_are_counted(mix: str) -> None:
+    """Where late requests become best effort, the report says how many."""
+    Path(mix).write_text(MIX.replace("shed", "demote"))
+    found = json.loads(run("simulate", *SMALL, "--rate", "30", "--policy", "slo", "--mix", mix, "--json"))
+    (slo,) = found["policies"]
+    assert slo["num_demoted"] > 0 == slo["num_shed"]
+    assert slo["by_tier"]["0.04"]["num_demoted_with_targets"] == slo["num_demoted"]
+
+
+def test_goodput_is_found(mix: str) -> None:
+    """The largest rates at which shares of the requests and of the tokens keep their deadlines, and the bound."""
+    arguments = ("capacity", *SMALL, "--policy", "jsq", "--seeds", "2", "--resolution", "0.1", "--workers", "1",
+                 "--mix", mix, "--attained", "0.8", "--attained", "0.95")  # fmt: skip
+    found = json.loads(run(*arguments, "--json"))
+    (jsq,) = found["policies"]
+    for name in ("goodput_qps", "work_goodput_qps"):
+        assert jsq[name]["0.8"]["mean"] > jsq[name]["0.95"]["mean"] > 0
+        assert len(jsq[name]["0.8"]["per_seed"]) == 2
+    assert jsq["goodput_qps"]["0.95"]["mean"] < found["bound"]["bound_qps"]["0.95"]
+    table = run(*arguments).splitlines()
+    assert table[1].split("  ")[-1].strip() == "95 % of tokens"
+    assert [line.split()[0] for line in table[2:4]] == ["jsq", "no"]
+
+
+def test_a_cluster_is_recommended_by_deadlines(mix: str) -> None:
+    """Each policy has the number of instances and its cost, also with a rule, beside the least cost."""
+    arguments = ("recommend", *SMALL, "--rate", "15", "--policy", "jsq,block", "--seeds", "1", "--workers", "1",
+                 "--mix", mix, "--attained", "0.9", "--autoscale", "headroom", "--cold-start-s", "1")  # fmt: skip
+    found = json.loads(run(*arguments, "--json"))
+    rows = {row["policy"]: row for row in found["ranking"]}
+    assert rows["jsq"]["cost"]["autoscaled"] is None
+    for row in rows.values():
+        assert row["used"] <= 1
+        assert row["cost"]["fixed"]["attained"] >= 0.9
+    (least,) = found["bound"].values()
+    assert 0 < least["instance_s_per_request"] < rows["block"]["cost"]["fixed"]["instance_s_per_request"]
+    assert least["num_instances"] <= rows["block"]["num_instances"]
+    assert rows["block"]["cost"]["autoscaled"]["instance_s_per_request"] > 0
+    lines = run(*arguments).splitlines()
+    assert "90 % of the requests with all tokens by their deadlines" in lines[0]
+    assert sum("with headroom" in line for line in lines) == 1
+    assert "instance-seconds per request, by whatever policy" in lines[-1]
+
+
+def test_pools_are_recommended_by_deadlines(mix: str) -> None:
+    """A share of the tokens can be the target of pools as well."""
+    arguments = ("recommend", *SMALL, "--rate", "8", "--policy", "jsq", "--seeds", "1", "--workers", "1", "--pools",
+                 "--max-instances", "6", "--mix", mix, "--by-work", "--json")  # fmt: skip
+    found = json.loads(run(*arguments))
+    assert found["target"]["goal"] == {"share": 0.9, "by_work": True}
+    assert found["ranking"][0]["used"] <= 1
+
+
 def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
     """The rows are the same, with types."""
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -156,6 +256,11 @@ def test_a_cluster_is_recommended() -> None:
         (("simulate", *SMALL, "--rate", "1", "--mix", "nowhere.toml"), "nowhere.toml: cannot be read"),
         (("simulate", *SMALL, "--rate", "1", "--priority-weight", "1=-1"), "priority_weight: '1=-1'"),
         (("capacity", *SMALL, "--seeds", "1"), "seeds"),
+        (("capacity", *SMALL, "--attained", "0.9"), "^mix: "),
+        (("capacity", *SMALL, "--mix", "nowhere.toml"), "nowhere.toml"),
+        (("recommend", *SMALL, "--rate", "1", "--attained", "0.9"), "^mix: "),
+        (("recommend", *SMALL, "--rate", "1", "--by-work"), "^by_work: needs --mix"),
+        (("recommend", *SMALL, "--rate", "1", "--autoscale", "headroom"), "^autoscale: needs --mix"),
         (("capacity", *SMALL, "--limit-s", "0"), "limit_s"),
         (("recommend", *SMALL, "--rate", "1", "--slo-ttft-s", "-1"), "slo_ttft_s"),
         (("experiment", "block-table3"), "block-table2"),
@@ -165,6 +270,45 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str
     """The error is one line that names the field."""
     with pytest.raises(ValueError, match=complaint):
         CliRunner().invoke(block, list(arguments), standalone_mode=False, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("capacity", "--attained", "1.5"), "^attained: must be a share above 0, at most 1, not 1.5"),
+        (("capacity", "--attained", "0"), "^attained: "),
+        (("capacity", "--percentile", "90"), "^percentile: is for latencies"),
+        (("capacity", "--max-seeds", "9"), "^max_seeds: is for latencies"),
+        (("recommend", "--rate", "5", "--attained", "-1"), "^attained: "),
+        (("recommend", "--rate", "5", "--slo-ttft-s", "1"), "^slo_ttft_s: --mix and --attained are about deadlines"),
+        (("recommend", "--rate", "5", "--autoscale", "grow"), "^autoscale: rule: 'grow' is none of"),
+        (("recommend", "--rate", "5", "--autoscale", "headroom", "--pools"), "^--autoscale: cannot be combined"),
+        (("recommend", "--rate", "5", "--autoscale", "headroom", "--cold-start-s", "-1"), "^cold_start_s: "),
+    ],
+)
+def test_bad_options_of_deadlines_are_refused(mix: str, arguments: tuple[str, ...], complaint: str) -> None:
+    """The error is one line that names the field."""
+    name, *rest = arguments
+    given = [name, *SMALL, "--mix", mix, "--workers", "1", *rest]
+    with pytest.raises(ValueError, match=complaint):
+        CliRunner().invoke(block, given, standalone_mode=False, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("ttft_slo_s = 0.5", "ttft_slo_s = -0.5"), "ttft_slo_s"),
+        (("share = 2", "share = 2\nweight = -1"), "weight"),
+        (("tpot_slo_s = 0.1", 'tpot_slo_s = "fast"'), "tpot_slo_s"),
+        ((MIX, "[[mix]]\nname = 'all'\nshare = 1\ntpot_slo_s = 0.1"), "^mix: goodput needs requests with ttft_slo_s"),
+    ],
+)
+def test_bad_mixes_are_refused(mix: str, change: tuple[str, str], complaint: str) -> None:
+    """A negative target or weight, and a mix without deadlines."""
+    Path(mix).write_text(MIX.replace(*change))
+    given = ["capacity", *SMALL, "--mix", mix, "--workers", "1"]
+    with pytest.raises(ValueError, match=complaint):
+        CliRunner().invoke(block, given, standalone_mode=False, catch_exceptions=False)
 
 
 def test_pools_need_two_instances() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simulator.experiments.experiment import experiment_from
+from simulator.experiments.experiment import experiment_from, experiment_named
 from simulator.experiments.findings import measure
 from simulator.experiments.goodput_comparison import TUNING_SEED, VariantGoodput, gains_over_best
 from simulator.experiments.report import as_markdown
@@ -79,6 +79,47 @@ def test_compares_with_the_best_rival() -> None:
     assert "+20" in text or "+19" in text
 
 
+def by_work(work: Callable[[float], float]) -> Callable[..., Iterator[tuple[int, dict[str, float]]]]:
+    """The same runner, with the share of the tokens as a function of that of the requests."""
+
+    def run(measure: Callable[..., Any], trials: Sequence[GoodputTrial], /) -> Iterator[tuple[int, dict[str, float]]]:
+        for index, found in runner(measure, trials):
+            yield index, {**found, "attained_tokens": work(found["attained"])}
+
+    return run
+
+
+def test_goodput_by_work_has_names_of_its_own() -> None:
+    """Where it is asked for, each number has one by work beside it, and the bound stands beside both."""
+    text = TEXT.replace("seeds = 3", "seeds = 2\nwork = true").replace(
+        'default_settings = ["small_fast"]', 'gain_name = "over_best"\naxis_separator = "."'
+    )
+    experiment = experiment_from("small", text)
+    found = measure(experiment, by_work(lambda share: share / 1.1), lambda _, __: None)
+    rows = {row.name: row for row in found.rows}
+    for setting in ("small.fast", "small.slow"):
+        assert rows[f"goodput_qps.per_request.{setting}"].value == pytest.approx(30.0, rel=0.01)
+        assert rows[f"work_goodput_qps.per_request.{setting}"].value == pytest.approx(30.0 / 1.1, rel=0.01)
+        assert rows[f"goodput_qps.bound.{setting}"].value > rows[f"optimum_qps.tiers.{setting}"].value > 0
+        assert rows[f"work_goodput_qps.bound.{setting}"].n == 2
+    for prefix in ("", "work_"):
+        for name in ("over_best.per_request.mean", "over_best.per_request.lowest", "over_best_single.per_request.mean"):
+            assert rows[prefix + name].value == pytest.approx(0.2, abs=0.02)
+    text = as_markdown(experiment, found)
+    assert "| per_request | 30." in text
+    assert "| bound | " in text
+    assert "tiers apart | all mixed at the strictest TPOT | prefill and decode apart | memory alone" in text
+
+
+def test_names_of_results() -> None:
+    """The settings of `polyserve-fig6` are named by trace and milliseconds, and it reports goodput by work."""
+    experiment = experiment_named("polyserve-fig6")
+    assert experiment.gain_name == "goodput_over_best"
+    assert experiment.work
+    assert {"uniform_4096_1024.0", "uniform_4096_1024.10", "mooncake.3"} < {one.name for one in experiment.settings}
+    assert "ours" in {one.name for one in experiment.variants}
+
+
 def test_a_setting_in_which_no_rival_attains_the_share_has_no_gain() -> None:
     """It does not count in the mean over settings."""
 
@@ -108,6 +149,8 @@ def test_settings_are_products_of_axes() -> None:
         (("[0.25, 0.5, 0.75]", "[0.25, 1.5]"), "splits"),
         (('default_settings = ["small_fast"]', 'default_settings = ["small"]'), "default_settings"),
         (("resolution = 0.01", "resolution = 0.01\nattained = 2"), "attained"),
+        (("resolution = 0.01", "resolution = 0.01\nwork = 1"), "work: must be true or false"),
+        (("resolution = 0.01", 'resolution = 0.01\naxis_separator = "-"'), "axis_separator"),
     ],
 )
 def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) -> None:

@@ -1,0 +1,85 @@
+"""What serving a workload costs in instance-seconds: by a fixed number of instances, or by one that a rule changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
+from simulator.assembly import simulate
+from simulator.autoscaling import STATIC, AutoscalingOptions, simulate_provisioned
+from simulator.goodput import attained_in
+from simulator.parallel import Runner
+from simulator.scenario import Scenario
+from simulator.sizing import sized
+from simulator.workload import Workload
+
+GROWTH = 2  # a rule may use so many times the instances with which it begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTrial:
+    """One run whose cost is wanted; with the rule `static`, the number of instances does not change."""
+
+    scenario: Scenario
+    policy: str
+    num_instances: int
+    rate: float | None
+    seed: int
+    rule: str = STATIC
+    cold_start_s: float = 60.0
+
+
+def serving_cost(trial: CostTrial) -> dict[str, Any]:
+    """Simulate once; return the instance-seconds per request, and what attained its deadlines."""
+    scenario = sized(trial.scenario, trial.num_instances)
+    work = scenario.workload(trial.rate, trial.seed)
+    if trial.rule == STATIC:
+        result = simulate(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
+        instance_s = result.up_s
+    else:
+        available = sized(scenario, GROWTH * trial.num_instances).instance_specs()
+        done = simulate_provisioned(
+            available, work, trial.policy, _options(trial, scenario, work), scenario.conditions, seed=trial.seed
+        )
+        result, instance_s = done.result, done.instance_s
+    return {
+        "instance_s_per_request": instance_s / len(work),
+        "attained": (found := attained_in(result))["attained"],
+        "attained_tokens": found["attained_tokens"],
+    }
+
+
+def mean_cost(trial: CostTrial, seeds: int, runner: Runner) -> Mapping[str, float]:
+    """Average the cost over samples of traffic."""
+    trials = [replace(trial, seed=seed) for seed in range(seeds)]
+    each: Sequence[dict[str, Any]] = [found for _, found in runner(serving_cost, trials)]
+    return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
+
+
+def _options(trial: CostTrial, scenario: Scenario, work: Workload) -> AutoscalingOptions:
+    config = scenario.instance_specs()[0].config
+    return AutoscalingOptions(
+        rule=trial.rule,
+        first=trial.num_instances,
+        cold_start_s=trial.cold_start_s,
+        objectives=ScalingObjectives(
+            threshold_s=allowed_e2e_s(work),
+            cold_start_s=trial.cold_start_s,
+            seats=config.max_num_seqs,
+            kv_tokens=(config.num_gpu_blocks - 1) * config.block_size,
+        ),
+        limits=ScalingLimits(max_instances=GROWTH * trial.num_instances),
+    )
+
+
+def allowed_e2e_s(work: Workload) -> float:
+    """Return the P99 of the times by which requests with both targets have to end, after their arrival."""
+    levels = work.service
+    assert levels is not None
+    allowed_s = levels.ttft_slo_s + (work.lengths.output_tokens - 1) * levels.tpot_slo_s
+    known = allowed_s[~np.isnan(allowed_s)]
+    return float(np.percentile(known, 99)) if len(known) else ScalingObjectives().threshold_s
