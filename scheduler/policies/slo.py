@@ -3,10 +3,11 @@
 Held = while no instance has predicted_attained > 0.5, others_missed < 1 and no predicted preemption
 Score = tier distance, then load
 
-An instance has no fixed tier: it is as strict as its strictest request. A request goes first to an instance that is as
-strict as itself, then to an empty one, then to the nearest stricter one. It goes to a looser one, which it would make
-strict for all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. One
-that is late already, and best effort, goes where no other request misses a deadline because of it.
+An instance is of the tier that the provisioner tells, or else as strict as its strictest request. A request goes first
+to an instance that is as strict as itself, then to an empty one, then to the nearest stricter one. It goes to a looser
+one, which it would make strict for all requests there, and to a closed one of the same tier, only where no other keeps
+the deadlines. Of equals the least loaded one is chosen. One that is late already, and best effort, goes where no other
+request misses a deadline because of it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.indicators import SAME_TIER, Column
 from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 ADMITS = f"predicted_attained > 0.5 and {HARMLESS}"
-SAME_TIER = 1.05  # targets within this ratio are of the same tier
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 
@@ -33,6 +33,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         apart = np.log(candidates["tier_ratio"])
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
+        distance = distance + LOOSER * candidates["tier_closed"]
         return affinity * distance + candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
 
     return score
