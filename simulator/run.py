@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from predictor.request import LEGS
 from predictor.state import NONE, PREFILL_LEG
+from scheduler.admission.queue import lane_of
 from scheduler.candidates import RequestIndicators
+from scheduler.core import SchedulerCore
 from scheduler.decision import Decision
 from scheduler.indicators import INDEX_OF, Column
 from scheduler.intentions import Ask, Intention, Reserve, Shed, Wait
@@ -295,8 +297,14 @@ class Simulation:
             client_id=levels.tenants[number],
         )
         decision = core.decision(request)
-        if self._prepare(decision, which, now_s, refresh=not (self.holds and core.num_waiting)):
+        if self._prepare(decision, which, now_s, refresh=not self._joins_others(core, request)):
             self._drive(decision, decision.start(now_s), which, now_s)
+
+    def _joins_others(self, core: SchedulerCore, request: PlacementRequest) -> bool:
+        """Return whether a request waits behind others of its lane, whatever the state of the instances is."""
+        queue = core.queue(request.model) if self.holds else None
+        patient = request.objective.is_best_effort
+        return queue is not None and queue.has_lane(lane_of(request.indicators.tpot_slo_s, patient=patient))
 
     def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
         """Tick a decision that waits, unless it was ticked earlier."""

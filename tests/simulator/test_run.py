@@ -12,6 +12,7 @@ from predictor.step_time import Curve, StepTime
 from simulator.assembly import simulate
 from simulator.conditions import Conditions, Outage
 from simulator.fleet import InstanceSpec
+from simulator.mix import MixEntry, mixed_workload
 from simulator.result import STATUSES
 from simulator.workload import RequestLengths, at_rate, noisy, poisson_gaps, tagged, typical, workload
 from tests.simulator.small_clusters import A30, SECOND, config, families, lengths, plain_run, poisson, specs
@@ -163,6 +164,18 @@ def test_slow_instances_get_less_where_that_is_predicted() -> None:
     unknown = simulate([fast, replace(slow, predicted_pace=1.0)], work, "block")
     shares = [np.mean(result.decisions.instance == 1) for result in (known, unknown)]
     assert shares[0] < 0.5 * shares[1]
+
+
+@pytest.mark.parametrize("policy", ["slo", "polyserve"])
+def test_a_request_that_overtakes_waiting_ones_of_another_target_loses_none(policy: str) -> None:
+    """Two that are placed one directly after the other, while others wait: the engines get both."""
+    mix = (
+        MixEntry(name="chat", share=0.4, ttft_slo_s=2.0, tpot_slo_s=0.05),
+        MixEntry(name="batch", share=0.4, ttft_slo_s=4.0, tpot_slo_s=0.2),
+        MixEntry(name="rest", share=0.2, request_class="best-effort"),
+    )
+    result = simulate(specs(2, A30), mixed_workload(poisson(800, 20.0), mix, seed=1), policy)
+    assert (result.decisions.status == FINISHED).all()
 
 
 def test_the_last_forecast_is_exact() -> None:
