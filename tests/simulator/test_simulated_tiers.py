@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,14 +52,14 @@ def in_tiers(done: ProvisionedRun) -> list[dict[str, TierPlace]]:
 
 @pytest.mark.parametrize("policy", ["polyserve", "slo"])
 def test_a_fixed_fleet_serves_by_tiers_that_grow_and_shrink(policy: str) -> None:
-    """No request is lost; more instances serve in the burst than before; all are back in the pool at the end."""
+    """No request is lost; instances join both tiers, and return to the pool; those in the pool do not count as serving."""
     done = run(burst(), policy)
     assert not np.isnan(latencies(done.result).e2e_s).any()
     assert done.changes == []
     assert done.instance_s == pytest.approx(FLEET * done.result.end_s)
     sizes = [sum(bool(place.tier) for place in places.values()) for places in in_tiers(done)]
     assert max(sizes) >= 2
-    assert sizes[-1] < max(sizes)
+    assert any(later < before for before, later in pairwise(sizes))
     assert {move.place.tier for _, move in done.moves} == {"", "strict", "loose"}
     assert set(done.tier_s) == {"strict", "loose"}
     assert min(done.tier_s.values()) > 0
