@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,7 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     conditions: Conditions | None = None,
     *,
     seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> ProvisionedRun:
     """Serve a workload while a rule changes the size of the cluster; `specs` are all available instances."""
     if len(specs) < options.limits.max_instances:
@@ -109,7 +110,7 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     if not sim.schedulers[0].policy.needs_forecast:
         raise ValueError(f"policy: {sim.schedulers[0].policy.text} makes no forecasts, which the rules need")
     provisioner = SimulatedProvisioner(sim, options)
-    result = sim.run()
+    result = sim.run(progress)
     paid_s = provisioner.paid_s(result.end_s)
     tiers = provisioner.tiers
     return ProvisionedRun(
