@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.indicators import INDEX_OF, INDICATORS, Column, require_indicator
+from scheduler.indicators import INDEX_OF, INDICATORS, Column, IndicatorSource, require_indicator
 
 Rows = npt.NDArray[np.intp]
 SECONDS_PER_MINUTE = 60.0
@@ -38,7 +38,8 @@ class InstanceColumns:
 
     `numbers` are small integers that identify instances for the lifetime of the process. `reported` has one line per
     indicator of `REPORTED` and one column per instance; `reported_s` is the time at which these values held.
-    `sent_last_minute` counts the requests that this scheduler sent within a minute.
+    `sent_last_minute` counts the requests that this scheduler sent within a minute. `tier_tpot_s` and `tier_closed` are
+    what the list of instances tells of their tiers.
     """
 
     instance_ids: tuple[str, ...]
@@ -46,6 +47,8 @@ class InstanceColumns:
     reported: npt.NDArray[np.float64]
     reported_s: Column
     sent_last_minute: Column
+    tier_tpot_s: Column
+    tier_closed: Column
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,6 +139,8 @@ class Candidates:
             return self.now_s - self._of_candidates(self.known.reported_s)
         if name == "ttft_left_s":
             return np.full(len(self), self.request.due_s - self.now_s)
+        if indicator.source is IndicatorSource.TOLD:
+            return self._of_candidates(getattr(self.known, name))
         if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):
             return np.full(len(self), getattr(self.request, name), np.float64)
         return np.full(len(self), indicator.otherwise)

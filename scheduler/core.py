@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -206,6 +206,15 @@ class SchedulerCore:
     def num_waiting(self) -> int:
         """The number of requests in admission queues."""
         return len(self.waiting)
+
+    def waiting_targets(self) -> dict[float, int]:
+        """Count the waiting requests, without best effort, by their targets for the time per token."""
+        found: Counter[float] = Counter()
+        for decision in self.waiting.values():
+            request = decision.request
+            if not request.objective.is_best_effort and request.indicators.tpot_slo_s < math.inf:
+                found[request.indicators.tpot_slo_s] += 1
+        return dict(found)
 
     def refusals(self, lane: int = 0) -> RecentRefusals:
         """Return which instances admitted no request of a lane recently; forgotten when the list of them changes."""

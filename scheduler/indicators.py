@@ -37,6 +37,7 @@ class IndicatorSource(Enum):
     PREFIX = "the engine's prefix cache, if a forecast was made; else the prompts that this scheduler sent there"
     FORECAST = "the sidecar's forecast of this request, made for this decision"
     REQUEST = "the request itself"
+    TOLD = "the list of instances"
     DERIVED = "other indicators, and as old as these"
 
 
@@ -125,6 +126,20 @@ OTHERS = (
         source=IndicatorSource.PREFIX,
         otherwise=0.0,
     ),
+    Indicator(
+        name="tier_tpot_s",
+        unit="s",
+        meaning="bound of the tier that the instance is told to belong to; infinite without one",
+        source=IndicatorSource.TOLD,
+        otherwise=math.inf,
+    ),
+    Indicator(
+        name="tier_closed",
+        unit="0 or 1",
+        meaning="1 where it takes no new requests but those of this tier",
+        source=IndicatorSource.TOLD,
+        otherwise=0.0,
+    ),
     _forecast("predicted_ttft_s", "s", "until this request's first token"),
     _forecast("predicted_e2e_s", "s", "until this request's last token"),
     _forecast("predicted_tpot_s", "s", "between this request's tokens"),
@@ -141,6 +156,30 @@ OTHERS = (
 )
 
 STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
+SAME_TIER = 1.05  # targets within this ratio are of the same tier
+
+
+def _tier_ratio(of: Columns) -> Column:
+    """Return the bound of each instance over the request's target; instances have no tier in most clusters."""
+    target_s, num = np.clip(of["tpot_slo_s"], STRICTEST_S, LOOSEST_S), of["batch_size"]
+    least = np.clip(of["least_tpot_slo_s"], STRICTEST_S, LOOSEST_S) / target_s
+    ratio = np.where(num > 0, least, np.where(np.isnan(num), np.nan, np.inf))
+    told_s, closed = of["tier_tpot_s"], of["tier_closed"]
+    is_told = told_s < math.inf
+    if is_told.any():
+        ratio = np.where(is_told, np.clip(told_s, STRICTEST_S, LOOSEST_S) / target_s, ratio)
+    if closed.any():
+        ratio = np.where(~is_told & (closed > 0), np.inf, ratio)
+    return ratio
+
+
+def _tier_fits(of: Columns) -> Column:
+    ratio, closed = of["tier_ratio"], of["tier_closed"]
+    fits = (ratio <= SAME_TIER) | (ratio == np.inf)
+    if closed.any():
+        fits &= (closed < 1) | ((ratio <= SAME_TIER) & (ratio >= 1.0 / SAME_TIER))
+    return np.where(np.isnan(ratio), np.nan, fits)
+
 
 DERIVED = (
     _derived(
@@ -167,13 +206,18 @@ DERIVED = (
     _derived(
         "tier_ratio",
         "ratio",
-        "the instance's `least_tpot_slo_s` over this request's TPOT target; infinite where no request is there",
-        ("least_tpot_slo_s", "tpot_slo_s", "batch_size"),
-        lambda of: np.where(
-            of["batch_size"] > 0,
-            np.clip(of["least_tpot_slo_s"], STRICTEST_S, LOOSEST_S) / np.clip(of["tpot_slo_s"], STRICTEST_S, LOOSEST_S),
-            np.where(np.isnan(of["batch_size"]), np.nan, np.inf),
-        ),
+        "the instance's `tier_tpot_s`, or else its `least_tpot_slo_s`, over this request's TPOT target; infinite where "
+        "it has neither a tier nor a request, or is closed without a tier",
+        ("least_tpot_slo_s", "tpot_slo_s", "batch_size", "tier_tpot_s", "tier_closed"),
+        _tier_ratio,
+    ),
+    _derived(
+        "tier_fits",
+        "0 or 1",
+        "1 where the instance's tier is that of this request or a stricter one, or where it has none yet; where it is "
+        "closed, only that of this request fits",
+        ("tier_ratio", "tier_closed"),
+        _tier_fits,
     ),
     _derived(
         "num_used_blocks",

@@ -55,10 +55,17 @@ class InstanceTable:
             (self.known.numbers, before.numbers),
             (self.known.reported_s, before.reported_s),
             (self.known.sent_last_minute, before.sent_last_minute),
+            (self.known.tier_tpot_s, before.tier_tpot_s),
+            (self.known.tier_closed, before.tier_closed),
         ):
             after[new] = previous[old]
         self._sent = deque(entry for entry in self._sent if entry[1] in self.row_of)
         self._in_flight = {name: share for name, share in self._in_flight.items() if name in self.row_of}
+
+    def tell_tier(self, instance_id: str, tpot_slo_s: float, *, closed: bool) -> None:
+        """Take the bound of the tier that an instance belongs to, infinite without one."""
+        row = self.row_of[instance_id]
+        self.known.tier_tpot_s[row], self.known.tier_closed[row] = tpot_slo_s, closed
 
     def replace(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
         """Replace all that is known of an instance; names that are no indicators are ignored."""
@@ -124,4 +131,6 @@ def _unknown(ids: tuple[str, ...], first_number: int) -> InstanceColumns:
         reported=np.repeat(OTHERWISE[:, None], len(ids), axis=1),
         reported_s=np.full(len(ids), -math.inf),
         sent_last_minute=np.zeros(len(ids)),
+        tier_tpot_s=np.full(len(ids), math.inf),
+        tier_closed=np.zeros(len(ids)),
     )

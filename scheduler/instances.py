@@ -93,7 +93,8 @@ class InstanceStatus:
     instance_id: str
     models: tuple[str, ...] = ()
     role: str = "both"
-    tier: str = ""
+    tier_tpot_s: float = math.inf  # by the list of instances: the bound of its tier
+    tier_closed: bool = False  # by the list of instances: it takes only requests of its tier
     is_draining: bool = False  # by the list of instances
     connection: CircuitState = field(default_factory=CircuitState)
     sidecar: CircuitState = field(default_factory=CircuitState)
@@ -194,6 +195,8 @@ class InstanceDirectory:
         self._versions = [one.versions for one in self.by_id.values()]
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
         self.table.follow(self.by_id)
+        for name, one in self.by_id.items():
+            self.table.tell_tier(name, one.tier_tpot_s, closed=one.tier_closed)
         self.suspects.intersection_update(self.by_id)
         self.suspects.update(name for name, one in self.by_id.items() if not one.is_healthy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Instance:
     state: str = "ready"
     role: str = "both"  # or prefill, or decode
     tier: str = ""
+    tier_tpot_s: float = math.inf  # the bound of its tier
+    tier_closed: bool = False  # it takes only requests of its tier
 
     def __post_init__(self) -> None:
         """Check the values; ValueError names the field."""
@@ -55,6 +58,11 @@ class Instance:
             raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
         if self.role not in ROLES:
             raise ValueError(f"role: {self.role!r} is none of {', '.join(ROLES)}")
+        is_number = isinstance(self.tier_tpot_s, int | float) and not isinstance(self.tier_tpot_s, bool)
+        if not (is_number and self.tier_tpot_s > 0):
+            raise ValueError(f"tier_tpot_s: must be a time above 0, not {self.tier_tpot_s!r}")
+        if not isinstance(self.tier_closed, bool):
+            raise ValueError(f"tier_closed: must be true or false, not {self.tier_closed!r}")
 
 
 FIELDS = tuple(spec.name for spec in fields(Instance))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.config import require_count
-from scheduler.provisioning import rule_from
+from scheduler.provisioning import TIERS, rule_from
 from scheduler.provisioning.history import PlacedRequest, PoolHistory
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives, require_times
 from scheduler.provisioning.planner import DRAIN, START, Planner
+from scheduler.provisioning.tier_planner import TierMove
+from scheduler.provisioning.tiers import Tiers, ordered, require_room
 from simulator import kernels
 from simulator.assembly import simulation
 from simulator.conditions import Conditions
 from simulator.fleet import InstanceSpec, restart
 from simulator.result import RunResult
 from simulator.run import BACK, CALL, Simulation
+from simulator.simulated_tiers import SimulatedTiers
 from simulator.workload import Workload
 
 STATIC = "static"
@@ -37,11 +40,17 @@ class AutoscalingOptions:
     objectives: ScalingObjectives = field(default_factory=ScalingObjectives)
     limits: ScalingLimits = field(default_factory=ScalingLimits)
     schedule: str = ""
+    tiers: Tiers = ()  # between which instances move, whatever rule changes their number
+    tier_hold_s: float = 5.0
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
         require_count("first", self.first)
-        require_times(self, "cold_start_s")
+        require_times(self, "cold_start_s", "tier_hold_s")
+        object.__setattr__(self, "tiers", ordered(self.tiers))
+        require_room(self.tiers, self.limits.max_instances)
+        if TIERS in self.rule.split("+") and not self.tiers:
+            raise ValueError("tiers: is missing; the rule tiers needs them")
         if self.first > self.limits.max_instances:
             raise ValueError(f"first: {self.first} is more than max_instances {self.limits.max_instances}")
         if self.cold_start_s > self.objectives.horizon_s:
@@ -63,11 +72,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvisionedRun:
-    """A run with its changes of size and its cost."""
+    """A run with its changes of size and its cost.
+
+    PolyServe counts an instance of the best-effort pool as released: `serving_s` leaves these out, and is `instance_s`
+    where there are no tiers.
+    """
 
     result: RunResult
     changes: list[Change]
     instance_s: float  # total time from the request of an instance to its removal
+    serving_s: float  # of this, the time in tiers, or pending
+    tier_s: Mapping[str, float]  # and the time in each tier
+    moves: list[tuple[float, TierMove]]  # between tiers, each with its time
 
     @property
     def changes_per_h(self) -> float:
@@ -83,6 +99,7 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     conditions: Conditions | None = None,
     *,
     seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> ProvisionedRun:
     """Serve a workload while a rule changes the size of the cluster; `specs` are all available instances."""
     if len(specs) < options.limits.max_instances:
@@ -93,8 +110,17 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     if not sim.schedulers[0].policy.needs_forecast:
         raise ValueError(f"policy: {sim.schedulers[0].policy.text} makes no forecasts, which the rules need")
     provisioner = SimulatedProvisioner(sim, options)
-    result = sim.run()
-    return ProvisionedRun(result=result, changes=provisioner.changes, instance_s=provisioner.paid_s(result.end_s))
+    result = sim.run(progress)
+    paid_s = provisioner.paid_s(result.end_s)
+    tiers = provisioner.tiers
+    return ProvisionedRun(
+        result=result,
+        changes=provisioner.changes,
+        instance_s=paid_s,
+        serving_s=paid_s if tiers is None else tiers.serving_s(result.end_s),
+        tier_s={} if tiers is None else tiers.tier_s,
+        moves=[] if tiers is None else tiers.moves,
+    )
 
 
 class SimulatedProvisioner:
@@ -103,6 +129,9 @@ class SimulatedProvisioner:
     def __init__(self, sim: Simulation, options: AutoscalingOptions) -> None:
         """Remove all but the initial instances, and schedule the first tick."""
         self.changes: list[Change] = []
+        self.tiers = (
+            SimulatedTiers(sim, options.tiers, hold_s=options.tier_hold_s, settle_s=TICK_S) if options.tiers else None
+        )
         self._sim, self._options = sim, options
         self._observed = PoolHistory(options.objectives, options.limits)
         self._planner = None
@@ -150,9 +179,11 @@ class SimulatedProvisioner:
         for index in [index for index, ready_s in self._starting.items() if ready_s <= now_s]:
             self._observed.cold_starts.measured(now_s - self._requested_s[index])
             del self._starting[index]
+        if self.tiers is not None:
+            self.tiers.plan(now_s, self._ready())
         if self._planner is not None:
             self._plan(now_s, self._planner)
-        if now_s <= sim.work.arrival_s[-1]:
+        if now_s <= sim.work.arrival_s[-1] or self.tiers is not None:  # instances leave tiers until the run is over
             sim.schedule(now_s + TICK_S, CALL, self._tick)
         elif sim.leaving:  # only until draining instances are removed
             sim.schedule(now_s + TICK_S, CALL, self._await_drained)
@@ -163,10 +194,15 @@ class SimulatedProvisioner:
         if self._sim.leaving:
             self._sim.schedule(now_s + TICK_S, CALL, self._await_drained)
 
+    def _ready(self) -> list[int]:
+        leaving = self._sim.leaving
+        return [index for index in self._requested_s if index not in self._starting and index not in leaving]
+
     def _plan(self, now_s: float, planner: Planner) -> None:
         sim = self._sim
-        ready = [index for index in self._requested_s if index not in self._starting and index not in sim.leaving]
-        decision = planner.plan(now_s, [self._names[index] for index in ready], len(self._starting), unix_s=now_s)
+        names = [self._names[index] for index in self._ready()]
+        needs = None if self.tiers is None else self.tiers.needs
+        decision = planner.plan(now_s, names, len(self._starting), unix_s=now_s, tiers=needs)
         if decision.kind == START:
             for index in [one for one in range(len(self._names)) if one not in self._requested_s][: decision.num]:
                 self._requested_s[index] = now_s

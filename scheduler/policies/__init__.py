@@ -203,7 +203,7 @@ POLICIES = {
         make=slo.make,
         formula=f"affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until {slo.ADMITS}",
         source="ours",
-        needs=("tier_ratio", "decode_step_s", "queued_prefill_s"),
+        needs=("tier_ratio", "tier_closed", "decode_step_s", "queued_prefill_s"),
         parameters={
             "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: least loaded"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
@@ -215,7 +215,7 @@ POLICIES = {
         make=polyserve.make,
         formula=f"tier (own, stricter, empty), then -(decode_step_s + queued_prefill_s), held until {polyserve.ADMITS}",
         source="PolyServe §4",
-        needs=("tier_ratio", "decode_step_s", "queued_prefill_s"),
+        needs=("tier_ratio", "tier_closed", "decode_step_s", "queued_prefill_s"),
         parameters={
             "gradient": Parameter(default=1, high=1, meaning="1: the busiest instance first, 0: the least loaded"),
             "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),

@@ -3,12 +3,12 @@
 Held = while no instance keeps them, or those that do would have to become stricter and are too busy for that
 Score = tier distance, then load
 
-An instance has no fixed tier: it is as strict as the strictest request that can still attain its deadlines there. A
-request goes first to an instance that is as strict as itself, then to an empty one, then to the nearest stricter one.
-It goes to a looser one, which it makes strict for all requests there, only where decodes leave time for prefill in
-steps of the new length, or where there is no other instance. Of equals the least loaded one is chosen. A request that
-is late already, and best effort, goes where no other request misses a deadline because of it: first to instances that
-have no deadline to keep, then to the loosest.
+An instance is of the tier that the provisioner tells, or else as strict as the strictest request that can still attain
+its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then to the
+nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where decodes leave
+time for prefill in steps of the new length, or where there is no other instance. Of equals the least loaded one is
+chosen. A request that is late already, and best effort, goes where no other request misses a deadline because of it:
+first to instances that have no deadline to keep, then to the loosest.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.indicators import SAME_TIER, Column
 from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
-SAME_TIER = 1.05  # targets within this ratio are of the same tier
+FITS_TIER = "tier_fits > 0"
 DECODE_SHARE = 0.8  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
-FITS_TIER = f"tier_ratio <= {SAME_TIER} or batch_size < 1"
-NO_OTHER = f"lowest(tier_ratio) > {SAME_TIER} and lowest(batch_size) >= 1"
-ADMITS = f"{KEEPS} and ({FITS_TIER} or decode_step_s <= {DECODE_SHARE} * tpot_slo_s or ({NO_OTHER}))"
+MAY_BECOME_STRICTER = f"tier_closed < 1 and decode_step_s <= {DECODE_SHARE} * tpot_slo_s"
+ADMITS = f"{KEEPS} and ({FITS_TIER} or {MAY_BECOME_STRICTER} or highest(tier_fits) < 1)"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 
@@ -39,6 +38,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         apart = np.log(candidates["tier_ratio"])
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
+        distance = distance + LOOSER * candidates["tier_closed"]
         return affinity * distance + candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
 
     return score

@@ -12,11 +12,14 @@ from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
 from scheduler.provisioning.schedule import parse_schedule, schedule
 from scheduler.provisioning.threshold import preempt, relief
+from scheduler.provisioning.tier_rule import tiers
 
+TIERS = "tiers"  # the rule that also needs tiers
 RULES: Mapping[str, Callable[[ScalingObjectives], Rule]] = {
     "headroom": headroom,
     "preempt": preempt,
     "relief": relief,
+    TIERS: tiers,
 }
 SCHEDULE = "schedule"  # the rule that also needs a schedule
 RULE_NAMES = (*RULES, SCHEDULE)

@@ -13,7 +13,7 @@ import numpy as np
 from scheduler.provisioning.cold_starts import ColdStarts
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.load import LoadModel, load_model_of
-from scheduler.provisioning.pool_state import RECENT_S, PoolState
+from scheduler.provisioning.pool_state import RECENT_S, PoolState, TierNeeds
 from scheduler.provisioning.trend import Trend, trend_of
 
 BIN_S = 5.0
@@ -129,7 +129,7 @@ class PoolHistory:
                 remaining_s[instance_id] += max(0.0, predicted_end_s - now_s)
         return {name: (added_s[name], remaining_s[name]) for name in instance_ids}
 
-    def state(
+    def state(  # noqa: PLR0913 - what else rules know of a pool
         self,
         now_s: float,
         *,
@@ -137,6 +137,7 @@ class PoolHistory:
         num_starting: int,
         ready_in_s: tuple[float, ...] = (),
         unix_s: float = 0.0,
+        tiers: TierNeeds | None = None,
     ) -> PoolState:
         """Return the state of the pool, for rules."""
         self._note_full(now_s, num_ready)
@@ -164,6 +165,7 @@ class PoolHistory:
             ready_in_s=ready_in_s,
             trend=self._trend,
             load=self._load,
+            tiers=tiers,
         )
 
     def _note_full(self, now_s: float, num_ready: int) -> None:

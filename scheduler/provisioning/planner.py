@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from scheduler.provisioning.history import PoolHistory
 from scheduler.provisioning.limits import HOUR_S, ScalingLimits
-from scheduler.provisioning.pool_state import Numbers, PoolState, Rule, ScalingTarget
+from scheduler.provisioning.pool_state import Numbers, PoolState, Rule, ScalingTarget, TierNeeds
 
 START, DRAIN, NOTHING = "start", "drain", "nothing"
 
@@ -46,16 +46,27 @@ class Planner:
         """Return the time until the next start is allowed."""
         return max(0.0, self._last_change_s + self._limits.cooldown_s - now_s)
 
-    def plan(
-        self, now_s: float, ready: Sequence[str], num_starting: int, *, unix_s: float = 0.0, rule: Rule | None = None
+    def plan(  # noqa: PLR0913 - the state of a pool
+        self,
+        now_s: float,
+        ready: Sequence[str],
+        num_starting: int,
+        *,
+        unix_s: float = 0.0,
+        rule: Rule | None = None,
+        tiers: TierNeeds | None = None,
     ) -> ScalingDecision:
-        """Return what to do now; with `rule`, what that rule would decide, without effect on later decisions."""
+        """Return what to do now; with `rule`, what that rule would decide, without effect on later decisions.
+
+        Where there are tiers, only idle instances of the best-effort pool leave, unless there are too many instances.
+        """
         state = self._history.state(
             now_s,
             num_ready=len(ready),
             num_starting=num_starting,
             ready_in_s=self._ready_in_s(now_s, num_starting),
             unix_s=unix_s,
+            tiers=tiers,
         )
         target = (rule or self._rule)(state)
         if rule is None:
@@ -131,6 +142,8 @@ class Planner:
         is_over = state.num_present > maximum
         if not is_over and (not self._limits.shrink or state.num_starting):
             return _nothing(state, target.why, target.numbers)
+        if state.tiers is not None and not is_over:
+            ready = [name for name in ready if name in state.tiers.idle]
         num_needed = min(num_needed, maximum)
         num = min(state.num_present - num_needed, self._limits.step, len(ready))
         costs = self._history.removal_costs(state.now_s, ready)

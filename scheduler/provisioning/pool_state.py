@@ -15,6 +15,14 @@ RECENT_S = 30.0  # age of the oldest forecast in `forecast_p_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierNeeds:
+    """How many instances the tiers lack, and which ones of the best-effort pool have nothing to do."""
+
+    num_unmet: int = 0
+    idle: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
     """A pool of instances at a moment, and the recent history of its requests."""
 
@@ -36,6 +44,7 @@ class PoolState:
     ready_in_s: tuple[float, ...] = ()  # until starting instances should be ready, as far as known
     trend: Trend = field(default_factory=Trend)
     load: LoadModel = field(default_factory=LoadModel)
+    tiers: TierNeeds | None = None  # None: there are no tiers
 
     @property
     def num_present(self) -> int:

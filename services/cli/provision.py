@@ -51,8 +51,14 @@ def status(address: str, *, as_json: bool) -> None:
             f"({pool.min_instances} to {pool.max_instances}), {pool.arrivals_per_s:.2f} requests/s, forecast P99 "
             f"{pool.forecast_p99_e2e_s:.1f} s, cold start {pool.cold_start_s:.1f} s"
         )
+        for tier in pool.tiers:
+            print(
+                f"  tier {tier.name}, {1e3 * tier.tpot_slo_s:g} ms: {tier.num_instances} instances, {tier.num_pending} "
+                f"pending, {tier.num_waiting} requests wait"
+            )
         for one in pool.instances:
-            print(f"  {one.instance_id:28} {_state(one.state):9} {one.engine_url}")
+            tier = f"  {one.tier}{' (pending)' if one.tier_closed else ''}" if one.tier else ""
+            print(f"  {one.instance_id:28} {_state(one.state):9} {one.engine_url}{tier}")
         for action in pool.under_way:
             print(f"  {_line(action)}")
 

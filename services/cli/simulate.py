@@ -14,9 +14,16 @@ import click
 from predictor.gain import attainment_table
 from services.cli.mix_options import gain_weights, mix_options, with_mix
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.cli.simulate_provisioning import (
+    autoscaling_of,
+    cost_line,
+    provisioning_options,
+    provisioning_summary,
+)
 from services.cli.slo_bound_lines import SHARES, bound_lines, bound_of
 from services.result_files import write_rows
 from simulator.assembly import simulate as simulate_once
+from simulator.autoscaling import AutoscalingOptions, simulate_provisioned
 from simulator.metrics import SloTarget, summary
 from simulator.mix import mixed_workload
 from simulator.result import RunResult
@@ -47,6 +54,7 @@ FATES = ("refused", "shed", "demoted", "lost", "unfinished")  # that are worth a
 @click.option("--slo-ttft-s", type=float, default=None, help="TTFT target: report the share of requests that meet it.")
 @click.option("--slo-tpot-s", type=float, default=None, help="TPOT target.")
 @mix_options
+@provisioning_options
 @click.option(
     "--csv",
     "rows_file",
@@ -66,6 +74,9 @@ def simulate(
     mix_file: str | None,
     priority_weight: tuple[str, ...],
     first_token_weight: float,
+    tiers_file: str | None,
+    provision: str | None,
+    cold_start_s: float,
     rows_file: str | None,
     as_json: bool,
     **flags: Any,
@@ -83,13 +94,16 @@ def simulate(
         raise ValueError("--csv: name a file with {policy} in it where there are several policies")
     slo = replace(scenario.slo, **{name: value for name, value in
                                    (("ttft_s", slo_ttft_s), ("tpot_s", slo_tpot_s)) if value is not None})  # fmt: skip
+    changing = autoscaling_of(tiers_file, provision, cold_start_s, scenario.instance_specs())
     summaries = []
     with bar(len(chosen) * len(work), "requests") as at:
         for place, policy in enumerate(chosen):
-            result = _run(scenario, work, policy, seed, partial(_advance, at, place * len(work)))
+            progress = partial(_advance, at, place * len(work))
+            result, cost = _run(scenario, work, policy, seed, changing, progress=progress)
             if rows_file:
                 write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
-            summaries.append(summary(result, slo if slo != SloTarget() else None, weights=weights))
+            found = summary(result, slo if slo != SloTarget() else None, weights=weights)
+            summaries.append(found | cost)
     bound = bound_of(scenario.instance_specs(), work)
     if as_json:
         total = {"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}
@@ -100,8 +114,15 @@ def simulate(
         print("\n".join(["", *bound_lines(bound)]))
 
 
-def _run(scenario: Scenario, work: Workload, policy: str, seed: int, progress: Any) -> RunResult:
-    return simulate_once(scenario.instance_specs(), work, policy, scenario.conditions, seed=seed, progress=progress)
+def _run(
+    scenario: Scenario, work: Workload, policy: str, seed: int, changing: AutoscalingOptions | None, *, progress: Any
+) -> tuple[RunResult, dict[str, Any]]:
+    """Return the result, and what it cost where the cluster changes."""
+    specs, conditions = scenario.instance_specs(), scenario.conditions
+    if changing is None:
+        return simulate_once(specs, work, policy, conditions, seed=seed, progress=progress), {}
+    run = simulate_provisioned(specs, work, policy, changing, conditions, seed=seed, progress=progress)
+    return run.result, provisioning_summary(run)
 
 
 def _advance(at: Callable[[int], None], before: int, done: int) -> None:
@@ -138,6 +159,8 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
             notes.append(f"{one['hit_ratio']:.1%} of prompt tokens cached")
         if notes:
             print(f"{one['policy']}: {', '.join(notes)}")
+        if "num_moves" in one:
+            print(cost_line(one))
     _print_pools([one for one in summaries if "pools" in one], width)
     for one in summaries:
         if lines := list(attainment_table(one)):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +61,8 @@ class InstanceHandle:
             instance_id=self.name,
             models=instance.models,
             role=instance.role,
-            tier=instance.tier,
+            tier_tpot_s=instance.tier_tpot_s,
+            tier_closed=instance.tier_closed,
             is_draining=instance.state == "draining",
             connection=connection.breaker.state,
             sidecar=settings.circuit(),
@@ -71,6 +74,17 @@ class InstanceHandle:
         self._metrics = metrics
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
+
+    def take_tier_of(self, instance: Instance) -> bool:
+        """Take the tier that a new list tells; return False where something else of the instance changed."""
+        known = self.instance
+        if replace(known, tier=instance.tier, tier_tpot_s=instance.tier_tpot_s, tier_closed=instance.tier_closed) != (
+            instance
+        ):
+            return False
+        self.instance, self.message = instance, instance_message(instance)
+        self.status.tier_tpot_s, self.status.tier_closed = instance.tier_tpot_s, instance.tier_closed
+        return True
 
     # Health.
 
@@ -273,4 +287,6 @@ def instance_message(instance: Instance) -> common_pb2.Instance:
         state=common_pb2.INSTANCE_STATE_DRAINING if draining else common_pb2.INSTANCE_STATE_READY,
         role=instance.role,
         tier=instance.tier,
+        tier_tpot_s=instance.tier_tpot_s if instance.tier_tpot_s < math.inf else None,
+        tier_closed=instance.tier_closed,
     )

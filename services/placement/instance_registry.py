@@ -40,7 +40,7 @@ class InstanceRegistry:
         self._handles = {}  # a new one: decisions under way go on with theirs
         for instance in sorted(instances, key=lambda one: one.instance_id):
             known = before.get(instance.instance_id)
-            if known is not None and known.instance == instance:
+            if known is not None and known.take_tier_of(instance):
                 self._handles[instance.instance_id] = before.pop(instance.instance_id)
             else:
                 connection = self._connection_to(instance.sidecar_address)

@@ -33,7 +33,7 @@ async def placement_driver(
     metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
-    watching = recorder = None
+    watching = counting = recorder = None
     try:
         recorder = _recorder(settings, metrics)
         try:
@@ -51,12 +51,16 @@ async def placement_driver(
             listeners.append(recorder)
         watching = asyncio.create_task(supervised("instance list", partial(watch, source, poll_s, instances.update)))
         async with following(objectives, poll_s):
-            yield PlacementDriver(settings, instances, lengths, metrics, listeners, objectives=objectives)
+            driver = PlacementDriver(settings, instances, lengths, metrics, listeners, objectives=objectives)
+            count = partial(reports.follow_waiting, driver.core.waiting_targets)
+            counting = asyncio.create_task(supervised("reports of waiting requests", count))
+            yield driver
     finally:
-        if watching is not None:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+        for task in (watching, counting):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         await instances.close()
         await lengths.close()
         await reports.close()

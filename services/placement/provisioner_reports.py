@@ -1,4 +1,4 @@
-"""Reports of every placement with a forecast, and of every outcome, to the provisioners."""
+"""Reports of every placement with a forecast, of every outcome, and of waiting requests, to the provisioners."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT = 4096  # while a provisioner is away
 PAUSE_S = 1.0
+WAITING_S = 0.5  # between two reports of waiting requests
+MAX_TARGETS = 256  # of a report of waiting requests: the strictest
 
 
 class ProvisionerReports(PlacementListener):
@@ -72,6 +74,20 @@ class ProvisionerReports(PlacementListener):
         """Report that a request ended with an unknown outcome."""
         self.on_outcome(common_pb2.Outcome(request_id=request_id, instance_id=instance_id))
 
+    async def follow_waiting(self, waiting_targets: Callable[[], Mapping[float, int]]) -> None:
+        """Report how many requests wait, by target, while any does; until cancelled."""
+        were_waiting = False
+        while self._streams:
+            targets = sorted(waiting_targets().items())[:MAX_TARGETS]
+            if targets or were_waiting:
+                waiting = provisioner_pb2.WaitingRequests(
+                    targets=[provisioner_pb2.WaitingTarget(tpot_slo_s=tpot_s, num=num) for tpot_s, num in targets]
+                )
+                for stream in self._streams:
+                    stream.put_waiting(provisioner_pb2.ReportRequest(scheduler_id=self._scheduler_id, waiting=waiting))
+            were_waiting = bool(targets)
+            await asyncio.sleep(WAITING_S)
+
     def _report(self, report: provisioner_pb2.ReportRequest) -> None:
         self._sequence += 1
         report.scheduler_id, report.sequence = self._scheduler_id, self._sequence
@@ -90,6 +106,7 @@ class ReportStream:
         """Connect, and reconnect whenever the stream ends."""
         self._address = address
         self._unsent: deque[provisioner_pb2.ReportRequest] = deque(maxlen=MAX_KEPT)
+        self._waiting: provisioner_pb2.ReportRequest | None = None  # the last one that is not sent yet
         self._has_reports = asyncio.Event()
         self._channel = open_channel(address)
         self._sending = asyncio.create_task(supervised("reports", self._stream))
@@ -97,6 +114,11 @@ class ReportStream:
     def put(self, report: provisioner_pb2.ReportRequest) -> None:
         """Send a report soon."""
         self._unsent.append(report)
+        self._has_reports.set()
+
+    def put_waiting(self, report: provisioner_pb2.ReportRequest) -> None:
+        """Send a report of waiting requests soon, instead of an earlier one."""
+        self._waiting = report
         self._has_reports.set()
 
     async def _stream(self) -> None:
@@ -112,6 +134,10 @@ class ReportStream:
         while True:
             while self._unsent:
                 yield self._unsent.popleft()
+            if self._waiting is not None:
+                report, self._waiting = self._waiting, None
+                yield report
+                continue
             self._has_reports.clear()
             await self._has_reports.wait()
 

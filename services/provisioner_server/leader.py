@@ -10,12 +10,14 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, ScalingDecision
+from scheduler.provisioning.tier_planner import TierMove
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
@@ -24,6 +26,7 @@ from services.provisioner_server.metrics import STATES, ProvisionerMetrics
 from services.provisioner_server.pool import Pool
 from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster
 from services.provisioner_server.sidecars import Condition, Sidecars
+from services.provisioner_server.tiers import TierMoves, action_from
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class Leader:
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
         self._retry_at_s: dict[str, float] = {}  # by failed action
         self._last_planned: tuple[str, int] = (NOTHING, 0)  # in a dry run
+        self._last_moves: Sequence[TierMove] = ()  # in a dry run
+        self.tiers = TierMoves(pool)
 
     async def run(self) -> None:
         """Size the pool until cancelled."""
@@ -70,6 +75,9 @@ class Leader:
                 self._resign()
                 return
             await self._continue(self._journal, action)
+        await self._plan_tiers(self._journal)
+        if self._journal is None:  # the lease was lost meanwhile
+            return
         self._plan(self._journal)
         self._measure()
 
@@ -102,6 +110,7 @@ class Leader:
     def _take_over(self) -> None:
         self._journal = Journal(self.journal_path)
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
+        self.tiers.refresh(self._roster)
         self._roster.put()  # writes the file that schedulers watch
         self._retry_at_s.clear()
         self._metrics.leads.set(1)
@@ -200,6 +209,8 @@ class Leader:
                 self._finish_start(journal, action)
         elif action.kind == pb.ACTION_KIND_DRAIN:
             await self._drain(journal, action)
+        elif action.kind == pb.ACTION_KIND_MOVE:
+            self._move(journal, action)
         elif await self._call_hook(journal, action) is not None:
             self._roster.drop(*action.instance_ids)
             self._write(journal, action, pb.ACTION_STATE_DONE)
@@ -256,6 +267,11 @@ class Leader:
             return
         await self._sidecars.forget(*(member.sidecar_address for member in draining))
         self._roster.drop(*action.instance_ids)
+        self._write(journal, action, pb.ACTION_STATE_DONE)
+
+    def _move(self, journal: Journal, action: pb.Action) -> None:
+        """Write the tiers of instances into the roster, where they have one each; no hook is needed."""
+        self.tiers.apply(self._roster, action.moves)
         self._write(journal, action, pb.ACTION_STATE_DONE)
 
     async def _call_hook(self, journal: Journal, action: pb.Action) -> pb.HookReply | None:
@@ -362,7 +378,27 @@ class Leader:
             num_desired=decision.num_desired, ids=",".join(decision.instance_ids), why=decision.why,
         )  # fmt: skip
 
+    async def _plan_tiers(self, journal: Journal) -> None:
+        """Move instances between tiers; all moves of a moment are one action."""
+        if not self._pool.tiers:
+            return
+        moves = await self.tiers.plan(self._roster, self._sidecars)
+        if not await self._lease.held():  # it may have expired while sidecars were asked
+            self._resign()
+            return
+        is_new, self._last_moves = moves != self._last_moves, moves
+        if not moves or (self._settings.dry_run and not is_new):
+            return
+        action = action_from(moves, journal.next_id(self._settings.pool), self._pool, self._num_present())
+        if self._settings.dry_run:
+            self._write(journal, action, pb.ACTION_STATE_PLANNED)
+            return
+        self._write(journal, action)
+        self._move(journal, action)
+        log_event(log, logging.INFO, "instances moved", action=action.action_id, why=action.why)
+
     def _measure(self) -> None:
+        self.tiers.measure(self._roster, self._metrics)
         pool = self._settings.pool
         for state in STATES:
             self._metrics.instances.labels(pool, state).set(len(self._roster.in_state(state)))

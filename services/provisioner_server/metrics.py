@@ -34,4 +34,12 @@ class ProvisionerMetrics:
             "block_forecast_p99_e2e_seconds", "99th percentile of recent forecasts.", ("pool",), registry=registry
         )
         self.arrivals = Gauge("block_arrivals_per_second", "Reported arrival rate.", ("pool",), registry=registry)
+        self.tier_instances = Gauge(
+            "block_provisioner_tier_instances", "Instances of each tier, and, without a tier, of the best-effort pool.",
+            ("pool", "tier", "pending"), registry=registry,
+        )  # fmt: skip
+        self.tier_waiting = Gauge(
+            "block_provisioner_tier_waiting", "Requests of a tier that wait at schedulers.", ("pool", "tier"),
+            registry=registry,
+        )  # fmt: skip
         self.given_up = Counter("block_instances_given_up", "Instances that never became ready.", registry=registry)

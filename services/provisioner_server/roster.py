@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,9 @@ class Member:
     engine_url: str = ""
     sidecar_address: str = ""
     models: tuple[str, ...] = ()
+    tier: str = ""  # empty: the best-effort pool
+    tier_tpot_s: float = 0.0  # the bound of its tier; 0 without one
+    tier_closed: bool = False
 
     @property
     def has_address(self) -> bool:
@@ -66,6 +69,16 @@ class Roster:
             changes["since_unix_s"] = at_unix_s
         self.put(replace(member, **changes))  # type: ignore[arg-type]
 
+    def place(self, places: Mapping[str, tuple[str, float, bool]]) -> None:
+        """Set the tiers of some instances, by name: the tier, its bound, and whether they are closed."""
+        known = {name: place for name, place in places.items() if name in self._members}
+        self.put(
+            *(
+                replace(self._members[name], tier=tier, tier_tpot_s=tpot_slo_s, tier_closed=closed)
+                for name, (tier, tpot_slo_s, closed) in known.items()
+            )
+        )
+
     def drop(self, *instance_ids: str) -> None:
         """Remove instances."""
         for name in instance_ids:
@@ -74,18 +87,24 @@ class Roster:
 
     def _write(self) -> None:
         _replace(self._path, json.dumps([asdict(member) for member in self]))
-        listed = [
-            {
-                "instance_id": member.instance_id,
-                "engine_url": member.engine_url,
-                "sidecar_address": member.sidecar_address,
-                "models": list(member.models),
-                "state": member.state,
-            }
-            for member in self
-            if member.state in (READY, DRAINING) and member.has_address
-        ]
+        listed = [_listed(member) for member in self if member.state in (READY, DRAINING) and member.has_address]
         _replace(self._instances_file, json.dumps({"instances": listed}))
+
+
+def _listed(member: Member) -> dict[str, object]:
+    """Return an instance as schedulers read it."""
+    table: dict[str, object] = {
+        "instance_id": member.instance_id,
+        "engine_url": member.engine_url,
+        "sidecar_address": member.sidecar_address,
+        "models": list(member.models),
+        "state": member.state,
+    }
+    if member.tier:
+        table |= {"tier": member.tier, "tier_tpot_s": member.tier_tpot_s}
+    if member.tier_closed:
+        table |= {"tier_closed": True}
+    return table
 
 
 def _replace(path: Path, text: str) -> None:

@@ -61,6 +61,7 @@ class ProvisionerService(provisioner_pb2_grpc.ProvisionerServicer):
             cold_start_s=now.cold_start_s if self._pool.history.cold_starts.num_measured else 0.0,
             under_way=under_way,
             cooldown_left_s=self._pool.cooldown_left_s(),
+            tiers=self._leader.tiers.status(roster),
         )
         return pb.StatusResponse(
             pools=[status], leader_id=await self._leader.holder(), provisioner_id=settings.provisioner_id
@@ -100,6 +101,9 @@ def instance_message(member: Member) -> common_pb2.Instance:
         sidecar_address=member.sidecar_address,
         models=member.models,
         state=STATES[member.state],
+        tier=member.tier,
+        tier_tpot_s=member.tier_tpot_s or None,
+        tier_closed=member.tier_closed,
     )
 
 

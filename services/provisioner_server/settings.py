@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from scheduler.provisioning import RULE_NAMES, rule_from
+from scheduler.provisioning import RULE_NAMES, TIERS, rule_from
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
+from scheduler.provisioning.tiers import Tiers, require_room, tiers_in
 from services.rpc.messages import require_name
 from services.settings import PORTS, Nested, Option
+from simulator.codec import read_text
 
 HOOKS = ("process", "exec", "webhook", "kubernetes")
 
@@ -27,6 +29,17 @@ class ProvisionerSettings:
     rule: Annotated[
         str, f"Rule that sizes the pool: one of {', '.join(RULE_NAMES)}, or several joined by + (the largest counts)."
     ] = "headroom"
+    tiers: Annotated[
+        str,
+        Option(
+            "TOML file with a table [[tier]] for each tier, between which instances move. The rule `tiers` needs it.",
+            metavar="FILE",
+        ),
+    ] = ""
+    tier_hold_s: Annotated[
+        float,
+        "Time that an instance stays in a tier at least, and after the tier's last request there, in seconds.",
+    ] = 5.0
     schedule: Annotated[str, "Times of the rule `schedule`, in UTC: 'mon-fri 07:30-19:00=8; 00:00-07:30=2'."] = ""
     objectives: Annotated[ScalingObjectives, Nested()] = field(default_factory=ScalingObjectives)
     limits: Annotated[ScalingLimits, Nested()] = field(default_factory=ScalingLimits)
@@ -48,12 +61,19 @@ class ProvisionerSettings:
         if not all(character.isalnum() or character in "-_." for character in self.pool):
             raise ValueError(f"pool: {self.pool!r} must be of letters, digits, dots, dashes and underscores")
         rule_from(self.rule, self.objectives, self.schedule)
-        for name in ("tick_s", "drain_s", "settle_s"):
+        if TIERS in self.rule.split("+") and not self.tiers:
+            raise ValueError("tiers: is missing; the rule tiers needs a file of them")
+        require_room(self.read_tiers(), self.limits.max_instances)
+        for name in ("tick_s", "drain_s", "settle_s", "tier_hold_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")
         if self.attempts < 1:
             raise ValueError(f"attempts: must be at least 1, not {self.attempts}")
+
+    def read_tiers(self) -> Tiers:
+        """Read the file of tiers; there are none without a file."""
+        return tiers_in(read_text(self.tiers), self.tiers) if self.tiers else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.provisioning import RULE_NAMES, SCHEDULE
+from scheduler.provisioning import RULE_NAMES, SCHEDULE, TIERS
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, Change, simulate_provisioned
 from simulator.experiments.source_digest import digest_of
@@ -99,8 +99,9 @@ def require_rules(rules: Sequence[str]) -> None:
     """Reject unknown rules and invalid parameters."""
     for text in rules:
         name, at, number = text.partition("@")
-        if name not in (STATIC, *RULE_NAMES):
-            raise ValueError(f"rules: {name!r} is none of {', '.join((STATIC, *RULE_NAMES))}")
+        known = [STATIC, *(rule for rule in RULE_NAMES if rule != TIERS)]  # these requests have no targets
+        if name not in known:
+            raise ValueError(f"rules: {name!r} is none of {', '.join(known)}")
         try:
             sound = (not at and name != SCHEDULE) or (name != STATIC and 0 < float(number) < math.inf)
         except ValueError:

@@ -17,6 +17,7 @@ from protos.block.v1 import predictor_pb2, provisioner_pb2, scheduler_pb2, tagge
 from scheduler.indicators import INDICATORS
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
+from scheduler.provisioning.tiers import tiers_in
 from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances import instances_from_file
@@ -122,6 +123,9 @@ def test_settings_files(page: Path, tmp_path: Path) -> None:
             continue
         if "objective" in document:
             assert objectives_from_file(str(file))
+            continue
+        if "tier" in document:
+            assert tiers_in(one.text, page.name)
             continue
         settings_from_file(str(file))
         vllm_from_file(str(file))

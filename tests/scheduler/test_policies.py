@@ -51,6 +51,13 @@ TIERS: Columns = {
     "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
     "decode_step_s": [0.04, 0.01, 0.02, 0.0],
 }
+TOLD: Columns = {**TIERS, "tier_tpot_s": [0.02, 0.5, 0.1, 0.1], "tier_closed": [0, 0, 0, 0]}  # whatever runs there
+PENDING: Columns = {
+    **TOLD,
+    "tier_tpot_s": [0.05, math.inf, 0.1, 0.5],
+    "tier_closed": [0, 0, 1, 0],
+    "num_running": [0] * 4,
+}
 
 # By policy: its parameters, what is known of instances a, b and c, and in which order it ranks them.
 TABLES: dict[str, list[tuple[str, Columns, str]]] = {
@@ -110,6 +117,8 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "slo": [
         ("", TIERS, "adbc"),
         ("affinity = 0", TIERS, "dbca"),
+        ("", TOLD, "dcab"),
+        ("", PENDING, "bacd"),
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         (
             "lambda = 0",
@@ -117,6 +126,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
             "dbca",
         ),
     ],
+    # Where the provisioner tells tiers, these count; a closed instance comes after all of its tier.
     # The own tier, the busiest first; then stricter ones, the nearest first; then an empty one; looser ones last.
     "polyserve": [
         ("", TIERS, "abdc"),
@@ -124,6 +134,9 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "acbd"),
         ("gradient = 0", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         ("", {**TIERS, "least_tpot_slo_s": [0.02, 0.05, 0.5, 0.01], "num_running": [1] * 4}, "badc"),
+        ("", TOLD, "cdab"),
+        ("", PENDING, "acbd"),
+        ("", {**PENDING, "tier_closed": [1, 1, 0, 1]}, "cabd"),
     ],
     # The lowest of what is foreseen; what never ends comes after what ends, what is not known after both.
     "block": [
@@ -355,7 +368,7 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
 )
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
-    needs = [root.name for root in _roots(name) if root.source is not IndicatorSource.REQUEST]
+    needs = [root.name for root in _roots(name) if root.source not in (IndicatorSource.REQUEST, IndicatorSource.TOLD)]
     reported = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
     at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
     assert at_risk
@@ -564,3 +577,28 @@ def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
         assert len(text.splitlines()) < 60, name
         assert "§" in text or name in NOT_FROM_PAPERS, name
         assert "Score = " in text, name
+
+
+@pytest.mark.parametrize(
+    ("target_s", "admitted"),
+    # told strict, told loose, of the pool and idle, pending for loose, of the closed pool
+    [(0.02, "ac"), (0.1, "abcd"), (0.07, "ac"), (0.5, "abc")],
+)
+def test_polyserve_admits_by_the_tiers_that_are_told(target_s: float, admitted: str) -> None:
+    """Stricter tiers take looser requests; a pending instance those of its tier, a closed pool none with a target."""
+    columns: Columns = {
+        "tier_tpot_s": [0.02, 0.1, math.inf, 0.1, math.inf],
+        "tier_closed": [0, 0, 0, 1, 1],
+        "least_tpot_slo_s": [0.1, 0.1, math.inf, 0.1, math.inf],
+        "num_running": [1, 0, 0, 2, 0],
+        "num_waiting": [0] * 5,
+        "predicted_attained": [1.0] * 5,
+        "others_missed": [0] * 5,
+        "predicted_preemptions": [0] * 5,
+        "others_preempted": [0] * 5,
+        "decode_step_s": [0.01] * 5,
+        "queued_prefill_s": [0.0] * 5,
+    }
+    candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=target_s), **columns)
+    admits = policy_from("polyserve").admits(candidates, patient=False)
+    assert "".join(np.array(list("abcde"))[admits]) == admitted

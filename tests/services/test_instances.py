@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def test_a_flag_may_name_models_a_role_and_a_tier() -> None:
     instance = instance_from_flag("a=http://h:1,h:2,m,role=prefill,tier=fast")
     assert (instance.models, instance.role, instance.tier) == (("m",), "prefill", "fast")
     assert instance_from_flag("a=http://h:1,h:2,role=prefill-decode").role == "both"
+
+
+def test_a_file_may_tell_tiers(tmp_path: Path) -> None:
+    """A bound of the time per token, and whether the instance is closed; invalid values are refused by name."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([{**A, "tier": "fast", "tier_tpot_s": 0.02, "tier_closed": True}, B]))
+    told = [(one.tier, one.tier_tpot_s, one.tier_closed) for one in instances_from_file(str(path))]
+    assert told == [("fast", 0.02, True), ("", math.inf, False)]
+    for field, value in (("tier_tpot_s", 0), ("tier_tpot_s", "fast"), ("tier_closed", 1), ("tier_closed", "yes")):
+        path.write_text(json.dumps([{**A, field: value}]))
+        with pytest.raises(ValueError, match=rf"instances\[0\]\.{field}: must be"):
+            instances_from_file(str(path))
 
 
 def test_a_file_may_name_roles(tmp_path: Path) -> None:

@@ -982,6 +982,8 @@ class Instance(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    TIER_TPOT_S_FIELD_NUMBER: _builtins.int
+    TIER_CLOSED_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
     """of its OpenAI endpoints, without /v1: http://10.0.0.7:8000"""
@@ -994,6 +996,10 @@ class Instance(_message.Message):
     role: _builtins.str
     """both, prefill or decode; empty: both"""
     tier: _builtins.str
+    tier_tpot_s: _builtins.float
+    """the bound of its tier; absent: it has none"""
+    tier_closed: _builtins.bool
+    """it takes only requests of its tier"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1014,12 +1020,16 @@ class Instance(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         role: _builtins.str = ...,
         tier: _builtins.str = ...,
+        tier_tpot_s: _builtins.float | None = ...,
+        tier_closed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tier_tpot_s: _TypeAlias = _typing.Literal["tier_tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tier_tpot_s: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tier_tpot_s) -> _WhichOneofReturnType__tier_tpot_s | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
 

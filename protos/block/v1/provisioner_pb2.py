@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.block.v1 import common_pb2 as protos_dot_block_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/block/v1/provisioner.proto\x12\x08\x62lock.v1\x1a\x1cprotos/block/v1/common.proto\"\xc4\x01\n\rReportRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x13.block.v1.PlacementH\x00\x12$\n\x07outcome\x18\x04 \x01(\x0b\x32\x11.block.v1.OutcomeH\x00\x12,\n\x08instance\x18\x05 \x01(\x0b\x32\x18.block.v1.InstanceNoticeH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x06\x10\x10\")\n\x0eReportResponse\x12\x11\n\tnum_taken\x18\x01 \x01(\x04J\x04\x08\x02\x10\n\"\xab\x02\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12$\n\x08\x66orecast\x18\x04 \x01(\x0b\x32\x12.block.v1.Forecast\x12\x1a\n\x03slo\x18\x05 \x01(\x0b\x32\r.block.v1.Slo\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x06 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x12\n\nbest_e2e_s\x18\x08 \x01(\x01\x12\x13\n\x0bworst_e2e_s\x18\t \x01(\x01\x12\x1c\n\x0fnext_best_e2e_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x0b \x01(\rB\x12\n\x10_next_best_e2e_sJ\x04\x08\x0c\x10\x14\"\xa4\x01\n\x0eInstanceNotice\x12$\n\x08instance\x18\x01 \x01(\x0b\x32\x12.block.v1.Instance\x12\'\n\x06\x62\x65\x66ore\x18\x02 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x11\n\tat_unix_s\x18\x03 \x01(\x01\x12\x19\n\x0c\x63old_start_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_cold_start_sJ\x04\x08\x05\x10\n\"\x94\x03\n\x06\x41\x63tion\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.block.v1.ActionKind\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rnum_instances\x18\x05 \x01(\r\x12\x14\n\x0cinstance_ids\x18\x06 \x03(\t\x12\x13\n\x0bnum_desired\x18\x07 \x01(\r\x12\x13\n\x0bnum_present\x18\x08 \x01(\r\x12\x0c\n\x04rule\x18\t \x01(\t\x12\x0b\n\x03why\x18\n \x01(\t\x12.\n\x07numbers\x18\x0b \x03(\x0b\x32\x1d.block.v1.Action.NumbersEntry\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\x12$\n\x05state\x18\x0e \x01(\x0e\x32\x15.block.v1.ActionState\x12\x0f\n\x07\x64ry_run\x18\x0f \x01(\x08\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x10\x10\x1e\"\x9d\x01\n\tHookReply\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x0f\n\x07refused\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\x12%\n\tinstances\x18\x04 \x03(\x0b\x32\x12.block.v1.Instance\x12\x1b\n\x0e\x65xpect_ready_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_expect_ready_sJ\x04\x08\x06\x10\x10\"#\n\rStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"f\n\x0eStatusResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.block.v1.PoolStatus\x12\x11\n\tleader_id\x18\x02 \x01(\t\x12\x16\n\x0eprovisioner_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\xa0\x02\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12%\n\tinstances\x18\x03 \x03(\x0b\x32\x12.block.v1.Instance\x12\x13\n\x0bnum_desired\x18\x04 \x01(\r\x12\x15\n\rmin_instances\x18\x05 \x01(\r\x12\x15\n\rmax_instances\x18\x06 \x01(\r\x12\x16\n\x0e\x61rrivals_per_s\x18\x07 \x01(\x01\x12\x1a\n\x12\x66orecast_p99_e2e_s\x18\x08 \x01(\x01\x12\x14\n\x0c\x63old_start_s\x18\t \x01(\x01\x12#\n\tunder_way\x18\n \x03(\x0b\x32\x10.block.v1.Action\x12\x17\n\x0f\x63ooldown_left_s\x18\x0b \x01(\x01J\x04\x08\x0c\x10\x1e\"/\n\x0bPlanRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04rule\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\xaa\x01\n\x0cPlanResponse\x12!\n\x07\x61\x63tions\x18\x01 \x03(\x0b\x32\x10.block.v1.Action\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x34\n\x07numbers\x18\x03 \x03(\x0b\x32#.block.v1.PlanResponse.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x04\x10\n\"X\n\x0eHistoryRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x02 \x01(\x01\x12\x0c\n\x04most\x18\x03 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08J\x04\x08\x05\x10\n\"L\n\x0fHistoryResponse\x12 \n\x06\x61\x63tion\x18\x01 \x01(\x0b\x32\x10.block.v1.Action\x12\x11\n\tat_unix_s\x18\x02 \x01(\x01J\x04\x08\x03\x10\n*s\n\nActionKind\x12\x1b\n\x17\x41\x43TION_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x43TION_KIND_START\x10\x01\x12\x15\n\x11\x41\x43TION_KIND_DRAIN\x10\x02\x12\x14\n\x10\x41\x43TION_KIND_STOP\x10\x03\"\x04\x08\x04\x10\t*\xc9\x01\n\x0b\x41\x63tionState\x12\x1c\n\x18\x41\x43TION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TION_STATE_PLANNED\x10\x01\x12\x18\n\x14\x41\x43TION_STATE_WRITTEN\x10\x02\x12\x17\n\x13\x41\x43TION_STATE_CALLED\x10\x03\x12\x15\n\x11\x41\x43TION_STATE_DONE\x10\x04\x12\x17\n\x13\x41\x43TION_STATE_FAILED\x10\x05\x12\x19\n\x15\x41\x43TION_STATE_GIVEN_UP\x10\x06\"\x04\x08\x07\x10\x0f\x32\x82\x02\n\x0bProvisioner\x12=\n\x06Report\x12\x17.block.v1.ReportRequest\x1a\x18.block.v1.ReportResponse(\x01\x12;\n\x06Status\x12\x17.block.v1.StatusRequest\x1a\x18.block.v1.StatusResponse\x12\x35\n\x04Plan\x12\x15.block.v1.PlanRequest\x1a\x16.block.v1.PlanResponse\x12@\n\x07History\x12\x18.block.v1.HistoryRequest\x1a\x19.block.v1.HistoryResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/block/v1/provisioner.proto\x12\x08\x62lock.v1\x1a\x1cprotos/block/v1/common.proto\"\xf2\x01\n\rReportRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x13.block.v1.PlacementH\x00\x12$\n\x07outcome\x18\x04 \x01(\x0b\x32\x11.block.v1.OutcomeH\x00\x12,\n\x08instance\x18\x05 \x01(\x0b\x32\x18.block.v1.InstanceNoticeH\x00\x12,\n\x07waiting\x18\x06 \x01(\x0b\x32\x19.block.v1.WaitingRequestsH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x07\x10\x10\"A\n\x0fWaitingRequests\x12(\n\x07targets\x18\x01 \x03(\x0b\x32\x17.block.v1.WaitingTargetJ\x04\x08\x02\x10\n\"6\n\rWaitingTarget\x12\x12\n\ntpot_slo_s\x18\x01 \x01(\x01\x12\x0b\n\x03num\x18\x02 \x01(\rJ\x04\x08\x03\x10\n\")\n\x0eReportResponse\x12\x11\n\tnum_taken\x18\x01 \x01(\x04J\x04\x08\x02\x10\n\"\xab\x02\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12$\n\x08\x66orecast\x18\x04 \x01(\x0b\x32\x12.block.v1.Forecast\x12\x1a\n\x03slo\x18\x05 \x01(\x0b\x32\r.block.v1.Slo\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x06 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x12\n\nbest_e2e_s\x18\x08 \x01(\x01\x12\x13\n\x0bworst_e2e_s\x18\t \x01(\x01\x12\x1c\n\x0fnext_best_e2e_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x0b \x01(\rB\x12\n\x10_next_best_e2e_sJ\x04\x08\x0c\x10\x14\"\xa4\x01\n\x0eInstanceNotice\x12$\n\x08instance\x18\x01 \x01(\x0b\x32\x12.block.v1.Instance\x12\'\n\x06\x62\x65\x66ore\x18\x02 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x11\n\tat_unix_s\x18\x03 \x01(\x01\x12\x19\n\x0c\x63old_start_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_cold_start_sJ\x04\x08\x05\x10\n\"P\n\x08TierMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0e\n\x06\x63losed\x18\x03 \x01(\x08\x12\x0b\n\x03why\x18\x04 \x01(\tJ\x04\x08\x05\x10\n\"\xb7\x03\n\x06\x41\x63tion\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.block.v1.ActionKind\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rnum_instances\x18\x05 \x01(\r\x12\x14\n\x0cinstance_ids\x18\x06 \x03(\t\x12\x13\n\x0bnum_desired\x18\x07 \x01(\r\x12\x13\n\x0bnum_present\x18\x08 \x01(\r\x12\x0c\n\x04rule\x18\t \x01(\t\x12\x0b\n\x03why\x18\n \x01(\t\x12.\n\x07numbers\x18\x0b \x03(\x0b\x32\x1d.block.v1.Action.NumbersEntry\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\x12$\n\x05state\x18\x0e \x01(\x0e\x32\x15.block.v1.ActionState\x12\x0f\n\x07\x64ry_run\x18\x0f \x01(\x08\x12!\n\x05moves\x18\x10 \x03(\x0b\x32\x12.block.v1.TierMove\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x11\x10\x1e\"\x9d\x01\n\tHookReply\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x0f\n\x07refused\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\x12%\n\tinstances\x18\x04 \x03(\x0b\x32\x12.block.v1.Instance\x12\x1b\n\x0e\x65xpect_ready_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_expect_ready_sJ\x04\x08\x06\x10\x10\"#\n\rStatusRequest\x12\x0c\n\x04pool\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"f\n\x0eStatusResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.block.v1.PoolStatus\x12\x11\n\tleader_id\x18\x02 \x01(\t\x12\x16\n\x0eprovisioner_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\xc5\x02\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12%\n\tinstances\x18\x03 \x03(\x0b\x32\x12.block.v1.Instance\x12\x13\n\x0bnum_desired\x18\x04 \x01(\r\x12\x15\n\rmin_instances\x18\x05 \x01(\r\x12\x15\n\rmax_instances\x18\x06 \x01(\r\x12\x16\n\x0e\x61rrivals_per_s\x18\x07 \x01(\x01\x12\x1a\n\x12\x66orecast_p99_e2e_s\x18\x08 \x01(\x01\x12\x14\n\x0c\x63old_start_s\x18\t \x01(\x01\x12#\n\tunder_way\x18\n \x03(\x0b\x32\x10.block.v1.Action\x12\x17\n\x0f\x63ooldown_left_s\x18\x0b \x01(\x01\x12#\n\x05tiers\x18\x0c \x03(\x0b\x32\x14.block.v1.TierStatusJ\x04\x08\r\x10\x1e\"\xa3\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ntpot_slo_s\x18\x02 \x01(\x01\x12\x15\n\rnum_instances\x18\x03 \x01(\r\x12\x13\n\x0bnum_pending\x18\x04 \x01(\r\x12\x15\n\rmin_instances\x18\x05 \x01(\r\x12\x15\n\rmax_instances\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\rJ\x04\x08\x08\x10\x10\"/\n\x0bPlanRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04rule\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\xaa\x01\n\x0cPlanResponse\x12!\n\x07\x61\x63tions\x18\x01 \x03(\x0b\x32\x10.block.v1.Action\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x34\n\x07numbers\x18\x03 \x03(\x0b\x32#.block.v1.PlanResponse.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x04\x10\n\"X\n\x0eHistoryRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x02 \x01(\x01\x12\x0c\n\x04most\x18\x03 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08J\x04\x08\x05\x10\n\"L\n\x0fHistoryResponse\x12 \n\x06\x61\x63tion\x18\x01 \x01(\x0b\x32\x10.block.v1.Action\x12\x11\n\tat_unix_s\x18\x02 \x01(\x01J\x04\x08\x03\x10\n*\x89\x01\n\nActionKind\x12\x1b\n\x17\x41\x43TION_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x43TION_KIND_START\x10\x01\x12\x15\n\x11\x41\x43TION_KIND_DRAIN\x10\x02\x12\x14\n\x10\x41\x43TION_KIND_STOP\x10\x03\x12\x14\n\x10\x41\x43TION_KIND_MOVE\x10\x04\"\x04\x08\x05\x10\t*\xc9\x01\n\x0b\x41\x63tionState\x12\x1c\n\x18\x41\x43TION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TION_STATE_PLANNED\x10\x01\x12\x18\n\x14\x41\x43TION_STATE_WRITTEN\x10\x02\x12\x17\n\x13\x41\x43TION_STATE_CALLED\x10\x03\x12\x15\n\x11\x41\x43TION_STATE_DONE\x10\x04\x12\x17\n\x13\x41\x43TION_STATE_FAILED\x10\x05\x12\x19\n\x15\x41\x43TION_STATE_GIVEN_UP\x10\x06\"\x04\x08\x07\x10\x0f\x32\x82\x02\n\x0bProvisioner\x12=\n\x06Report\x12\x17.block.v1.ReportRequest\x1a\x18.block.v1.ReportResponse(\x01\x12;\n\x06Status\x12\x17.block.v1.StatusRequest\x1a\x18.block.v1.StatusResponse\x12\x35\n\x04Plan\x12\x15.block.v1.PlanRequest\x1a\x16.block.v1.PlanResponse\x12@\n\x07History\x12\x18.block.v1.HistoryRequest\x1a\x19.block.v1.HistoryResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,40 +36,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACTION_NUMBERSENTRY']._serialized_options = b'8\001'
   _globals['_PLANRESPONSE_NUMBERSENTRY']._loaded_options = None
   _globals['_PLANRESPONSE_NUMBERSENTRY']._serialized_options = b'8\001'
-  _globals['_ACTIONKIND']._serialized_start=2177
-  _globals['_ACTIONKIND']._serialized_end=2292
-  _globals['_ACTIONSTATE']._serialized_start=2295
-  _globals['_ACTIONSTATE']._serialized_end=2496
+  _globals['_ACTIONKIND']._serialized_start=2667
+  _globals['_ACTIONKIND']._serialized_end=2804
+  _globals['_ACTIONSTATE']._serialized_start=2807
+  _globals['_ACTIONSTATE']._serialized_end=3008
   _globals['_REPORTREQUEST']._serialized_start=78
-  _globals['_REPORTREQUEST']._serialized_end=274
-  _globals['_REPORTRESPONSE']._serialized_start=276
-  _globals['_REPORTRESPONSE']._serialized_end=317
-  _globals['_PLACEMENT']._serialized_start=320
-  _globals['_PLACEMENT']._serialized_end=619
-  _globals['_INSTANCENOTICE']._serialized_start=622
-  _globals['_INSTANCENOTICE']._serialized_end=786
-  _globals['_ACTION']._serialized_start=789
-  _globals['_ACTION']._serialized_end=1193
-  _globals['_ACTION_NUMBERSENTRY']._serialized_start=1141
-  _globals['_ACTION_NUMBERSENTRY']._serialized_end=1187
-  _globals['_HOOKREPLY']._serialized_start=1196
-  _globals['_HOOKREPLY']._serialized_end=1353
-  _globals['_STATUSREQUEST']._serialized_start=1355
-  _globals['_STATUSREQUEST']._serialized_end=1390
-  _globals['_STATUSRESPONSE']._serialized_start=1392
-  _globals['_STATUSRESPONSE']._serialized_end=1494
-  _globals['_POOLSTATUS']._serialized_start=1497
-  _globals['_POOLSTATUS']._serialized_end=1785
-  _globals['_PLANREQUEST']._serialized_start=1787
-  _globals['_PLANREQUEST']._serialized_end=1834
-  _globals['_PLANRESPONSE']._serialized_start=1837
-  _globals['_PLANRESPONSE']._serialized_end=2007
-  _globals['_PLANRESPONSE_NUMBERSENTRY']._serialized_start=1141
-  _globals['_PLANRESPONSE_NUMBERSENTRY']._serialized_end=1187
-  _globals['_HISTORYREQUEST']._serialized_start=2009
-  _globals['_HISTORYREQUEST']._serialized_end=2097
-  _globals['_HISTORYRESPONSE']._serialized_start=2099
-  _globals['_HISTORYRESPONSE']._serialized_end=2175
-  _globals['_PROVISIONER']._serialized_start=2499
-  _globals['_PROVISIONER']._serialized_end=2757
+  _globals['_REPORTREQUEST']._serialized_end=320
+  _globals['_WAITINGREQUESTS']._serialized_start=322
+  _globals['_WAITINGREQUESTS']._serialized_end=387
+  _globals['_WAITINGTARGET']._serialized_start=389
+  _globals['_WAITINGTARGET']._serialized_end=443
+  _globals['_REPORTRESPONSE']._serialized_start=445
+  _globals['_REPORTRESPONSE']._serialized_end=486
+  _globals['_PLACEMENT']._serialized_start=489
+  _globals['_PLACEMENT']._serialized_end=788
+  _globals['_INSTANCENOTICE']._serialized_start=791
+  _globals['_INSTANCENOTICE']._serialized_end=955
+  _globals['_TIERMOVE']._serialized_start=957
+  _globals['_TIERMOVE']._serialized_end=1037
+  _globals['_ACTION']._serialized_start=1040
+  _globals['_ACTION']._serialized_end=1479
+  _globals['_ACTION_NUMBERSENTRY']._serialized_start=1427
+  _globals['_ACTION_NUMBERSENTRY']._serialized_end=1473
+  _globals['_HOOKREPLY']._serialized_start=1482
+  _globals['_HOOKREPLY']._serialized_end=1639
+  _globals['_STATUSREQUEST']._serialized_start=1641
+  _globals['_STATUSREQUEST']._serialized_end=1676
+  _globals['_STATUSRESPONSE']._serialized_start=1678
+  _globals['_STATUSRESPONSE']._serialized_end=1780
+  _globals['_POOLSTATUS']._serialized_start=1783
+  _globals['_POOLSTATUS']._serialized_end=2108
+  _globals['_TIERSTATUS']._serialized_start=2111
+  _globals['_TIERSTATUS']._serialized_end=2274
+  _globals['_PLANREQUEST']._serialized_start=2276
+  _globals['_PLANREQUEST']._serialized_end=2323
+  _globals['_PLANRESPONSE']._serialized_start=2326
+  _globals['_PLANRESPONSE']._serialized_end=2496
+  _globals['_PLANRESPONSE_NUMBERSENTRY']._serialized_start=1427
+  _globals['_PLANRESPONSE_NUMBERSENTRY']._serialized_end=1473
+  _globals['_HISTORYREQUEST']._serialized_start=2498
+  _globals['_HISTORYREQUEST']._serialized_end=2586
+  _globals['_HISTORYRESPONSE']._serialized_start=2588
+  _globals['_HISTORYRESPONSE']._serialized_end=2664
+  _globals['_PROVISIONER']._serialized_start=3011
+  _globals['_PROVISIONER']._serialized_end=3269
 # @@protoc_insertion_point(module_scope)

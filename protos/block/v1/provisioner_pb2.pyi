@@ -33,6 +33,8 @@ class _ActionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ActionKind
     """the named instances finish their requests, then end"""
     ACTION_KIND_STOP: _ActionKind.ValueType  # 3
     """end an instance that did not start, or did not drain in time"""
+    ACTION_KIND_MOVE: _ActionKind.ValueType  # 4
+    """instances change their tiers; hooks are not called"""
 
 class ActionKind(_ActionKind, metaclass=_ActionKindEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ ACTION_KIND_DRAIN: ActionKind.ValueType  # 2
 """the named instances finish their requests, then end"""
 ACTION_KIND_STOP: ActionKind.ValueType  # 3
 """end an instance that did not start, or did not drain in time"""
+ACTION_KIND_MOVE: ActionKind.ValueType  # 4
+"""instances change their tiers; hooks are not called"""
 Global___ActionKind: _TypeAlias = ActionKind  # noqa: Y015
 
 class _ActionState:
@@ -85,6 +89,7 @@ class ReportRequest(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
     sequence: _builtins.int
     """of this scheduler, from 1; duplicates are ignored"""
@@ -94,6 +99,8 @@ class ReportRequest(_message.Message):
     def outcome(self) -> _common_pb2.Outcome: ...
     @_builtins.property
     def instance(self) -> Global___InstanceNotice: ...
+    @_builtins.property
+    def waiting(self) -> Global___WaitingRequests: ...
     def __init__(
         self,
         *,
@@ -102,16 +109,65 @@ class ReportRequest(_message.Message):
         placement: Global___Placement | None = ...,
         outcome: _common_pb2.Outcome | None = ...,
         instance: Global___InstanceNotice | None = ...,
+        waiting: Global___WaitingRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance", b"instance", "outcome", b"outcome", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance", b"instance", "outcome", b"outcome", "placement", b"placement", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance", b"instance", "outcome", b"outcome", "placement", b"placement", "scheduler_id", b"scheduler_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "instance", b"instance", "outcome", b"outcome", "placement", b"placement", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "outcome", "instance"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "outcome", "instance", "waiting"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class WaitingRequests(_message.Message):
+    """All requests that wait at this scheduler because no instance keeps their targets; it replaces the report before, and
+    counts for two seconds. `sequence` may be 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingTarget]: ...
+    def __init__(
+        self,
+        *,
+        targets: _abc.Iterable[Global___WaitingTarget] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingRequests: _TypeAlias = WaitingRequests  # noqa: Y015
+
+@_typing.final
+class WaitingTarget(_message.Message):
+    """How many of them have one target for the time per token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    NUM_FIELD_NUMBER: _builtins.int
+    tpot_slo_s: _builtins.float
+    num: _builtins.int
+    def __init__(
+        self,
+        *,
+        tpot_slo_s: _builtins.float = ...,
+        num: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num", b"num", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingTarget: _TypeAlias = WaitingTarget  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
@@ -226,6 +282,39 @@ class InstanceNotice(_message.Message):
 Global___InstanceNotice: _TypeAlias = InstanceNotice  # noqa: Y015
 
 @_typing.final
+class TierMove(_message.Message):
+    """Where an instance belongs from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    tier: _builtins.str
+    """empty: the best-effort pool"""
+    closed: _builtins.bool
+    """it takes only requests of this tier; in the pool, none with a target for the time per token"""
+    why: _builtins.str
+    """one line for people"""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        tier: _builtins.str = ...,
+        closed: _builtins.bool = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "instance_id", b"instance_id", "tier", b"tier", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierMove: _TypeAlias = TierMove  # noqa: Y015
+
+@_typing.final
 class Action(_message.Message):
     """One change to the cluster. Hooks receive it as the JSON of this message (proto3 JSON, names as written here): `exec` on
     standard input, `webhook` as the body.
@@ -268,6 +357,7 @@ class Action(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     action_id: _builtins.str
     """the same in all attempts: an idempotency key"""
     kind: Global___ActionKind.ValueType
@@ -296,6 +386,8 @@ class Action(_message.Message):
     def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """the decision's inputs, with units in their names"""
 
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierMove]: ...
     def __init__(
         self,
         *,
@@ -314,10 +406,11 @@ class Action(_message.Message):
         attempt: _builtins.int = ...,
         state: Global___ActionState.ValueType = ...,
         dry_run: _builtins.bool = ...,
+        moves: _abc.Iterable[Global___TierMove] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action_id", b"action_id", "attempt", b"attempt", "decided_unix_s", b"decided_unix_s", "dry_run", b"dry_run", "instance_ids", b"instance_ids", "kind", b"kind", "model", b"model", "num_desired", b"num_desired", "num_instances", b"num_instances", "num_present", b"num_present", "numbers", b"numbers", "pool", b"pool", "rule", b"rule", "state", b"state", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action_id", b"action_id", "attempt", b"attempt", "decided_unix_s", b"decided_unix_s", "dry_run", b"dry_run", "instance_ids", b"instance_ids", "kind", b"kind", "model", b"model", "moves", b"moves", "num_desired", b"num_desired", "num_instances", b"num_instances", "num_present", b"num_present", "numbers", b"numbers", "pool", b"pool", "rule", b"rule", "state", b"state", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -425,6 +518,7 @@ class PoolStatus(_message.Message):
     COLD_START_S_FIELD_NUMBER: _builtins.int
     UNDER_WAY_FIELD_NUMBER: _builtins.int
     COOLDOWN_LEFT_S_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     rule: _builtins.str
     num_desired: _builtins.int
@@ -439,6 +533,10 @@ class PoolStatus(_message.Message):
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Instance]: ...
     @_builtins.property
     def under_way(self) -> _containers.RepeatedCompositeFieldContainer[Global___Action]: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
+        """the strictest first"""
+
     def __init__(
         self,
         *,
@@ -453,14 +551,54 @@ class PoolStatus(_message.Message):
         cold_start_s: _builtins.float = ...,
         under_way: _abc.Iterable[Global___Action] | None = ...,
         cooldown_left_s: _builtins.float = ...,
+        tiers: _abc.Iterable[Global___TierStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals_per_s", b"arrivals_per_s", "cold_start_s", b"cold_start_s", "cooldown_left_s", b"cooldown_left_s", "forecast_p99_e2e_s", b"forecast_p99_e2e_s", "instances", b"instances", "max_instances", b"max_instances", "min_instances", b"min_instances", "num_desired", b"num_desired", "pool", b"pool", "rule", b"rule", "under_way", b"under_way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals_per_s", b"arrivals_per_s", "cold_start_s", b"cold_start_s", "cooldown_left_s", b"cooldown_left_s", "forecast_p99_e2e_s", b"forecast_p99_e2e_s", "instances", b"instances", "max_instances", b"max_instances", "min_instances", b"min_instances", "num_desired", b"num_desired", "pool", b"pool", "rule", b"rule", "tiers", b"tiers", "under_way", b"under_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class TierStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    NUM_INSTANCES_FIELD_NUMBER: _builtins.int
+    NUM_PENDING_FIELD_NUMBER: _builtins.int
+    MIN_INSTANCES_FIELD_NUMBER: _builtins.int
+    MAX_INSTANCES_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tpot_slo_s: _builtins.float
+    num_instances: _builtins.int
+    num_pending: _builtins.int
+    """instances that finish requests of this tier, and join it if it grows"""
+    min_instances: _builtins.int
+    max_instances: _builtins.int
+    num_waiting: _builtins.int
+    """requests, at all schedulers"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tpot_slo_s: _builtins.float = ...,
+        num_instances: _builtins.int = ...,
+        num_pending: _builtins.int = ...,
+        min_instances: _builtins.int = ...,
+        max_instances: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_instances", b"max_instances", "min_instances", b"min_instances", "name", b"name", "num_instances", b"num_instances", "num_pending", b"num_pending", "num_waiting", b"num_waiting", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class PlanRequest(_message.Message):

@@ -60,7 +60,7 @@ class ProvisionerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Report(self, request_iterator, context):
-        """Schedulers report every forecast that a decision used, and every outcome.
+        """Schedulers report every forecast that a decision used, every outcome, and which requests wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,7 +32,7 @@ class ProvisionerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ProvisionerAsyncStub: ...
     Report: _grpc.StreamUnaryMultiCallable[_provisioner_pb2.ReportRequest, _provisioner_pb2.ReportResponse]
-    """Schedulers report every forecast that a decision used, and every outcome."""
+    """Schedulers report every forecast that a decision used, every outcome, and which requests wait."""
     Status: _grpc.UnaryUnaryMultiCallable[_provisioner_pb2.StatusRequest, _provisioner_pb2.StatusResponse]
     """Instances, desired numbers, and actions in progress."""
     Plan: _grpc.UnaryUnaryMultiCallable[_provisioner_pb2.PlanRequest, _provisioner_pb2.PlanResponse]
@@ -44,7 +44,7 @@ class ProvisionerStub:
 class ProvisionerAsyncStub(ProvisionerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Report: _aio.StreamUnaryMultiCallable[_provisioner_pb2.ReportRequest, _provisioner_pb2.ReportResponse]  # type: ignore[assignment]
-    """Schedulers report every forecast that a decision used, and every outcome."""
+    """Schedulers report every forecast that a decision used, every outcome, and which requests wait."""
     Status: _aio.UnaryUnaryMultiCallable[_provisioner_pb2.StatusRequest, _provisioner_pb2.StatusResponse]  # type: ignore[assignment]
     """Instances, desired numbers, and actions in progress."""
     Plan: _aio.UnaryUnaryMultiCallable[_provisioner_pb2.PlanRequest, _provisioner_pb2.PlanResponse]  # type: ignore[assignment]
@@ -59,7 +59,7 @@ class ProvisionerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_provisioner_pb2.ReportRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_provisioner_pb2.ReportResponse, _abc.Awaitable[_provisioner_pb2.ReportResponse]]:
-        """Schedulers report every forecast that a decision used, and every outcome."""
+        """Schedulers report every forecast that a decision used, every outcome, and which requests wait."""
 
     @_abc_1.abstractmethod
     def Status(

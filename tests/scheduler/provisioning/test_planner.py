@@ -13,7 +13,7 @@ from scheduler.provisioning import rule_from
 from scheduler.provisioning.history import PlacedRequest, PoolHistory
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, Planner, ScalingDecision
-from scheduler.provisioning.pool_state import PoolState, ScalingTarget
+from scheduler.provisioning.pool_state import PoolState, ScalingTarget, TierNeeds
 from tests.scheduler.provisioning.worlds import SEATS, World, needed, throughput
 
 OBJECTIVES = ScalingObjectives(threshold_s=20.0, seats=SEATS, cold_start_s=60.0, target_share=0.8)
@@ -138,6 +138,15 @@ def test_limits_hold_for_any_targets(
             assert now_s - last_s >= (20.0 if decision.kind == START else 30.0)
         present, last_s = decision.num_desired, now_s
         one.applied(now_s, decision)
+
+
+def test_with_tiers_only_idle_instances_of_the_pool_are_drained() -> None:
+    """Unless there are more instances than the maximum."""
+    one = planner(fixed(1), calm_s=10.0, max_instances=3)
+    one.plan(0.0, names(3), 0, tiers=TierNeeds(idle=("i1",)))
+    assert one.plan(20.0, names(3), 0, tiers=TierNeeds(idle=("i1",))).instance_ids == ("i1",)
+    assert one.plan(40.0, names(3), 0, tiers=TierNeeds()).kind == NOTHING
+    assert one.plan(60.0, names(4), 0, tiers=TierNeeds()).kind == DRAIN
 
 
 @pytest.mark.parametrize("rate", [3.0, 9.0, 24.0])

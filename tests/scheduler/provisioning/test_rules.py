@@ -13,7 +13,7 @@ from scheduler.provisioning.history import PlacedRequest, PoolHistory
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.load import InstanceCapacity, LoadModel, load_model_of
 from scheduler.provisioning.planner import instances_to_drain
-from scheduler.provisioning.pool_state import PoolState
+from scheduler.provisioning.pool_state import PoolState, TierNeeds
 from scheduler.provisioning.schedule import parse_schedule
 from scheduler.provisioning.trend import Trend, trend_of
 
@@ -154,6 +154,19 @@ def test_schedule_includes_periods_shorter_than_its_lead() -> None:
     """A period of one minute within a lead of five minutes counts."""
     rule = rule_from("schedule", OBJECTIVES, "12:00-12:01=6")
     assert rule(pool_state(unix_s=12 * 3600 - 200, cold_start_s=300.0)).num_wanted == 6
+
+
+def test_tiers_add_what_is_missing_and_let_idle_instances_of_the_pool_leave() -> None:
+    """Instances that start already count; without tiers the rule changes nothing."""
+    rule = rule_from("tiers", OBJECTIVES)
+    lacking = rule(pool_state(num_ready=3, num_starting=1, tiers=TierNeeds(num_unmet=3)))
+    assert (lacking.num_wanted, lacking.num_enough) == (6, 6)
+    starting = rule(pool_state(num_ready=3, num_starting=2, tiers=TierNeeds(num_unmet=1)))
+    assert starting.num_wanted == 5
+    idle = rule(pool_state(num_ready=3, num_starting=0, tiers=TierNeeds(idle=("a", "b"))))
+    assert (idle.num_wanted, idle.num_enough) == (3, 1)
+    none = rule(pool_state(num_ready=3, num_starting=0))
+    assert (none.num_wanted, none.num_enough) == (3, 3)
 
 
 def test_of_several_rules_the_largest_wish_wins() -> None:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from services.cli import block
+from tests.services.cli.running import refusal
 
 SMALL = (
     "--instances", "2", "--profile", "llama-2-7b-a30", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
@@ -158,6 +159,43 @@ def test_pools_are_recommended_by_deadlines(mix: str) -> None:
     found = json.loads(run(*arguments))
     assert found["target"]["goal"] == {"share": 0.9, "by_work": True}
     assert found["ranking"][0]["used"] <= 1
+
+
+def test_tiers_and_a_changing_number_of_instances_are_simulated(tmp_path: Path) -> None:
+    """The report has what the instances cost: paid for, and in tiers."""
+    (tmp_path / "mix.toml").write_text("[[mix]]\nname = 'chat'\nshare = 1\nttft_slo_s = 2\ntpot_slo_s = 0.1\n")
+    (tmp_path / "tiers.toml").write_text("[[tier]]\nname = 'chat'\ntpot_slo_s = 0.1\n")
+    arguments = ("simulate", *SMALL, "--rate", "5", "--policy", "polyserve", "--mix", str(tmp_path / "mix.toml"))
+    tiers = ("--tiers", str(tmp_path / "tiers.toml"))
+    (fixed,) = json.loads(run(*arguments, *tiers, "--json"))["policies"]
+    assert fixed["num_finished"] == 60
+    assert fixed["instance_s"] >= fixed["span_s"] * 2
+    assert 0 < fixed["serving_instance_s"] < fixed["instance_s"]
+    assert fixed["tier_instance_s"]["chat"] <= fixed["serving_instance_s"]
+    assert fixed["num_moves"] > 0
+    assert "instance-seconds paid" in run(*arguments, *tiers)
+    for more in (tiers, ()):
+        (grown,) = json.loads(run(*arguments, *more, "--provision", "1-2", "--cold-start-s", "1", "--json"))["policies"]
+        assert grown["num_finished"] == 60
+        assert grown["instance_s"] < fixed["instance_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--tiers", "none.toml"), "none.toml: cannot be read"),
+        (("--tiers", "bad.toml"), "bad.toml: tier[0].max_instances: must be a whole number from 1 on, not 0"),
+        (("--provision", "3-2"), "provision: must be 1 <= MIN <= MAX"),
+        (("--provision", "1-9"), "max_instances: 9 is more than the 2 available instances"),
+    ],
+)
+def test_invalid_tiers_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], message: str
+) -> None:
+    """One line."""
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text("[[tier]]\nname = 'chat'\ntpot_slo_s = 0.1\nmax_instances = 0\n")
+    assert message in refusal("simulate", *SMALL, "--rate", "5", "--policy", "polyserve", *more)
 
 
 def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:

@@ -69,15 +69,21 @@ class RecordingHook:
 
 
 class FixedSidecars:
-    """Sidecars that all report the same condition."""
+    """Sidecars that all report the same condition, but for some."""
 
     def __init__(self) -> None:
         """Report ready and idle."""
-        self.condition = Condition(is_ready=True, num_requests=0)
+        self.condition = Condition(is_ready=True, num_requests=0, alone_step_s=0.01)
+        self.others: dict[str, Condition] = {}  # by instance
 
-    async def conditions(self, members: Any) -> dict[str, Condition]:
-        """Return the condition of all that have an address."""
-        return {member.instance_id: self.condition for member in members if member.has_address}
+    async def conditions(self, members: Any, *, with_step: bool = False) -> dict[str, Condition]:
+        """Return the conditions of all that have an address."""
+        del with_step
+        return {
+            member.instance_id: self.others.get(member.instance_id, self.condition)
+            for member in members
+            if member.has_address
+        }
 
     async def forget(self, *_: str) -> None:
         """Do nothing."""

@@ -212,6 +212,31 @@ def test_a_journal_continues_after_its_last_complete_line(tmp_path: Path) -> Non
         Journal(path)
 
 
+def test_a_journal_drops_old_moves_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have ended, but for the latest; numbers of actions are never used again, also after a restart."""
+    monkeypatch.setattr("services.provisioner_server.journal.MAX_LINES", 20)
+    monkeypatch.setattr("services.provisioner_server.journal.KEPT_MOVES", 3)
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+
+    def write(kind: pb.ActionKind.ValueType, *states: pb.ActionState.ValueType) -> str:
+        name = journal.next_id("p")
+        for state in states:
+            journal.write(pb.Action(action_id=name, kind=kind, state=state), 1.0)
+        return name
+
+    started = write(pb.ACTION_KIND_START, pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_DONE)
+    open_move = write(pb.ACTION_KIND_MOVE, pb.ACTION_STATE_WRITTEN)
+    names = [write(pb.ACTION_KIND_MOVE, pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_DONE) for _ in range(40)]
+    assert len(set(names)) == 40
+    kept = {entry.action.action_id for entry in entries(path)}
+    assert kept >= {started, open_move, *names[-3:]}
+    assert len(entries(path)) <= 30
+    again = Journal(path)
+    assert [action.action_id for action in again.under_way()] == [open_move]
+    assert again.next_id("p") == journal.next_id("p") == "p-43"
+
+
 def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
     """The kernel releases a lock when its process is killed."""
     code = (

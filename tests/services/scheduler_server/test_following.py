@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.instances import FromFile
-from tests.services.scheduler_server.running import LAST_RESORT, run, scheduler, until
+from tests.services.scheduler_server.running import LAST_RESORT, ChangingSource, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 
@@ -49,6 +51,40 @@ def test_changes_of_the_file_of_instances_take_effect(tmp_path: Path) -> None:
                 write(stubs[1], state="draining")
                 while (await client.decide()).basis != LAST_RESORT:
                     await asyncio.sleep(0.005)
+
+    run(test)
+
+
+def test_a_change_of_tiers_takes_effect_and_nothing_else_of_an_instance_is_forgotten() -> None:
+    """Policies read the new tier at once; the connections to the sidecars go on, with what they reported."""
+
+    async def test() -> None:
+        source = ChangingSource()
+        async with sidecars("a", "b") as stubs:
+            source.instances = [stub.instance for stub in stubs]
+            async with scheduler(source, policy='jsq: filter = "tier_tpot_s < 1 and tier_closed < 1"') as client:
+                stubs[1].update_load(num_running=9)
+                await until(lambda: all(stub.num_watched == 1 for stub in stubs))
+                while await client.choose() != "a":  # until it has the report
+                    await asyncio.sleep(0.005)
+
+                def place(**tpot_slo_s: float) -> None:
+                    source.instances = [
+                        replace(stub.instance, tier=stub.name, tier_tpot_s=tpot_slo_s[stub.name]) for stub in stubs
+                    ]
+
+                for moved, name in (({"a": math.inf, "b": 0.05}, "b"), ({"a": 0.05, "b": 0.05}, "a")):
+                    place(**moved)
+                    while (decision := await client.decide()).instance.instance_id != name:
+                        await asyncio.sleep(0.005)
+                    told = decision.instance
+                    assert (told.tier, told.tier_tpot_s, told.tier_closed) == (name, 0.05, False)
+                source.instances = [
+                    replace(stub.instance, tier_tpot_s=0.05, tier_closed=stub.name == "a") for stub in stubs
+                ]
+                while await client.choose() != "b":
+                    await asyncio.sleep(0.005)
+                assert [stub.num_watched for stub in stubs] == [1, 1]
 
     run(test)
 

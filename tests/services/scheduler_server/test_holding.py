@@ -6,11 +6,15 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
 
-from protos.block.v1 import common_pb2, scheduler_pb2
+from protos.block.v1 import common_pb2, provisioner_pb2_grpc, scheduler_pb2
+from services.provisioner_server.pool import Pool
+from services.provisioner_server.service import ProvisionerService
+from tests.services.provisioner_server.acting import RecordingHook, leader
 from tests.services.scheduler_server.running import Client, refused, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
@@ -237,6 +241,44 @@ def test_a_new_instance_gets_held_requests() -> None:
             stubs[1].state = common_pb2.INSTANCE_STATE_READY
             stubs[1].update_load()
             assert await waiting == "b"
+
+    run(test)
+
+
+@asynccontextmanager
+async def provisioner(folder: Path) -> AsyncIterator[tuple[str, Pool]]:
+    """Serve a provisioner that only receives reports; its address, and what it knows."""
+    one = leader(folder, RecordingHook(set()))
+    server = grpc.aio.server()
+    provisioner_pb2_grpc.add_ProvisionerServicer_to_server(ProvisionerService(one._pool, one), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", one._pool
+    finally:
+        await server.stop(None)
+
+
+def test_provisioners_are_told_which_requests_wait(tmp_path: Path) -> None:
+    """By their targets for the time per token, without best effort; and that none waits any more."""
+
+    async def test() -> None:
+        async with (
+            provisioner(tmp_path) as (address, pool),
+            sidecars("a") as (stub,),
+            scheduler([stub], policy=PATIENT, provisioners=(address,), scheduler_id="one") as client,
+        ):
+            stub.per_reservation_s = 10.0
+            await client.decide()
+            slo = common_pb2.Slo(tpot_s=0.05)
+            best_effort = common_pb2.REQUEST_CLASS_BEST_EFFORT
+            requests = [client.request(slo=slo), client.request(slo=slo, request_class=best_effort), client.request()]
+            waiting = [asyncio.create_task(client.decide(request)) for request in requests]
+            await held(client, 3)
+            await until(lambda: pool.waiting_targets() == {0.05: 1})
+            stub.per_reservation_s = 0.0
+            await asyncio.gather(*waiting)
+            await until(lambda: pool.waiting_targets() == {})
 
     run(test)
 

@@ -1,0 +1,122 @@
+"""Simulated clusters whose instances move between tiers, by the planner of the live provisioner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
+from scheduler.provisioning.tier_planner import TierPlace
+from scheduler.provisioning.tiers import Tier
+from simulator.autoscaling import AutoscalingOptions, ProvisionedRun, simulate_provisioned
+from simulator.metrics import latencies
+from simulator.mix import MixEntry, mixed_workload
+from simulator.workload import Workload, by_schedule, poisson_gaps, workload
+from tests.simulator.small_clusters import A30, lengths, specs
+
+STRICT, LOOSE = Tier(name="strict", tpot_slo_s=0.05), Tier(name="loose", tpot_slo_s=0.2)
+TIERS = (STRICT, LOOSE)
+MIX = (
+    MixEntry(name="chat", share=0.4, ttft_slo_s=2.0, tpot_slo_s=0.05),
+    MixEntry(name="batch", share=0.4, ttft_slo_s=4.0, tpot_slo_s=0.2),
+    MixEntry(name="rest", share=0.2, request_class="best-effort"),
+)
+FLEET = 6
+LIMITS = ScalingLimits(min_instances=FLEET, max_instances=FLEET)
+OPTIONS = AutoscalingOptions(rule="tiers", first=FLEET, cold_start_s=0.0, limits=LIMITS, tiers=TIERS)
+
+
+def burst(num: int = 900, seed: int = 0) -> Workload:
+    """A low rate, a high rate for a minute, and the low rate again; each request has a target or is best effort."""
+    gaps = poisson_gaps(num, np.random.default_rng(seed))
+    work = workload(lengths(num, seed), by_schedule(gaps, [(0.0, 1.0), (60.0, 10.0), (120.0, 1.0)]))
+    return mixed_workload(work, MIX, seed)
+
+
+def run(work: Workload, policy: str = "polyserve", **changes: Any) -> ProvisionedRun:
+    """Serve a workload with up to six small instances."""
+    return simulate_provisioned(specs(FLEET, A30), work, policy, replace(OPTIONS, **changes))
+
+
+def in_tiers(done: ProvisionedRun) -> list[dict[str, TierPlace]]:
+    """The places of the instances after each move."""
+    places: list[dict[str, TierPlace]] = [{}]
+    for _, move in done.moves:
+        places.append({**places[-1], move.instance_id: move.place})
+    return places
+
+
+@pytest.mark.parametrize("policy", ["polyserve", "slo"])
+def test_a_fixed_fleet_serves_by_tiers_that_grow_and_shrink(policy: str) -> None:
+    """No request is lost; instances join both tiers, and return to the pool; those in the pool do not count as serving."""
+    done = run(burst(), policy)
+    assert not np.isnan(latencies(done.result).e2e_s).any()
+    assert done.changes == []
+    assert done.instance_s == pytest.approx(FLEET * done.result.end_s)
+    sizes = [sum(bool(place.tier) for place in places.values()) for places in in_tiers(done)]
+    assert max(sizes) >= 2
+    assert any(later < before for before, later in pairwise(sizes))
+    assert {move.place.tier for _, move in done.moves} == {"", "strict", "loose"}
+    assert set(done.tier_s) == {"strict", "loose"}
+    assert min(done.tier_s.values()) > 0
+    assert sum(done.tier_s.values()) <= done.serving_s + 1e-6 < done.instance_s
+
+
+def test_bounds_of_tiers_hold_in_every_moment() -> None:
+    """A tier never has more instances than its maximum, and soon has its minimum, also without requests."""
+    tiers = (replace(STRICT, max_instances=2), replace(LOOSE, min_instances=2))
+    done = run(burst(), tiers=tiers)
+    assert not np.isnan(latencies(done.result).e2e_s).any()
+    for places in in_tiers(done):
+        assert sum(place == TierPlace("strict") for place in places.values()) <= 2
+    assert done.tier_s["loose"] >= 2 * (done.result.end_s - 3.0)
+
+
+def test_a_pool_grows_for_its_tiers_and_shrinks_again() -> None:
+    """The rule starts an instance where requests wait and the pool is empty, and lets idle ones leave."""
+    limits = ScalingLimits(min_instances=1, max_instances=FLEET, cooldown_s=2.0, calm_s=20.0)
+    done = run(burst(), first=1, cold_start_s=5.0, limits=limits, objectives=ScalingObjectives(cold_start_s=5.0))
+    assert not np.isnan(latencies(done.result).e2e_s).any()
+    sizes = [change.num_present for change in done.changes]
+    assert max(sizes) >= 3
+    assert sizes[-1] < max(sizes)
+    assert done.serving_s <= done.instance_s < FLEET * done.result.end_s
+
+
+def test_slow_instances_serve_the_loose_tier_only() -> None:
+    """Of a fleet of two kinds, those whose step is too long for the strict tier never join it."""
+    slow = [replace(spec, pace=3.0, predicted_pace=3.0) for spec in specs(3, A30)]
+    done = simulate_provisioned([*specs(3, A30), *slow], burst(), "polyserve", OPTIONS)
+    joined = {
+        tier: {move.instance_id for _, move in done.moves if move.place == TierPlace(tier)} for tier in done.tier_s
+    }
+    assert joined["strict"]
+    assert joined["strict"] <= {"instance-0", "instance-1", "instance-2"}
+    assert joined["loose"]
+
+
+def test_the_same_arguments_give_the_same_run() -> None:
+    """Moves and costs are equal."""
+    one, other = run(burst(300)), run(burst(300))
+    assert one.moves == other.moves
+    assert one.serving_s == other.serving_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tiers": ()}, "tiers: is missing"),
+        ({"tiers": (STRICT, STRICT)}, "tier: tpot_slo_s"),
+        ({"tiers": (STRICT, replace(LOOSE, name="strict"))}, "tier: name: 'strict' is there twice"),
+        ({"tiers": (replace(STRICT, min_instances=7),)}, "tier: min_instances"),
+        ({"tier_hold_s": -1.0}, "tier_hold_s"),
+    ],
+)
+def test_invalid_options_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    """The error comes before the simulation."""
+    with pytest.raises(ValueError, match=f"^{named}"):
+        replace(OPTIONS, **changes)
