@@ -549,9 +549,9 @@ class Decision:
         compared, scores = self._compared, self._scores
         if compared is None or scores is None:
             return NONE
-        if self._admits is None and self._order is None and not self._others and SESSION_HERE not in compared.columns:
+        if self._order is None and not self._others and SESSION_HERE not in compared.columns:
             best = self.policy.best(compared, scores)
-            if not self._never_finishes(best):
+            if (self._admits is None or self._admits[best]) and not self._never_finishes(best):
                 return best  # the first of the order, found faster
         return next(self._positions(), NONE)
 

@@ -186,7 +186,7 @@ DERIVED = (
         lambda of: np.where(
             of["batch_size"] > 0,
             _bounded(of["least_tpot_slo_s"]) / _bounded(of["tpot_slo_s"]),
-            np.where(np.isnan(of["batch_size"]), np.nan, np.inf),
+            of["batch_size"] + np.inf,  # NaN where it is unknown
         ),
     ),
     _derived(

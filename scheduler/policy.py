@@ -299,7 +299,7 @@ def _prefill_spec(spec: PolicySpec, entry: PolicyEntry) -> PolicySpec:
     """Return the specification of the policy of prefill legs, which never wait."""
     text = spec.prefill or entry.prefill
     if not text:
-        return replace(spec, hold="")
+        return replace(spec, hold="", length_quantiles=1)  # a prefill leg has one token
     try:
         prefill = spec_from(text)
     except ValueError as error:

@@ -198,6 +198,16 @@ def test_prefill_legs_are_remembered_apart() -> None:
     assert memory.instance_of(PlacementRequest(session_id="s")) == "d"
 
 
+@pytest.mark.parametrize("text", ["slo: length_quantiles = 3", "slo: session_affinity = 1, length_quantiles = 3, k = 8"])
+def test_policies_whose_condition_alone_reads_forecasts_have_these_settings(text: str) -> None:
+    """Also that of prefill legs, where none is named."""
+    policy = policy_from(text)
+    assert policy.length_quantiles == 3
+    assert policy.needs_forecast
+    assert policy.legs is not None
+    assert policy.legs.prefill.length_quantiles == 1
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

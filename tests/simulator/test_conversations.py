@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from simulator.assembly import simulate
+from simulator.conditions import Conditions
 from simulator.scenario import scenario_from
 from simulator.workload import Workload
 from tests.simulator.small_clusters import specs
@@ -78,6 +79,19 @@ def test_sessions_stay_where_a_policy_keeps_them() -> None:
     assert num_places("jsq: session_affinity = 1e6") == num_sessions
     assert num_places("random: session_affinity = 1e6") == num_sessions
     assert num_places("jsq") > 1.2 * num_sessions
+
+
+def test_a_session_has_its_scheduler() -> None:
+    """Among several, so that its memory suffices."""
+    work = talk()
+    made = specs(enable_prefix_caching=True, max_model_len=300)
+    conditions = Conditions(num_schedulers=3)
+    made_by = simulate(made, work, "jsq: session_affinity = 1e6", conditions).decisions
+    assert work.session is not None
+    pairs = set(zip(work.session.tolist(), made_by.scheduler.tolist(), strict=True))
+    assert len(pairs) == int(work.session.max()) + 1
+    assert set(made_by.scheduler.tolist()) == {0, 1, 2}
+    assert len(set(zip(work.session.tolist(), made_by.instance.tolist(), strict=True))) == len(pairs)
 
 
 def test_traces_name_sessions(tmp_path: Path) -> None:
