@@ -194,7 +194,7 @@ class Schedulers:
     def _in_turn(
         self, call: str, may: Callable[[CircuitState, float], bool], *, insist: bool, session: str = ""
     ) -> Iterator[_Scheduler]:
-        """Yield those whose circuits allow a call, another one first each time or session; with `insist` at least one."""
+        """Yield those whose circuits allow a call, by turns or by session; with `insist` at least one."""
         count = len(self._all)
         if session:
             turn = max(range(count), key=lambda index: _weight(session, self._all[index].address), default=0)
