@@ -11,7 +11,7 @@ from predictor import loop, queues
 from predictor.batching import is_compiled
 from predictor.compiled import direct, inner_kernel, interpreted, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import Forecast, averaged
 from predictor.request import RequestFacts
 from predictor.state import DECODE_LEG, FINISHED, NO_TRANSFER, NONE, State, copy_into, layer, stack_like
 
@@ -37,6 +37,7 @@ RESULT = np.dtype(
 )
 
 SHARED, ALONE, WITH_CANDIDATE = 0, 1, 2  # the layers of the workspace
+IS_MISSING, HAS_TIMES, HAS_TOKENS_ON_TIME = 0, 1, 2  # what a layer is ready for
 NO_SLOTS = np.empty(0, np.int64)
 
 
@@ -50,7 +51,8 @@ class Forecaster:
             simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
         )
         self._serial: int | None = None
-        self._is_ready = np.zeros(1, np.bool_)  # whether the shared simulation has been run
+        self._ready = np.zeros(2, np.int64)  # what the layers that candidates share can be used for
+        self._delays = False  # asked for last
         self._shaped_like = engine.state
         self._workspace = stack_like(engine.state, 3)
         self._results = np.empty(1, RESULT).view(np.recarray)
@@ -60,31 +62,40 @@ class Forecaster:
     ) -> list[Forecast]:
         """Forecast each candidate as if it alone arrived at the engine, now or `in_s` from now.
 
-        They share one simulation up to the first step that could admit one of them. Without `delays` each simulation
-        stops at its candidate's last token. The same `serial` as in the last call means that the engine has not
-        changed since, so that the shared simulation is used again.
+        They share one simulation up to the first step that could admit one of them, and with `delays` one simulation
+        without any of them; without `delays` each simulation stops at its candidate's last token. The same `serial` as
+        in the last call means that the engine has not changed since, so that what is shared is used again. A candidate
+        with `length_quantiles` is simulated with several lengths.
         """
         self._keep_shared(serial)
-        slots = np.empty(len(candidates), np.int64)
+        self._delays = delays
+        runs = candidates
+        if any(candidate.length_quantiles > 1 for candidate in candidates):
+            runs = [run for candidate in candidates for run in candidate.at_quantiles()]
+        slots = np.empty(len(runs), np.int64)
         num_inserted = 0
         try:
-            for candidate in candidates:
-                slot = slots[num_inserted] = self.engine.insert(candidate, arrival_s=now_s + candidate.in_s)
-                self.engine.state.facts[slot].ttft_slo_s -= candidate.in_s
+            for run in runs:
+                slot = slots[num_inserted] = self.engine.insert(run, arrival_s=now_s + run.in_s)
+                self.engine.state.facts[slot].ttft_slo_s -= run.in_s
                 num_inserted += 1
-            return self._forecast_inserted(slots, now_s, delays)
+            made = self._forecast_inserted(slots, now_s, delays)
         finally:
-            for candidate in candidates[:num_inserted]:
-                self.engine.remove(candidate.request_id)
+            for run in runs[:num_inserted]:
+                self.engine.remove(run.request_id)
+        if len(runs) == len(candidates):
+            return made
+        each = iter(made)
+        return [averaged([next(each) for _ in one.at_quantiles()], one.request_id) for one in candidates]
 
     def prepare(self, now_s: float, serial: int) -> None:
-        """Run the simulation that candidates share in advance, for those that come before the engine changes."""
+        """Run what candidates share in advance, for those that come before the engine changes and ask as the last."""
         self._keep_shared(serial)
-        self._run(NO_SLOTS, now_s, delays=False)
+        self._run(NO_SLOTS, now_s, delays=self._delays)
 
     def _keep_shared(self, serial: int | None) -> None:
         if serial is None or serial != self._serial:
-            self._is_ready[0] = False
+            self._ready[:] = IS_MISSING
         self._serial = serial
 
     def _run(self, slots: np.ndarray, now_s: float, *, delays: bool) -> None:
@@ -92,10 +103,10 @@ class Forecaster:
         if state is not self._shaped_like:
             self._shaped_like = state
             self._workspace = stack_like(state, 3)
-            self._is_ready[0] = False
+            self._ready[:] = IS_MISSING
         if len(slots) > len(self._results):
             self._results = np.empty(len(slots), RESULT).view(np.recarray)
-        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), self._is_ready, self._results)
+        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), self._ready, self._results)
 
     def _forecast_inserted(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
         self._run(slots, now_s, delays=delays)
@@ -128,6 +139,18 @@ class Forecaster:
         ]  # fmt: skip
 
 
+@small_kernel
+def stop_counting_on_time(state: State) -> None:
+    """Count the tokens on time of no request that is there: without delays only the candidate's are asked for."""
+    engine, requests = state.engine[0], state.requests
+    for position in range(engine.num_running):
+        requests[state.running[position]].tokens_on_time = NONE
+    for position in range(engine.num_waiting):
+        requests[queues.waiting_at(state, position)].tokens_on_time = NONE
+    for position in range(engine.num_pending):
+        requests[state.pending[queues.at(engine.pending_head, position, len(state.pending))]].tokens_on_time = NONE
+
+
 def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, int], State]) -> Callable[..., None]:
     """Return the simulation of candidates that runs engines by `drive`; `layer` returns one copy of the workspace."""
 
@@ -137,26 +160,32 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
         slots: np.ndarray,
         now_s: float,
         delays: bool,
-        is_ready: np.ndarray,
+        ready: np.ndarray,
         results: np.ndarray,
     ) -> None:
         # numpy integers, because the loop would be compiled again for each constant
         unwatched, any_number, tail = np.int64(NONE), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
         shared = layer(workspace, source, SHARED)
-        if not is_ready[0]:
+        purpose = HAS_TOKENS_ON_TIME if delays else HAS_TIMES
+        if ready[SHARED] < purpose:
             copy_into(shared, source)
+            if not delays:
+                stop_counting_on_time(shared)
             shared.engine[0].least_slack_s = np.inf
             if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
                 drive(shared, FOREVER, any_number, tail)
-                is_ready[0] = True
+                ready[SHARED] = purpose
         alone = layer(workspace, source, ALONE)
-        if delays:
+        if delays and ready[ALONE] < purpose:
             copy_into(alone, shared)
             drive(alone, FOREVER, any_number, unwatched)
+            ready[ALONE] = purpose
         after = layer(workspace, source, WITH_CANDIDATE)
         for candidate in range(len(slots)):
             slot = slots[candidate]
             copy_into(after, shared)
+            if purpose < ready[SHARED]:
+                stop_counting_on_time(after)
             after.requests[slot] = source.requests[slot]
             queues.announce(after, slot)
             drive(after, FOREVER, any_number, unwatched if delays else slot)
@@ -177,11 +206,11 @@ def simulate(
     slots: np.ndarray,
     now_s: float,
     delays: bool,
-    is_ready: np.ndarray,
+    ready: np.ndarray,
     results: np.ndarray,
 ) -> None:
     """Simulate the engine with each candidate, and record what the candidate experiences."""
-    _simulate(source, workspace, slots, now_s, delays, is_ready, results)
+    _simulate(source, workspace, slots, now_s, delays, ready, results)
 
 
 simulate_directly = direct(simulate)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +17,9 @@ class Forecast:
 
     `attained` is whether all tokens come by their deadlines (true without deadlines), as a probability where several
     lengths were tried. `others_missed` counts the other requests that miss a deadline because of this one and would
-    not without it. The gain is the summed weight of the tokens that come by their deadlines from now on, without and
-    with this request, and `least_slack_s` the least time to its deadline at which any token comes, of requests none of
-    whose tokens were late before; infinite without deadlines.
+    not without it, on average over these lengths. The gain is the summed weight of the tokens that come by their
+    deadlines from now on, without and with this request, and `least_slack_s` the least time to its deadline at which
+    any token comes, of requests none of whose tokens were late before; infinite without deadlines.
     """
 
     request_id: str
@@ -33,7 +35,30 @@ class Forecast:
     delay_worst_s: float | None = None
     fetched_s: float | None = None
     attained: float = 1.0
-    others_missed: int | None = None
+    others_missed: float | None = None
     gain_before: float | None = None
     gain_after: float | None = None
     least_slack_s: float | None = None
+
+
+def averaged(forecasts: Sequence[Forecast], request_id: str) -> Forecast:
+    """Return one forecast of a request that was simulated with equally likely lengths, in their order.
+
+    What concerns deadlines is the mean, everything else that of the middle length.
+    """
+    middle = forecasts[len(forecasts) // 2]
+    if len(forecasts) == 1:
+        return middle
+    return replace(
+        middle,
+        request_id=request_id,
+        attained=fmean(one.attained for one in forecasts),
+        others_missed=_mean([one.others_missed for one in forecasts]),
+        gain_before=_mean([one.gain_before for one in forecasts]),
+        gain_after=_mean([one.gain_after for one in forecasts]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import numpy as np
@@ -73,6 +74,20 @@ RESIDUALS: dict[str, Callable[[Tag, int], float]] = {
     "conditional_quartile": conditional_quartile,
 }
 QUANTILES = {"conditional_median": 0.5, "conditional_quartile": 0.25}  # of the lengths that are still possible
+
+
+@cache
+def _standard_scores(num: int) -> tuple[float, ...]:
+    """Return the middles of `num` equally likely parts of the standard normal distribution."""
+    return tuple(NormalDist().inv_cdf((part + 0.5) / num) for part in range(num))
+
+
+def quantile_medians(median_tokens: float, spread: float, num: int) -> tuple[float, ...]:
+    """Return `num` equally likely lengths of a tag, in ascending order: the middle one is its median."""
+    return tuple(
+        min(float(MAX_TOKENS), max(1.0, median_tokens * math.exp(spread * score))) if score else median_tokens
+        for score in _standard_scores(num)
+    )
 
 
 def expected_tokens(tag: Tag, tokens_so_far: int, residual: str = DEFAULT_RESIDUAL) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
 from predictor.config import require_count
-from predictor.lengths import DEFAULT_RESIDUAL, Tag, expected_tokens
+from predictor.lengths import DEFAULT_RESIDUAL, Tag, expected_tokens, quantile_medians
 
 REAL_TIME, BEST_EFFORT = "real-time", "best-effort"
 CLASSES = (REAL_TIME, BEST_EFFORT)  # a class's number in the engine model and in state files is its index here
@@ -18,6 +18,7 @@ CLASSES = (REAL_TIME, BEST_EFFORT)  # a class's number in the engine model and i
 SERVE, PREFILL, DECODE = "serve", "prefill", "decode"
 LEGS = (SERVE, PREFILL, DECODE)
 MAX_PRIORITY = 2**31
+MAX_QUANTILES = 9  # of a response's length
 NO_TENANT = 0  # the tenant number of a request without a client id
 
 
@@ -53,6 +54,9 @@ class RequestFacts:
     `leg` is the part that this engine serves. The blocks of a prefill leg are held for `held_s` after its end, None
     for as long as the engine's lease. The KV blocks of a decode leg are fetched within `transfer_s`, None as the
     engine's configuration says.
+
+    `length_quantiles` is the number of equally likely lengths of its tag with which it is forecast: an odd one, so that
+    the median is among them.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -77,6 +81,7 @@ class RequestFacts:
     leg: str = SERVE
     held_s: float | None = None
     transfer_s: float | None = None
+    length_quantiles: int = 1
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could serve."""
@@ -102,6 +107,7 @@ class RequestFacts:
                 raise ValueError(f"{name}: must be a time from 0 on, not {getattr(self, name)}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight: must be above 0, not {self.weight}")
+        require_quantiles(self.length_quantiles)
         self._check_leg()
 
     def _check_leg(self) -> None:
@@ -119,6 +125,25 @@ class RequestFacts:
         if isinstance(self.tag, Tag):
             return expected_tokens(self.tag, tokens_so_far, residual)
         return None
+
+    def at_quantiles(self) -> tuple[RequestFacts, ...]:
+        """Return the request once for each length with which it is forecast, with an id of its own; at least itself."""
+        tag, num = self.tag, self.length_quantiles
+        if num == 1 or self.leg == PREFILL or self.output_tokens is not None:
+            return (self,)
+        if not isinstance(tag, Tag) or tag.spread == 0:
+            return (self,)
+        return tuple(
+            replace(self, request_id=f"{self.request_id}/{number}", tag=Tag(median_tokens=median), length_quantiles=1)
+            for number, median in enumerate(quantile_medians(tag.median_tokens, tag.spread, num))
+        )
+
+
+def require_quantiles(num: int) -> int:
+    """Return a number of quantiles of a length; ValueError unless it is odd and small."""
+    if type(num) is not int or not (1 <= num <= MAX_QUANTILES and num % 2):
+        raise ValueError(f"length_quantiles: must be an odd number from 1 to {MAX_QUANTILES}, not {num}")
+    return num
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,4 +1,4 @@
-"""The state that one scheduler's decisions share: instances, policies, admission queues, the prefix cache index."""
+"""The state that one scheduler's decisions share: instances, policies, admission queues, prefixes, sessions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from scheduler.objectives import SHED
 from scheduler.placement import PlacementRequest, num_tokens_of
 from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
+from scheduler.sessions import SessionMemory
 
 MAX_MODELS = 1024  # whose admitted tokens are counted; callers may name any adapter
 MAX_POLICIES = 64  # that requests ask for by themselves
@@ -88,6 +89,7 @@ class SchedulerCore:
         self.rules = rules or DecisionRules()
         self.random = random
         self.prefixes = PromptPrefixes(instances.table) if prefixes is None else prefixes
+        self.sessions = SessionMemory()
         self.hand_over_s = self.rules.hand_over_s
         self.ready: deque[Decision] = deque()
         self.waiting: dict[int, Decision] = {}

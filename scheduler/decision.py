@@ -41,11 +41,13 @@ from scheduler.objectives import DEMOTE
 from scheduler.objectives import SHED as SHED_LATE
 from scheduler.placement import DecisionBasis, Leg, Placement, PlacementRequest, num_tokens_of
 from scheduler.policy import Policy
+from scheduler.sessions import SESSION_HERE
 
 if TYPE_CHECKING:
     from scheduler.core import SchedulerCore
 
 FINISHED = INDEX_OF["num_finished_total"]
+LASTING = {*INDEX_OF, SESSION_HERE}  # indicators that do not depend on forecasts
 NONE = -1  # no position
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
@@ -313,11 +315,7 @@ class Decision:
             rows = instances.rows_without(rows, unhealthy)
             self._others = {candidate.instance_id: candidate for candidate in unhealthy}
         known = instances.table.candidates(request.indicators, now_s, rows)
-        if policy.needs_prefix:
-            if request.prefix_hits is None:
-                core.prefixes.look_up(request.blocks, known)
-            else:
-                known.columns["prefix_hit_tokens"] = request.prefix_hits if rows is None else request.prefix_hits[rows]
+        self._look_up(known)
         num_known = len(known)
         if self._may_wait and num_known and now_s < self._latest_s:  # one that may be late must know of all
             known = self._worth_asking(known, now_s)
@@ -333,6 +331,18 @@ class Decision:
             if core.rules.explains:
                 self._copy_read_indicators(shortlisted)
         return self._decide(now_s)
+
+    def _look_up(self, known: Candidates) -> None:
+        """Add what is known of the request's prompt, and of its session."""
+        core, request = self.core, self.request
+        if self.policy.needs_prefix:
+            if request.prefix_hits is None:
+                core.prefixes.look_up(request.blocks, known)
+            else:
+                hits, rows = request.prefix_hits, known.rows
+                known.columns["prefix_hit_tokens"] = hits if rows is None else hits[rows]
+        if self.policy.needs_session:
+            core.sessions.look_up(request, known)
 
     def _ask(self, shortlisted: Candidates, now_s: float) -> Intention:
         """Ask for forecasts: also engines that failed, which are compared with none."""
@@ -369,7 +379,7 @@ class Decision:
         self._since = self.core.instances.reserved_since(compared, answers)
         if self._scores is not None or policy.needs_prefix:  # what was derived from earlier forecasts is outdated
             compared = self._compared = replace(
-                compared, columns={name: column for name, column in compared.columns.items() if name in INDEX_OF}
+                compared, columns={name: column for name, column in compared.columns.items() if name in LASTING}
             )
         compared.add(forecast_columns(self._predicted(), policy.forecast_columns))
         self._complete(compared)
@@ -442,9 +452,9 @@ class Decision:
             return due_s
         if compared is not None and "predicted_queue_s" in compared.columns:
             takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
-            known = takes_s[np.isfinite(takes_s)]
-            if len(known):
-                self.core.observe_prefill(float(known.min()) / max(1, prompt_tokens))
+            least_s = np.fmin.reduce(takes_s, initial=math.inf)
+            if least_s < math.inf:
+                self.core.observe_prefill(float(least_s) / max(1, prompt_tokens))
         return due_s - self.core.prefill_token_s * prompt_tokens
 
     def _demote(self) -> None:
@@ -545,9 +555,9 @@ class Decision:
         compared, scores = self._compared, self._scores
         if compared is None or scores is None:
             return NONE
-        if self._admits is None and self._order is None and not self._others:
+        if self._order is None and not self._others and SESSION_HERE not in compared.columns:
             best = self.policy.best(compared, scores)
-            if not self._never_finishes(best):
+            if (self._admits is None or self._admits[best]) and not self._never_finishes(best):
                 return best  # the first of the order, found faster
         return next(self._positions(), NONE)
 
@@ -571,7 +581,7 @@ class Decision:
         e2e_s = compared.columns.get("predicted_e2e_s")
         if e2e_s is not None and (e2e_s == math.inf).any():
             order = order[(e2e_s[order] == math.inf).argsort(kind="stable")]
-        ordered: list[int] = order.tolist()
+        ordered: list[int] = self.policy.with_session_first(compared, order, self._admits).tolist()
         return ordered
 
     def _never_finishes(self, position: int) -> bool:
@@ -741,6 +751,8 @@ class Decision:
         request = self.request
         if self.policy.needs_prefix and request.prefix_hits is None and not request.dry_run:
             self.core.prefixes.sent(self._chosen_id(), request.blocks)
+        if self.policy.needs_session and not request.dry_run:
+            self.core.sessions.placed(request, self._chosen_id())
         if self.policy.holds and not request.dry_run:
             self.core.admitted(self, self._joined_s + self._held_s if self._queue is not None else request.arrived_s)
         if self._queue is not None:

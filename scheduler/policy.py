@@ -14,6 +14,7 @@ from scheduler.expressions import Expression, condition, number
 from scheduler.indicators import Column, IndicatorSource, roots_of
 from scheduler.policies import entry_named
 from scheduler.policies.entry import PolicyEntry
+from scheduler.sessions import SESSION_HERE
 from scheduler.shortlist import RandomSampler, lowest
 from scheduler.spec import (
     ALWAYS,
@@ -32,6 +33,9 @@ DEFAULT_SHORTLIST = "lmetric"
 ON_OTHERS = (
     "delay_sum_s", "delay_worst_s", "others_preempted", "others_missed", "gain_before", "gain_after", "least_slack_s",
 )  # fmt: skip
+# What keeping a session on its instance may cost, and the promises that it may not break.
+SESSION_COST, PROMISES = "predicted_e2e_s", ("predicted_attained", "others_missed")
+SESSION_COST_OF_INDICATORS = "queued_prefill_s"  # where a policy reads no forecasts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,7 @@ class LegRules:
         """Return for which candidates the condition is true; an unknown one counts as false."""
         if self.condition is None:
             return np.full(len(candidates), self.disaggregate == ALWAYS)
-        applies: npt.NDArray[np.bool_] = self.condition(candidates) == 1.0
-        return applies
+        return self.condition.holds(candidates)
 
 
 class Policy:
@@ -97,6 +100,10 @@ class Policy:
         applies = None if self.legs is None else self.legs.condition
         parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._harmless, applies)
         self.needs = (*entry.needs, *_needs_of(*parts))
+        self._session_affinity_s = spec.session_affinity
+        if spec.session_affinity is not None:
+            costs = (SESSION_COST, *PROMISES) if _needs_forecast(self.needs) else (SESSION_COST_OF_INDICATORS,)
+            self.needs = (*self.needs, SESSION_HERE, *costs)
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it reads no indicators
         self.forecast_fields = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
@@ -105,6 +112,10 @@ class Policy:
         if self.keeps_deadlines:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which tell how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
+        self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)
+        self.length_quantiles = spec.length_quantiles
+        if spec.length_quantiles > 1 and not self.needs_forecast:
+            raise ValueError(f"policy: {spec.name}: length_quantiles: is for policies that read forecasts")
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
         self.forecast_columns = tuple(sorted(names | {"prefix_hit_tokens"} if self.needs_prefix else names))
         self.needs_tag = any(root.name == "tag_tokens" for root in roots)
@@ -120,14 +131,46 @@ class Policy:
     def shortlist(self, candidates: Candidates) -> Candidates:
         """Return the candidates that pass the filter, are sampled, and have one of the k best cheap scores."""
         if self._filter is not None:
-            passing = np.flatnonzero(self._filter(candidates) == 1.0)
+            passing = np.flatnonzero(self._filter.holds(candidates))
             if 0 < len(passing) < len(candidates):
                 candidates = candidates.only(passing, "does not pass the filter")
         if 0 < self._sample < len(candidates):
-            candidates = candidates.only(self._sampler.sample(self._sample, len(candidates)), "was not drawn")
+            sampled = self._sampler.sample(self._sample, len(candidates))
+            candidates = candidates.only(self._and_session(candidates, sampled), "was not drawn")
         if self._shortlist_policy is not None and self._k < len(candidates):
-            candidates = candidates.only(self._shortlist_policy.lowest(candidates, self._k), "is not on the shortlist")
+            best = self._shortlist_policy.lowest(candidates, self._k)
+            candidates = candidates.only(self._and_session(candidates, best), "is not on the shortlist")
         return candidates
+
+    def _and_session(self, candidates: Candidates, positions: Rows) -> Rows:
+        """Add the instance of the request's session to some positions."""
+        if self._session_affinity_s is None or SESSION_HERE not in candidates.columns:
+            return positions
+        both: Rows = np.union1d(positions, np.flatnonzero(candidates[SESSION_HERE]))
+        return both
+
+    def with_session_first(self, candidates: Candidates, order: Rows, admits: npt.NDArray[np.bool_] | None) -> Rows:
+        """Put the instance of the request's session first where that costs little and breaks no promise.
+
+        The best instance of the ranking keeps its place unless the other admits the request as well, is as likely to
+        attain its deadlines, makes no more of the others miss theirs, and is slower by the affinity at most.
+        """
+        if self._session_affinity_s is None or SESSION_HERE not in candidates.columns:
+            return order
+        here = np.flatnonzero(candidates[SESSION_HERE][order])
+        if len(here) == 0 or here[0] == 0:
+            return order
+        best, other = order[0], order[here[0]]
+        if admits is not None and admits[best] and not admits[other]:
+            return order
+        cost = candidates[SESSION_COST if self.needs_forecast else SESSION_COST_OF_INDICATORS]
+        if not cost[other] <= cost[best] + self._session_affinity_s:
+            return order
+        if self.needs_forecast:
+            attained, missed = (candidates[name] for name in PROMISES)
+            if attained[other] < attained[best] or missed[other] > missed[best]:
+                return order
+        return np.concatenate(([other], order[order != other]))
 
     def admits(self, candidates: Candidates, *, patient: bool = False) -> npt.NDArray[np.bool_]:
         """Return which candidates admit the request now; an unknown condition counts as false.
@@ -137,8 +180,7 @@ class Policy:
         condition = self._harmless if patient else self._hold
         if condition is None:
             return np.ones(len(candidates), np.bool_)
-        admits: npt.NDArray[np.bool_] = condition(candidates) == 1.0
-        return admits
+        return condition.holds(candidates)
 
     def scores(self, candidates: Candidates) -> Column:
         """Score each candidate; call it once per request, because a policy may keep state."""
@@ -178,7 +220,8 @@ class Policy:
 def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Policy:
     """Make a policy from its text or TOML table; the seed is for policies that use random numbers."""
     spec = spec_from(given)
-    if (spec.k is not None or spec.shortlist is not None) and not _needs_forecast(_entry_of(spec).needs):
+    reads = _score_reads_forecasts(spec) or (spec.k != 0 and _hold_reads_forecasts(spec))
+    if (spec.k is not None or spec.shortlist is not None) and not reads:
         raise ValueError(f"policy: {spec.name}: k and shortlist are for policies that need forecasts")
     if spec.shortlist is not None and spec.k is None:
         raise ValueError(f"policy: {spec.name}: shortlist: has no effect without k, as in k = 8")
@@ -186,7 +229,10 @@ def policy_from(given: str | Mapping[str, Any], seed: int | None = None) -> Poli
         cheap = _shortlist_spec(spec)
         legs = {name: getattr(spec, name) for name in LEG_OPTIONS}
         sample = spec.sample or cheap.sample
-        spec = replace(cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=sample, **legs)
+        affinity = spec.session_affinity
+        spec = replace(
+            cheap, text=spec.text, filter=spec.filter or cheap.filter, sample=sample, session_affinity=affinity, **legs
+        )
     return Policy(spec, np.random.default_rng(seed))
 
 
@@ -204,8 +250,19 @@ def _entry_of(spec: PolicySpec) -> PolicyEntry:
     return PolicyEntry(make=lambda _parameters, _generator: formula, formula=spec.score, source="", needs=formula.needs)
 
 
+def _score_reads_forecasts(spec: PolicySpec) -> bool:
+    return _needs_forecast(_entry_of(spec).needs)
+
+
+def _hold_reads_forecasts(spec: PolicySpec) -> bool:
+    hold = _entry_of(spec).hold if spec.hold is None else spec.hold
+    return bool(hold) and _needs_forecast(condition(hold, f"policy: {spec.name}: hold").needs)
+
+
 def _shortlist_spec(spec: PolicySpec) -> PolicySpec:
-    """Return the specification of the policy that makes the shortlist."""
+    """Return the specification of the policy that makes the shortlist: its own score, where that needs no forecasts."""
+    if spec.shortlist is None and not _score_reads_forecasts(spec):
+        return replace(spec, filter="", sample=0, k=None, hold="", session_affinity=None, length_quantiles=1)
     cheap = spec_from(DEFAULT_SHORTLIST if spec.shortlist is None else spec.shortlist)
     if _needs_forecast(_entry_of(cheap).needs):
         raise ValueError(f"policy: {spec.name}: shortlist: {cheap.name} needs forecasts itself")
@@ -242,7 +299,7 @@ def _prefill_spec(spec: PolicySpec, entry: PolicyEntry) -> PolicySpec:
     """Return the specification of the policy of prefill legs, which never wait."""
     text = spec.prefill or entry.prefill
     if not text:
-        return replace(spec, hold="")
+        return replace(spec, hold="", length_quantiles=1)  # a prefill leg has one token
     try:
         prefill = spec_from(text)
     except ValueError as error:
@@ -251,7 +308,8 @@ def _prefill_spec(spec: PolicySpec, entry: PolicyEntry) -> PolicySpec:
         raise ValueError(f"policy: {spec.name}: prefill: cannot have hold, {', '.join(LEG_OPTIONS)}")
     if prefill.k is not None and not _needs_forecast(_entry_of(prefill).needs):
         raise ValueError(f"policy: {spec.name}: prefill: k is for policies that need forecasts")
-    return replace(prefill, hold="")
+    affinity = spec.session_affinity if prefill.session_affinity is None else prefill.session_affinity
+    return replace(prefill, hold="", session_affinity=affinity)
 
 
 def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:

@@ -6,6 +6,7 @@
     jsq: hold = "batch_size < 48", hold_s = 5
     expr: p_tokens * batch_size
     expr: score = "p_tokens * batch_size", filter = "age_s < 1"
+    block: session_affinity = 0.5, length_quantiles = 3
     jsq: prefill = "lmetric", disaggregate = "new_prefill_tokens > 500", order = "prefill-first"
 
 A TOML table with a `name` is equivalent.
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from predictor.request import require_quantiles
 from predictor.suggestions import did_you_mean
 from scheduler.policies import entry_named
 from scheduler.policies.entry import Parameter, PolicyEntry
@@ -29,15 +31,30 @@ MAX_CHARACTERS = 4000
 MAX_COUNT = 1_000_000  # of k and sample
 HOLD_S = 10.0
 LEG_OPTIONS = ("prefill", "disaggregate", "order")  # of requests that may have two legs
-OPTIONS = ("filter", "tie_break", "sample", "k", "shortlist", "hold", "hold_s", *LEG_OPTIONS)  # of every policy
+OPTIONS = (
+    "filter",
+    "tie_break",
+    "sample",
+    "k",
+    "shortlist",
+    "hold",
+    "hold_s",
+    "session_affinity",
+    "length_quantiles",
+    *LEG_OPTIONS,
+)  # of every policy; fmt: skip
 BY_FORECAST, ALWAYS, NEVER = "forecast", "always", "never"  # values of `disaggregate`, besides conditions
 ORDERS = PAIR, DECODE_FIRST, PREFILL_FIRST = "pair", "decode-first", "prefill-first"
 HOLD_PARAMETER = Parameter(default=HOLD_S, meaning="maximum time for which a request is held, in seconds")
+AFFINITY_PARAMETER = Parameter(default=0.0, meaning="maximum cost of keeping a session on its instance, in seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
     """The name and parameters of a policy; `k` is the number of forecasts that are made, None for all.
+
+    `session_affinity` is how much longer a request may take on the instance of its session, None to ignore sessions.
+    `length_quantiles` is the number of lengths with which each forecast is made.
 
     `prefill` is the policy of prefill legs, `disaggregate` says which requests have two legs, and `order` which leg is
     placed first; None where the policy has its own default.
@@ -54,6 +71,8 @@ class PolicySpec:
     shortlist: str | None = None
     hold: str | None = None
     hold_s: float = HOLD_S
+    session_affinity: float | None = None
+    length_quantiles: int = 1
     prefill: str | None = None
     disaggregate: str | None = None
     order: str | None = None
@@ -88,6 +107,10 @@ def spec_from(given: str | Mapping[str, Any]) -> PolicySpec:
             shortlist=_text("shortlist", settings["shortlist"]) if "shortlist" in settings else None,
             hold=_text("hold", settings["hold"]) if "hold" in settings else None,
             hold_s=_within("hold_s", HOLD_PARAMETER, settings.get("hold_s", HOLD_S)),
+            session_affinity=_within("session_affinity", AFFINITY_PARAMETER, settings["session_affinity"])
+            if "session_affinity" in settings
+            else None,
+            length_quantiles=require_quantiles(settings.get("length_quantiles", 1)),
             prefill=_text("prefill", settings["prefill"]) if "prefill" in settings else None,
             disaggregate=_text("disaggregate", settings["disaggregate"]) if "disaggregate" in settings else None,
             order=_order(settings["order"]) if "order" in settings else None,

@@ -9,6 +9,13 @@ table: `bench_predictor.py` measures what it takes to make them, `bench_schedule
   each instance, and what an explanation needs is kept.
 - `decision_cpu_growth.{policy}`: the cost with the most instances over the cost with the fewest.
 
+With `--deadlines`, decisions of requests with targets by policies that read gains and missed deadlines, beside `block`:
+
+- `decision_cpu_us`, `decision_served_cpu_us`: as above.
+- `decision_made_cpu_us.{policy}.{instances}`: with the forecasts, made in this process on engines with requests, which
+  have changed since the last decision.
+- `decision_cpu_ratio`, `decision_served_cpu_ratio`, `decision_made_cpu_ratio`: over `block` with as many forecasts.
+
 With `--legs`, decisions among 8 prefill and 8 decode instances beside those among 16 that do both:
 
 - `legs_core_cpu_us.{policy}.{cluster}`: the decision alone, as above with one answer for each instance.
@@ -31,13 +38,14 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.profile import load_profile
-from predictor.request import LEGS, RequestFacts
+from predictor.request import LEGS, RequestFacts, Slo
 from scheduler.candidate import CandidateStatus, forecast_columns
 from scheduler.candidates import RequestIndicators
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory
 from scheduler.intentions import Answer, Ask, AskLegs, Placed, Reserve
+from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.placement import PlacementRequest
 from scheduler.prefix import PromptPrefixes
 from scheduler.prefix.prompt import PromptBlocks
@@ -52,6 +60,13 @@ POLICIES = {
     "round_robin": "round_robin",
     "expr": "expr: p_tokens * batch_size",
 }
+BY_DEADLINE = ("slo", "gorouting", "gain")
+WITH_DEADLINES = {
+    **{name: name for name in ("block", *BY_DEADLINE)},
+    **{f"{name}-k8": f"{name}: k = 8" for name in ("block", *BY_DEADLINE)},
+}
+KINDS = {"core": "decision_cpu", "served": "decision_served_cpu", "made": "decision_made_cpu"}
+TARGETS = Slo(ttft_s=2.0, tpot_s=0.2)
 INSTANCES = (12, 64, 256)
 NUM_PROMPTS = 400
 BLOCK_TOKENS = 16
@@ -66,6 +81,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, action="append", help="Repeatable; 12, 64 and 256 by default.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=2000, help="of a round")
+    parser.add_argument("--deadlines", action="store_true", help="Requests with targets, by policies that read gains.")
     parser.add_argument("--legs", action="store_true", help="Requests with two legs, among instances with roles.")
     parser.add_argument(
         "--decode-running",
@@ -78,11 +94,11 @@ def main() -> None:
         results = list(measured_legs(arguments.rounds, arguments.requests, arguments.decode_running))
         report("decision", results, as_json=arguments.json)
         return
-    results = list(
-        measured(
-            arguments.policy or list(POLICIES), arguments.instances or INSTANCES, arguments.rounds, arguments.requests
-        )
-    )
+    instances = arguments.instances or INSTANCES
+    if arguments.deadlines:
+        results = list(measured_by_deadline(instances, arguments.rounds, arguments.requests))
+    else:
+        results = list(measured(arguments.policy or list(POLICIES), instances, arguments.rounds, arguments.requests))
     report("decision", results, as_json=arguments.json)
 
 
@@ -90,27 +106,55 @@ def measured(
     names: list[str], instances: tuple[int, ...] | list[int], rounds: int, requests: int
 ) -> Iterator[dict[str, object]]:
     """Measure in turns, so that a busy moment of the machine affects all alike."""
-    cases = [(name, num, served) for name in names for num in instances for served in (False, True)]
-    deciders = {case: decider(POLICIES[case[0]], case[1], served=case[2]) for case in cases}
-    times: dict[tuple[str, int, bool], list[float]] = {case: [] for case in cases}
-    for number in range(rounds + 1):
-        for case, decide in deciders.items():
-            start_s = time.process_time()
-            for _ in range(requests):
-                decide()
-            if number:  # the first round warms up
-                times[case].append(1e6 * (time.process_time() - start_s) / requests)
+    cases = [(name, num, kind) for name in names for num in instances for kind in ("core", "served")]
+    medians = timed({case: decider(POLICIES[case[0]], case[1], case[2]) for case in cases}, rounds, requests)
     n = rounds * requests
-    medians = {case: statistics.median(values) for case, values in times.items()}
-    for (name, num, served), value in medians.items():
-        kind = "decision_served_cpu_us" if served else "decision_cpu_us"
-        yield {"name": f"{kind}.{name}.{num}", "value": value, "unit": "us", "n": n}
+    yield from rows_of(medians, n)
     for name in names:
-        growth = medians[name, max(instances), False] / medians[name, min(instances), False]
+        growth = medians[name, max(instances), "core"] / medians[name, min(instances), "core"]
         yield {"name": f"decision_cpu_growth.{name}", "value": growth, "unit": "ratio", "n": n}
 
 
-def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
+def measured_by_deadline(
+    instances: tuple[int, ...] | list[int], rounds: int, requests: int
+) -> Iterator[dict[str, object]]:
+    """Measure decisions of requests with targets."""
+    cases = [(name, num, kind) for name in WITH_DEADLINES for num in instances for kind in KINDS]
+    deciders = {case: decider(WITH_DEADLINES[case[0]], case[1], case[2], targets=TARGETS) for case in cases}
+    medians = timed(deciders, rounds, requests)
+    n = rounds * requests
+    yield from rows_of(medians, n)
+    for (name, num, kind), value in medians.items():
+        plain = "block-k8" if name.endswith("-k8") else "block"
+        if name != plain:
+            ratio = value / medians[plain, num, kind]
+            yield {"name": f"{KINDS[kind]}_ratio.{name}.{num}", "value": ratio, "unit": "ratio", "n": n}
+
+
+Case = tuple[str, int, str]  # policy, instances, kind
+
+
+def timed(deciders: Mapping[Case, Callable[[], int]], rounds: int, requests: int) -> dict[Case, float]:
+    """Return the median over rounds of microseconds a decision; where forecasts are made, a round has fewer."""
+    times: dict[Case, list[float]] = {case: [] for case in deciders}
+    for number in range(rounds + 1):
+        for case, decide in deciders.items():
+            num = max(1, requests // (10 * case[1])) if case[2] == "made" else requests
+            start_s = time.process_time()
+            for _ in range(num):
+                decide()
+            if number:  # the first round warms up
+                times[case].append(1e6 * (time.process_time() - start_s) / num)
+    return {case: statistics.median(values) for case, values in times.items()}
+
+
+def rows_of(medians: Mapping[Case, float], n: int) -> Iterator[dict[str, object]]:
+    """Yield what was measured."""
+    for (name, num, kind), value in medians.items():
+        yield {"name": f"{KINDS[kind]}_us.{name}.{num}", "value": value, "unit": "us", "n": n}
+
+
+def decider(text: str, num: int, kind: str, *, targets: Slo | None = None) -> Callable[[], int]:
     """Prepare a core over instances, and return a function that decides for one request after the other."""
     rng = random.Random(num)
     ids = tuple(f"i{number:03}" for number in range(num))
@@ -121,7 +165,7 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         text,
         InstanceDirectory(table),
         random=rng.random,
-        rules=DecisionRules(explains=served),
+        rules=DecisionRules(explains=kind == "served"),
         prefixes=PromptPrefixes(table, dict.fromkeys(ids, 1056)),
         seed=1,
     )
@@ -130,18 +174,27 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         core.prefixes.sent(rng.choice(ids), one)
     forecasts = np.array([forecast(rng) for _ in ids])
     answers = {name: Answer(CandidateStatus.FORECAST, one) for name, one in zip(ids, forecasts, strict=True)}
-    names = {*core.policy.forecast_fields, "predicted_e2e_s"}
-    clock_s = 0.0
+    forecasters = {name: Forecaster(loaded("both", 24, rng, targets)) for name in ids} if kind == "made" else {}
+    names = core.policy.forecast_columns
+    objective = NO_OBJECTIVE if targets is None else Objective(slo=targets)
+    clock_s, serial = 0.0, 0
     pause_s = 1.0 / (3 * num)  # between two requests
 
     def decide() -> int:
-        nonlocal clock_s
+        nonlocal clock_s, serial
         clock_s += pause_s
+        serial += 1
         blocks = prompts[int(clock_s / pause_s) % NUM_PROMPTS]
-        indicators = RequestIndicators(prompt_tokens=BLOCK_TOKENS * len(blocks.names) + 100)
-        decision = core.decision(PlacementRequest(indicators=indicators, blocks=blocks, arrived_s=clock_s))
+        prompt_tokens = BLOCK_TOKENS * len(blocks.names) + 100
+        indicators = RequestIndicators(prompt_tokens=prompt_tokens)
+        if targets is not None:
+            indicators.due_s, indicators.tpot_slo_s = clock_s + (targets.ttft_s or 0.0), targets.tpot_s or 0.0
+        request = PlacementRequest(indicators=indicators, blocks=blocks, arrived_s=clock_s, objective=objective)
+        decision = core.decision(request)
         intention = decision.start(clock_s)
-        if isinstance(intention, Ask) and served:
+        if isinstance(intention, Ask) and kind == "made":
+            intention = decision.answers(made(forecasters, intention, prompt_tokens, targets, serial), clock_s)
+        elif isinstance(intention, Ask) and kind == "served":
             intention = decision.answers(answers, clock_s)
         elif isinstance(intention, Ask):
             rows = intention.candidates.rows
@@ -158,6 +211,19 @@ def decider(text: str, num: int, *, served: bool) -> Callable[[], int]:
         return row
 
     return decide
+
+
+def made(
+    forecasters: Mapping[str, Forecaster], ask: Ask, prompt_tokens: int, slo: Slo | None, serial: int
+) -> dict[str, Answer]:
+    """Make the forecasts that a decision asks for."""
+    found = {}
+    for name in ask.instance_ids:
+        now_s = forecasters[name].engine.now_s
+        facts = RequestFacts(request_id="r", prompt_tokens=prompt_tokens, output_tokens=200, arrival_s=now_s, slo=slo)
+        (value,) = forecasters[name].forecast([facts], now_s, delays=ask.with_delays, serial=serial)
+        found[name] = Answer(CandidateStatus.FORECAST, value)
+    return found
 
 
 # Requests with two legs.
@@ -242,7 +308,7 @@ def legs_decider(text: str, cluster: Mapping[str, int], decode_running: int, *, 
     return decide
 
 
-def loaded(role: str, num_running: int, rng: random.Random) -> Engine:
+def loaded(role: str, num_running: int, rng: random.Random, slo: Slo | None = None) -> Engine:
     """An engine in the middle of requests."""
     config = EngineConfig(
         max_num_seqs=64,
@@ -255,7 +321,8 @@ def loaded(role: str, num_running: int, rng: random.Random) -> Engine:
     engine = Engine(config, load_profile("llama-2-7b-a30").step_time)
     for number in range(num_running):
         prompt_tokens, output_tokens = rng.randint(50, 800), rng.randint(20, 600)
-        engine.add(RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens))
+        facts = RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=slo)
+        engine.add(facts)
     engine.advance(1.0)
     return engine
 
@@ -278,6 +345,9 @@ def reported(rng: random.Random) -> dict[str, float]:
         "queued_prefill_tokens": float(rng.randint(0, 2000)),
         "context_tokens": float(rng.randint(3000, 12000)),
         "requests_per_minute": float(rng.randint(100, 200)),
+        "decode_step_s": rng.uniform(0.02, 0.05),
+        "queued_prefill_s": rng.uniform(0.0, 0.3),
+        "least_tpot_slo_s": 0.1,
     }
 
 
@@ -287,6 +357,7 @@ def forecast(rng: random.Random) -> Forecast:
     return Forecast(
         request_id="r", ttft_s=ttft_s, e2e_s=ttft_s + rng.uniform(5, 10), tpot_s=0.03, queue_s=0.01, output_tokens=210,
         num_preemptions=0, prefix_hit_tokens=0, delay_sum_s=rng.uniform(0, 3), delay_worst_s=0.1, others_preempted=0,
+        others_missed=0.0, gain_before=900.0, gain_after=rng.uniform(900, 1100), least_slack_s=0.05,
     )  # fmt: skip
 
 

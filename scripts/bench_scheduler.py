@@ -4,7 +4,7 @@ The scheduler is started by its command. The sidecars are stand-ins in one other
 them behind one port: they count reservations as real ones do, but simulate nothing. Requests arrive as a Poisson
 process and are released after a while. Everything is on loopback, and the sidecars and the load use the same cores.
 With `--decide in-process` the same driver decides without a scheduler, as in a gateway; its process also makes the
-load, which is a small part of the time.
+load, which is a small part of the time. With `--deadlines` requests have targets, which the stand-ins say are kept.
 
 - `decision_ms.{policy}.{instances}.p50|p99`: from the arrival of a request to its decision, as the decision reports it.
 - `schedule_ms.{policy}.{instances}.p50|p99`: the same, measured by its client.
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case")
     parser.add_argument("--engines-per-sidecar", type=int, default=16)
     parser.add_argument("--decide", choices=("scheduler", "in-process"), default="scheduler")
+    parser.add_argument("--deadlines", action="store_true", help="Requests have a TTFT and a TPOT target.")
     arguments = parser.parse_args()
     results: list[dict[str, object]] = []
     for policy in arguments.policy or ["block"]:
@@ -68,11 +69,12 @@ def case(policy: str, num: int, arguments: argparse.Namespace) -> list[dict[str,
     with ExitStack() as stack:
         sidecars = stack.enter_context(sidecars_running(num, arguments.engines_per_sidecar))
         name, rate, seconds = f"{name_of(policy)}.{num}", arguments.rate, arguments.seconds
+        slo = common_pb2.Slo(ttft_s=2.0, tpot_s=0.1) if arguments.deadlines else None
         if arguments.decide == "in-process":
-            return uvloop.run(measured_in_process(policy, sidecars, name, rate, seconds))
+            return uvloop.run(measured_in_process(policy, sidecars, name, rate, seconds, slo))
         flags = ["--policy", policy, "--sidecar-deadline-ms", "1000", *instance_flags(sidecars)]
         scheduler = stack.enter_context(block_serving("scheduler", *flags))
-        return uvloop.run(measured(scheduler, sidecars, name, rate, seconds))
+        return uvloop.run(measured(scheduler, sidecars, name, rate, seconds, slo))
 
 
 def name_of(policy: str) -> str:
@@ -84,8 +86,8 @@ Schedule = Callable[[common_pb2.Request], Awaitable[common_pb2.Decision]]
 Release = Callable[[common_pb2.ReleaseRequest], Awaitable[object]]
 
 
-async def measured(
-    scheduler: Running, sidecars: StandInSidecars, name: str, rate: float, seconds: float
+async def measured(  # noqa: PLR0917 - what a load is made of
+    scheduler: Running, sidecars: StandInSidecars, name: str, rate: float, seconds: float, slo: common_pb2.Slo | None
 ) -> list[dict[str, object]]:
     """Measure a scheduler."""
     async with grpc.aio.insecure_channel(f"{PLACE}:{scheduler.port}") as channel:
@@ -94,11 +96,11 @@ async def measured(
         async def schedule(request: common_pb2.Request) -> common_pb2.Decision:
             return (await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request))).decision
 
-        return await numbers_of(schedule, stub.Release, (scheduler.cpu_s, sidecars.cpu_s), name, rate, seconds)
+        return await numbers_of(schedule, stub.Release, (scheduler.cpu_s, sidecars.cpu_s), name, rate, seconds, slo)
 
 
-async def measured_in_process(
-    policy: str, sidecars: StandInSidecars, name: str, rate: float, seconds: float
+async def measured_in_process(  # noqa: PLR0917 - what a load is made of
+    policy: str, sidecars: StandInSidecars, name: str, rate: float, seconds: float, slo: common_pb2.Slo | None
 ) -> list[dict[str, object]]:
     """Measure decisions of this process."""
     settings = SchedulerSettings(policy=policy, sidecar_deadline_s=1.0, scheduler_id="bench")
@@ -109,7 +111,8 @@ async def measured_in_process(
         async def schedule(request: common_pb2.Request) -> common_pb2.Decision:
             return await driver.schedule(scheduler_pb2.ScheduleRequest(request=request))
 
-        numbers = await numbers_of(schedule, driver.release, (time.process_time, sidecars.cpu_s), name, rate, seconds)
+        clocks = (time.process_time, sidecars.cpu_s)
+        numbers = await numbers_of(schedule, driver.release, clocks, name, rate, seconds, slo)
     return [*numbers, {"name": f"load_cpu_us.{name}", "value": load_us, "unit": "us", "n": numbers[0]["n"]}]
 
 
@@ -125,7 +128,7 @@ async def load_alone(rate: float, seconds: float) -> float:
 
     decisions: list[common_pb2.Decision] = []
     before_s = time.process_time()
-    await load(schedule, release, random.Random(0), rate, seconds, (decisions, []))
+    await load(schedule, release, random.Random(0), rate, seconds, (decisions, []), None)
     return 1e6 * (time.process_time() - before_s) / len(decisions)
 
 
@@ -145,14 +148,15 @@ async def numbers_of(  # noqa: PLR0917 - what a load is made of
     name: str,
     rate: float,
     seconds: float,
+    slo: common_pb2.Slo | None,
 ) -> list[dict[str, object]]:
     """Send the load and summarise it; `clocks` are the processor times of the deciding process and of the sidecars."""
     rng = random.Random(0)
     decisions: list[common_pb2.Decision] = []
     took_s: list[float] = []
-    await load(schedule, release, rng, rate, WARM_UP_S, ([], []))
+    await load(schedule, release, rng, rate, WARM_UP_S, ([], []), slo)
     before_s = [clock() for clock in clocks]
-    await load(schedule, release, rng, rate, seconds, (decisions, took_s))
+    await load(schedule, release, rng, rate, seconds, (decisions, took_s), slo)
     cpu_s, sidecars_cpu_s = (clock() - before for clock, before in zip(clocks, before_s, strict=True))
     if not all(decision.HasField("reserved_for_s") for decision in decisions):
         raise RuntimeError("some requests were placed without a reservation")
@@ -177,13 +181,14 @@ async def load(  # noqa: PLR0917 - what a load is made of
     rate: float,
     seconds: float,
     seen: tuple[list[common_pb2.Decision], list[float]],
+    slo: common_pb2.Slo | None,
 ) -> None:
     """Send requests at their arrival times, without waiting for earlier ones; return when the last one is released."""
     decisions, took_s = seen
 
     async def one(number: int) -> None:
         request = common_pb2.Request(
-            request_id=f"{seconds}/{number}", model="m", prompt_tokens=rng.randint(10, 2000), max_tokens=1024
+            request_id=f"{seconds}/{number}", model="m", prompt_tokens=rng.randint(10, 2000), max_tokens=1024, slo=slo
         )
         request.tag.CopyFrom(common_pb2.Tag(median_tokens=rng.randint(10, 500), spread=0.5, estimator="bench"))
         start_s = time.perf_counter()

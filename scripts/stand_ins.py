@@ -275,11 +275,12 @@ class StubSidecar:
                 num_total_blocks=1056, num_free_blocks=345, num_reserved_blocks=12, num_waiting_blocks=34,
                 queued_prefill_tokens=1234, context_tokens=9876, remaining_tokens=5432, requests_per_minute=180.0,
                 kv_hit_ratio=0.25, pace=1.01, step_s=0.031, num_preemptions_total=3, num_finished_total=999,
+                decode_step_s=0.03, queued_prefill_s=0.2, least_tpot_slo_s=0.1,
             ),
             predictions=[predictor_pb2.Prediction(prefix_hit_tokens=0, new_prefill_tokens=100)],
         )  # fmt: skip
 
-    def _forecast(self, request: common_pb2.Request) -> predictor_pb2.PredictResponse:
+    def _forecast(self, request: common_pb2.Request, *, delays: bool) -> predictor_pb2.PredictResponse:
         prediction = self._answer.predictions[0]
         prediction.request_id = request.request_id
         prediction.forecast.CopyFrom(
@@ -288,12 +289,21 @@ class StubSidecar:
                 tpot_s=0.03, queue_s=0.1, output_tokens=210,
             )
         )  # fmt: skip
+        if delays:
+            prediction.forecast.MergeFrom(
+                common_pb2.Forecast(
+                    others_preempted=0, delay_sum_s=0.5, delay_worst_s=0.1, others_missed=0.0, gain_before=900.0,
+                    gain_after=1000.0 - len(self._held), least_slack_s=0.2,
+                )
+            )  # fmt: skip
         self._answer.indicators.num_reserved = len(self._held)
         return self._answer
 
     def predict(self, request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
         """Respond with a forecast, or with indicators alone if no request is given."""
-        return self._forecast(request.requests[0]) if request.requests else self._answer
+        if not request.requests:
+            return self._answer
+        return self._forecast(request.requests[0], delays=request.with_delays)
 
     async def watch(self, request: predictor_pb2.WatchRequest) -> Any:
         """Report whenever a reservation was made or released."""
@@ -320,7 +330,8 @@ class StubSidecar:
         )
         if request.HasField("if_version") and request.if_version != self._answer.version:
             response.result = predictor_pb2.RESERVE_RESULT_CONFLICT
-            response.prediction.CopyFrom(self._forecast(request.request).predictions[0])
+            delays = request.forecast.HasField("others_missed")
+            response.prediction.CopyFrom(self._forecast(request.request, delays=delays).predictions[0])
         else:
             response.result = predictor_pb2.RESERVE_RESULT_RESERVED
             self._held.add(request.request.request_id)

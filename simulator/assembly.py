@@ -97,7 +97,7 @@ def simulation(
         conditions=conditions,
         fleet=fleet,
         requests=_requests(work, lengths, conditions.order_s_per_token),
-        scheduler_of=_schedulers_of(len(work), conditions.num_schedulers, draws),
+        scheduler_of=_schedulers_of(work, conditions.num_schedulers, draws),
         queue_order=queue_order,
         results=np.zeros(len(specs), RESULT),
         reported=np.zeros_like(schedulers[0].table.known.reported),
@@ -139,10 +139,15 @@ def _rules(conditions: Conditions) -> DecisionRules:
     )
 
 
-def _schedulers_of(num: int, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
+def _schedulers_of(work: Workload, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Draw the scheduler of each request; as gateways do, all requests of a session go to the same one."""
     if num_schedulers == 1:
-        return np.zeros(num, np.int64)
-    return draws.integers(0, num_schedulers, num)
+        return np.zeros(len(work), np.int64)
+    drawn = draws.integers(0, num_schedulers, len(work))
+    if work.session is None:
+        return drawn
+    of_session = draws.integers(0, num_schedulers, int(work.session.max()) + 1)
+    return np.where(work.session >= 0, of_session[work.session], drawn)
 
 
 def _block_size(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
-from predictor.forecast import compare, read_result
+from predictor.forecast import compare, read_result, stop_counting_on_time
 from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State, copy_into, layer
 from predictor.step_time import step_seconds
 from simulator.kernels import (
@@ -186,6 +186,7 @@ def forecast(
             copy_into(with_it, before)
         else:
             copy_for_forecast(fleet, workspace, index, with_it, now_s)
+            stop_counting_on_time(with_it)
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
         loop.drive(with_it, FOREVER, any_number, unwatched if with_delays else slot)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.request import LEGS
+from predictor.lengths import quantile_medians
+from predictor.request import LEGS, PREFILL
 from predictor.state import NONE, PREFILL_LEG
 from scheduler.candidates import RequestIndicators
 from scheduler.decision import Decision
@@ -58,6 +59,8 @@ FORECAST_FIELDS = {
     "least_slack_s": "least_slack_s",
 }
 
+AVERAGED = {"predicted_attained", "others_missed", "gain_before", "gain_after"}  # over a request's lengths
+
 
 @dataclass(slots=True)
 class Simulation:
@@ -101,8 +104,10 @@ class Simulation:
     _needs_forecast: bool = False
     _needs_prefix: bool = False
     _needs_tpot: bool = False
+    _num_quantiles: int = 1  # of lengths with which each forecast is made
     _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
     _levels: RequestLevels = field(default_factory=RequestLevels)
+    _session_ids: list[str] = field(default_factory=list)
     _no_hits: npt.NDArray[np.float64] | None = None  # where no prompt's content is known
 
     def __post_init__(self) -> None:
@@ -118,10 +123,13 @@ class Simulation:
         self.queue_order.mean_step_s = lambda: float(self.reported[STEP_S].mean())
         self._scheduler_of, self._arrival_s = self.scheduler_of.tolist(), self.work.arrival_s.tolist()
         self._levels = levels_of(self.work)
+        if self.work.session is not None:
+            self._session_ids = [str(one) if one >= 0 else "" for one in self.work.session.tolist()]
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
         needed.add("predicted_e2e_s")
         self._needs_tpot = "predicted_tpot_s" in needed
+        self._num_quantiles = policy.length_quantiles
         self._forecast_columns = {
             name: self.results[field_name] for name, field_name in FORECAST_FIELDS.items() if name in needed
         }
@@ -293,6 +301,7 @@ class Simulation:
             arrived_s=self._arrival_s[number],
             objective=levels.objectives[number],
             client_id=levels.tenants[number],
+            session_id=self._session_ids[number] if self._session_ids else "",
         )
         decision = core.decision(request)
         if self._prepare(decision, which, now_s):
@@ -423,7 +432,24 @@ class Simulation:
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
 
     def _forecast(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
-        """Forecast a request, or a leg of it, on some instances, in one call of compiled code."""
+        """Forecast a request, or a leg of it, on some instances, with each of its lengths, the middle one last."""
+        facts, num = self.requests.facts[number], self._num_quantiles
+        log_median, spread = facts.log_median, facts.spread
+        if num == 1 or ask.leg == PREFILL or not spread > 0 or math.isnan(log_median):
+            return self._forecast_once(ask, number, now_s)
+        medians = quantile_medians(math.exp(log_median), spread, num)
+        sums: dict[str, Column] = {}
+        facts.spread = 0.0
+        for part in (*range(num // 2), *range(num // 2 + 1, num), num // 2):
+            facts.log_median = math.log(medians[part]) if part != num // 2 else log_median
+            columns = self._forecast_once(ask, number, now_s)
+            for name in AVERAGED & columns.keys():
+                sums[name] = sums.get(name, 0.0) + columns[name]
+        facts.spread = spread
+        return {**columns, **{name: total / num for name, total in sums.items()}}
+
+    def _forecast_once(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
+        """Forecast in one call of compiled code."""
         among, leg = ask.candidates, LEGS.index(ask.leg)
         rows = np.arange(len(among)) if among.rows is None else among.rows
         num = len(rows)

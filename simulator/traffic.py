@@ -14,6 +14,7 @@ from predictor.config import require_count
 from predictor.gain import ServiceLevels, service_levels_of
 from predictor.suggestions import did_you_mean
 from simulator import workload as work
+from simulator.conversations import Turns, conversations
 from simulator.load_plan import lengths_of as distribution
 from simulator.load_plan import whole
 from simulator.reference_data import data_folder
@@ -34,6 +35,10 @@ class Traffic:
     Requests of a trace are drawn at random, or taken in order if `in_order` or if the arrival times are the trace's.
     `grid_s` spreads arrival times that were recorded on a grid over its cells. From `hot_from_s` to `hot_until_s`, a
     share of the requests have a prompt that begins with the same `hot_tokens`: a hotspot of the prefix cache.
+
+    With `turns`, a number or a distribution, drawn requests form conversations of so many, `pause_s` from one to the
+    next, and `prompt_tokens` are what each adds to the text so far; `arrivals` are those of the first requests. Equal
+    blocks of `block_tokens` are known.
     """
 
     trace: str = ""
@@ -46,6 +51,9 @@ class Traffic:
     grid_s: float = 0.0
     in_order: bool = False
     from_s: float = 0.0
+    turns: str = ""
+    pause_s: str = "lognormal:20:0.5"
+    block_tokens: int = 16
     hot_share: float = 0.0
     hot_tokens: int = 8192
     hot_from_s: float = 0.0
@@ -62,6 +70,9 @@ class Traffic:
             raise ValueError(f"traffic.cv: must be a number above 0, not {self.cv}")
         if not 0 <= self.hot_share <= 1:
             raise ValueError(f"traffic.hot_share: must lie between 0 and 1, not {self.hot_share}")
+        if self.turns and self.trace:
+            raise ValueError("traffic.turns: is for drawn requests; those of a trace name their sessions themselves")
+        require_count("traffic.block_tokens", self.block_tokens)
         for name in ("num_requests", "most_tokens", "hot_tokens"):
             require_count(f"traffic.{name}", getattr(self, name), at_least=0)
 
@@ -94,7 +105,9 @@ class Tags:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_trace(path: str, max_tokens: int) -> tuple[RequestLengths, ServiceLevels | None, np.ndarray, Trace]:
+def _read_trace(
+    path: str, max_tokens: int
+) -> tuple[RequestLengths, ServiceLevels | None, np.ndarray, np.ndarray | None, Trace]:
     require_text(found(path))
     trace = trace_from(str(found(path)))
     if not trace.requests:
@@ -109,15 +122,24 @@ def _read_trace(path: str, max_tokens: int) -> tuple[RequestLengths, ServiceLeve
     if not fit.all():
         lengths = picked(lengths, np.flatnonzero(fit))
     levels = service_levels_of(trace.requests)
-    return lengths, None if levels is None else levels.chosen(fit), arrival_s[fit], replace(trace, requests=[])
+    sessions = work.sessions_of(trace.requests)
+    return (
+        lengths,
+        None if levels is None else levels.chosen(fit),
+        arrival_s[fit],
+        None if sessions is None else sessions[fit],
+        replace(trace, requests=[]),
+    )
 
 
 def draw_workload(traffic: Traffic, tags: Tags, max_tokens: int, rate: float | None, seed: int) -> Workload:
     """Draw lengths, arrival times and tags; requests longer than `max_tokens` are cut, or left out of a trace."""
-    service = None
+    service = session = None
     times, sizes, errors = (np.random.default_rng([seed, part]) for part in (11, 12, 13))
     max_tokens = min(traffic.most_tokens or max_tokens, max_tokens)
-    if not traffic.trace:
+    if traffic.turns:
+        lengths, session, arrival_s = _drawn_conversations(traffic, max_tokens, rate, sizes, times)
+    elif not traffic.trace:
         num = traffic.num_requests or NUM_DRAWN
         prompts = whole(distribution(traffic.prompt_tokens, "traffic.prompt_tokens")(sizes, num))
         answers = whole(distribution(traffic.output_tokens, "traffic.output_tokens")(sizes, num))
@@ -125,7 +147,7 @@ def draw_workload(traffic: Traffic, tags: Tags, max_tokens: int, rate: float | N
         lengths = work.cut_to_context(lengths, max_tokens)
         arrival_s = _drawn_times(traffic, num, rate, times)
     else:
-        known, levels, recorded_s, trace = _read_trace(traffic.trace, max_tokens)
+        known, levels, recorded_s, sessions, trace = _read_trace(traffic.trace, max_tokens)
         if traffic.arrivals == TRACE:
             if not trace.has_arrivals:
                 raise ValueError(f"{traffic.trace}: has no arrival times")
@@ -137,12 +159,33 @@ def draw_workload(traffic: Traffic, tags: Tags, max_tokens: int, rate: float | N
             lengths = picked(known, rows) if traffic.in_order else work.without_prefixes(known, rows)
             arrival_s = _drawn_times(traffic, num, rate, times)
         service = None if levels is None else levels.chosen(rows)
+        session = None if sessions is None else sessions[rows]
     if traffic.hot_share > 0:
         within = (arrival_s >= traffic.hot_from_s) & (arrival_s < traffic.hot_until_s)
         hot = within & (np.random.default_rng([seed, 14]).random(len(arrival_s)) < traffic.hot_share)
         lengths = work.with_hotspot(lengths, hot, traffic.hot_tokens)
-    drawn = replace(work.workload(lengths, arrival_s), service=service)
+    drawn = replace(work.workload(lengths, arrival_s), service=service, session=session)
     return work.tagged(drawn, tags.model(), errors)
+
+
+def _drawn_conversations(
+    traffic: Traffic, max_tokens: int, rate: float | None, sizes: np.random.Generator, times: np.random.Generator
+) -> tuple[RequestLengths, np.ndarray, np.ndarray]:
+    """Draw conversations whose first requests arrive as drawn requests do, at `rate` requests/s in all."""
+    num = traffic.num_requests or NUM_DRAWN
+    turns = Turns(
+        count=traffic.turns,
+        pause_s=traffic.pause_s,
+        prompt_tokens=traffic.prompt_tokens,
+        output_tokens=traffic.output_tokens,
+        block_tokens=traffic.block_tokens,
+    )
+    lengths, session, after_s = conversations(turns, num, max_tokens, sizes)
+    num_sessions = int(session[-1]) + 1
+    start_s = _drawn_times(traffic, num_sessions, None if rate is None else rate * num_sessions / num, times)
+    arrival_s = start_s[session] + after_s
+    order = work.arrival_order(arrival_s)
+    return picked(lengths, order), session[order], arrival_s[order]
 
 
 def _as_recorded(

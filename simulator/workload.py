@@ -52,6 +52,7 @@ class Workload:
     tag_median: Floats
     tag_spread: Floats
     service: ServiceLevels | None = None  # None: no targets, and everything else as by default
+    session: Counts | None = None  # the number of each request's session, -1 without one; None: no request has one
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -77,6 +78,13 @@ def lengths_of(requests: Sequence[RequestFacts], block_tokens: int = 16) -> Requ
         contents=np.array(contents, np.int64),
         block_tokens=block_tokens,
     )
+
+
+def sessions_of(requests: Sequence[RequestFacts]) -> Counts | None:
+    """Number the sessions of requests from 0 on; -1 for a request without a session, None where none has one."""
+    numbers: dict[str, int] = {"": -1}
+    found = [numbers.setdefault(request.session_id, len(numbers) - 1) for request in requests]
+    return np.array(found, np.int64) if len(numbers) > 1 else None
 
 
 def drawn(lengths: RequestLengths, num: int, generator: np.random.Generator) -> RequestLengths:
@@ -179,6 +187,11 @@ def scaled_up(arrival_s: Floats, rate: float) -> Floats:
 def spread_out(arrival_s: Floats, grid_s: float, generator: np.random.Generator) -> Floats:
     """Spread arrival times that were recorded on a grid uniformly over its cells, keeping their order."""
     return np.sort(arrival_s + generator.uniform(0.0, grid_s, len(arrival_s)))
+
+
+def arrival_order(arrival_s: Floats) -> npt.NDArray[np.intp]:
+    """Return the rows of requests in the order of arrival."""
+    return np.argsort(arrival_s, kind="stable")
 
 
 def require_ordered(arrival_s: Floats, what: str = "arrival_s") -> None:

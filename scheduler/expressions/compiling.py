@@ -23,7 +23,6 @@ from scheduler.indicators import Column
 
 Value = Column | np.float64
 Part = Callable[[Candidates], Value]
-Truth = npt.NDArray[np.bool_] | np.bool_
 
 NUMBER, CONDITION = "a number", "a condition"
 
@@ -35,12 +34,19 @@ class Expression:
     text: str
     needs: tuple[str, ...]
     part: Part
+    truth: Part  # of a condition
 
     def __call__(self, candidates: Candidates) -> Column:
         """Return the value for each candidate."""
         with np.errstate(all="ignore"):
             value = self.part(candidates)
-        return value if isinstance(value, np.ndarray) else np.full(len(candidates), value)
+        return value if isinstance(value, np.ndarray) and value.ndim else np.full(len(candidates), value)
+
+    def holds(self, candidates: Candidates) -> npt.NDArray[np.bool_]:
+        """Return for which candidates a condition is true; an unknown one counts as false."""
+        with np.errstate(all="ignore"):
+            value = self.truth(candidates)
+        return np.asarray(value) if np.ndim(value) else np.full(len(candidates), bool(value))
 
 
 def number(text: str, field: str = "expr") -> Expression:
@@ -59,7 +65,20 @@ def _expression(text: str, field: str, kind: str) -> Expression:
         part = _part(tree, kind)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
-    return Expression(text.strip(), tuple(dict.fromkeys(names_in(tree))), part)
+    truth = part if kind == NUMBER else _truth(tree)
+    return Expression(text.strip(), tuple(dict.fromkeys(names_in(tree))), part, truth)
+
+
+def _truth(node: ast.expr) -> Part:
+    """Compile a condition that nothing depends on where it is unknown, which costs less."""
+    if isinstance(node, ast.BoolOp):
+        return _chained(TRUTHS[type(node.op)], [_truth(value) for value in node.values])
+    if isinstance(node, ast.Compare) and not any(isinstance(op, ast.NotEq) for op in node.ops):
+        sides = [_part(side, NUMBER) for side in (node.left, *node.comparators)]
+        compared = zip(node.ops, sides, sides[1:], strict=False)
+        return _chained(operator.and_, [_joined(PLAIN[type(op)], left, right) for op, left, right in compared])
+    part = _part(node, CONDITION)
+    return lambda candidates: part(candidates) == 1.0
 
 
 def _part(node: ast.expr, kind: str) -> Part:
@@ -131,7 +150,7 @@ def _conditional(test: Part, body: Part, orelse: Part) -> Part:
     return part
 
 
-def _comparison(compare: Callable[[Value, Value], Truth]) -> Callable[[Value, Value], Value]:
+def _comparison(compare: Callable[[Value, Value], Any]) -> Callable[[Value, Value], Value]:
     def compared(left: Value, right: Value) -> Value:
         return np.where(np.isnan(left) | np.isnan(right), np.nan, compare(left, right))
 
@@ -169,13 +188,17 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
     ast.Pow: np.power,
 }
 LOGIC: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {ast.And: _and, ast.Or: _or}
+TRUTHS: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {ast.And: operator.and_, ast.Or: operator.or_}
+PLAIN: dict[type[ast.cmpop], Callable[[Value, Value], Any]] = {  # false where a side is unknown, but for the last
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 COMPARISONS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
-    ast.Lt: _comparison(operator.lt),
-    ast.LtE: _comparison(operator.le),
-    ast.Gt: _comparison(operator.gt),
-    ast.GtE: _comparison(operator.ge),
-    ast.Eq: _comparison(operator.eq),
-    ast.NotEq: _comparison(operator.ne),
+    kind: _comparison(compare) for kind, compare in PLAIN.items()
 }
 JOINING: dict[str, Callable[[Value, Value], Value]] = {"min": np.minimum, "max": np.maximum, "otherwise": _otherwise}
 APPLYING: dict[str, Callable[[Value], Value]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -86,6 +87,11 @@ class _Scheduler:
         return code is grpc.StatusCode.UNAVAILABLE and self.channel.get_state() is grpc.ChannelConnectivity.READY
 
 
+def _weight(session: str, address: str) -> bytes:
+    """Return what orders schedulers for a session, in the same way in every gateway."""
+    return hashlib.blake2b(f"{session} {address}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
 class Schedulers:
     """Calls one scheduler after the other until one replies; needs a running event loop."""
 
@@ -112,10 +118,12 @@ class Schedulers:
     ) -> scheduler_pb2.ScheduleResponse:
         """Get a decision from any scheduler; while all circuits are open, call one nevertheless only with `insist`.
 
+        The requests of a session go to the same scheduler first, which knows where the last one went.
         A caller that is cancelled meanwhile does not cancel the call: the decision then goes to `abandoned`.
         """
         unwilling: ApiError | None = None
-        for one in self._in_turn("schedule", CircuitState.allows, insist=insist):
+        session = request.request.session_id
+        for one in self._in_turn("schedule", CircuitState.allows, insist=insist, session=session):
             try:
                 response = await self._call(one, request, abandoned)
             except grpc.aio.AioRpcError as error:
@@ -183,10 +191,15 @@ class Schedulers:
         for one in self._all:
             await one.channel.close()
 
-    def _in_turn(self, call: str, may: Callable[[CircuitState, float], bool], *, insist: bool) -> Iterator[_Scheduler]:
-        """Yield those whose circuits allow a call, another one first each time; with `insist` at least one."""
-        turn = self._turns[call] = self._turns[call] + 1
+    def _in_turn(
+        self, call: str, may: Callable[[CircuitState, float], bool], *, insist: bool, session: str = ""
+    ) -> Iterator[_Scheduler]:
+        """Yield those whose circuits allow a call, by turns or by session; with `insist` at least one."""
         count = len(self._all)
+        if session:
+            turn = max(range(count), key=lambda index: _weight(session, self._all[index].address), default=0)
+        else:
+            turn = self._turns[call] = self._turns[call] + 1
         was_called = False
         for step in range(count):
             one = self._all[(turn + step) % count]

@@ -180,6 +180,8 @@ class PlacementDriver:
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Find out what forecasts need to know of the request, and refuse an invalid one."""
+        if policy.length_quantiles > 1 and not request.length_quantiles:
+            request.length_quantiles = policy.length_quantiles
         ask = self.settings.forecast_always or any(part.needs_forecast or part.needs_tag for part in policy.parts)
         await self._lengths.resolve(request, prompt, ask=ask)
         try:

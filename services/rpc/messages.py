@@ -92,6 +92,7 @@ def request_from(
         waited_s=message.waited_s * clock_rate,
         leg=LEG_NAMES.get(message.leg, SERVE),
         held_s=message.held_s * clock_rate if message.HasField("held_s") else None,
+        length_quantiles=message.length_quantiles or 1,
     )
 
 
@@ -120,6 +121,7 @@ def request_message(request: RequestFacts, *, now_s: float | None = None, block_
         in_s=request.in_s,
         leg=LEG_VALUES[request.leg],
         held_s=request.held_s,
+        length_quantiles=0 if request.length_quantiles == 1 else request.length_quantiles,
     )
 
 
@@ -210,7 +212,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         delay_worst_s=_delay(message, "delay_worst_s"),
         fetched_s=_delay(message, "fetched_s"),
         attained=_attained(message),
-        others_missed=message.others_missed if message.HasField("others_missed") else None,
+        others_missed=_delay(message, "others_missed"),
         gain_before=_delay(message, "gain_before"),
         gain_after=_delay(message, "gain_after"),
         least_slack_s=_delay(message, "least_slack_s"),

@@ -19,7 +19,7 @@ FACTS = RequestFacts(
     request_id="r", model="m", prompt_tokens=48, tag=Tag(median_tokens=90.5, spread=0.5), arrival_s=3.0, max_tokens=200,
     min_tokens=4, priority=-2, prefix_hashes=("a1", "b2", "c3"), request_class=BEST_EFFORT,
     slo=Slo(ttft_s=0.5, tpot_s=0.04), weight=2.5, client_id="alice", session_id="chat-7",
-    in_s=0.125, waited_s=0.25, leg=DECODE, held_s=0.75, transfer_s=0.25,
+    in_s=0.125, waited_s=0.25, leg=DECODE, held_s=0.75, transfer_s=0.25, length_quantiles=3,
 )  # fmt: skip
 KNOWN_LENGTH = replace(FACTS, output_tokens=90, tag=None)
 DECODING = EngineConfig(kv_role="kv_consumer")
@@ -50,6 +50,8 @@ def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
         ({"leg": "both"}, "leg: 'both' is none of serve, prefill, decode"),
         ({"held_s": -1.0}, "held_s: must be a time from 0 on"),
         ({"transfer_s": math.nan}, "transfer_s: must be a time from 0 on"),
+        ({"length_quantiles": 2}, "length_quantiles: must be an odd number from 1 to 9, not 2"),
+        ({"length_quantiles": 11}, "length_quantiles: must be an odd number"),
         ({"weight": 0.0}, "weight: must be above 0"),
         ({"weight": math.inf}, "weight: must be above 0"),
         ({"weight": math.nan}, "weight: must be above 0"),

@@ -200,7 +200,9 @@ ROLE_CASES = [(policy, name) for policy in ROLE_POLICIES for name in scenarios_w
 
 # Requests with deadlines.
 
-SLO_POLICIES = ("slo", "slo", "slo: hold_s = 0.3", "polyserve", "slo: affinity = 0")
+SLO_POLICIES = (
+    "slo", "slo", "slo: hold_s = 0.3", "polyserve", "slo: affinity = 0", "slo: session_affinity = 0.1",
+)  # fmt: skip
 LIMITS: tuple[dict[str, Any], ...] = (
     {},
     {"best_effort_share": 0.0},
@@ -243,6 +245,7 @@ def promises(draw: Any, *, roles: bool = False, patient: bool = True) -> Script:
             forecasts={name: [Reply(after_s=after_s(9))] for name in names},
             reservations={name: [Reply(after_s=after_s(9))] for name in names},
             client_id=draw(st.sampled_from(("x", "x", "y"))),
+            session_id=draw(st.sampled_from(("", "1", "1", "2"))),
             patience_s=math.inf if patient else draw(st.sampled_from((0.01, 0.2, math.inf))),
             objective=Objective(
                 request_class=request_class,

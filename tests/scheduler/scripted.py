@@ -92,6 +92,7 @@ class Arrival:
     dry_run: bool = False
     objective: Objective = NO_OBJECTIVE
     client_id: str = ""
+    session_id: str = ""
     patience_s: float = math.inf
 
 
@@ -443,6 +444,7 @@ class ReferenceDriver:
                 arrived_s=self.now_s,
                 objective=arrival.objective,
                 client_id=arrival.client_id,
+                session_id=arrival.session_id,
                 patience_s=arrival.patience_s,
             )
         )

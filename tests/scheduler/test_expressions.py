@@ -116,6 +116,16 @@ def test_conditions_hold_fail_or_are_not_known() -> None:
     assert condition("step_s < 1 if num_running < 1 else num_waiting > 0")(VALUES).tolist() == [1, 1, 0, 1]
 
 
+CONDITIONS = [text.removeprefix("1 if ").removesuffix(" else 0") for text in RESULTS if text.endswith(" else 0")]
+
+
+@pytest.mark.parametrize("text", [*CONDITIONS, "1 < 2", "2 < 1 or step_s < 1", "not (step_s < 1 or num_waiting > 0)"])
+def test_a_condition_holds_where_it_is_known_to_be_true(text: str) -> None:
+    """Also where what is compared is not known, and for conditions that are the same everywhere."""
+    compiled = condition(text)
+    assert compiled.holds(VALUES).tolist() == (compiled(VALUES) == 1.0).tolist()
+
+
 MALICIOUS = [
     "().__class__.__bases__[0].__subclasses__()",
     "num_running.__class__",

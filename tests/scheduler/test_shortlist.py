@@ -110,6 +110,14 @@ def test_what_a_policy_needs_is_known_from_its_parts() -> None:
     assert needs("expr: delay_worst_s + p_tokens") == (True, True, True, False)
 
 
+def test_a_score_without_forecasts_makes_its_own_shortlist() -> None:
+    """Where only the condition under which requests are held reads forecasts."""
+    held = policy_from("jsq: k = 2, hold = 'predicted_e2e_s < 9'")
+    assert held.shortlist(fleet(num_running=[3, 1, 2, 0], num_waiting=[0, 0, 0, 0])).instance_ids == ("b", "d")
+    other = policy_from("jsq: k = 1, hold = 'predicted_e2e_s < 9', shortlist = 'expr: -num_running'")
+    assert other.shortlist(fleet(num_running=[3, 1, 2, 0], num_waiting=[0, 0, 0, 0])).instance_ids == ("a",)
+
+
 def test_the_same_policy_is_written_in_several_ways() -> None:
     """As a line, and as a table of TOML."""
     assert spec_from("linear").parameters == {"lambda": 0.7}
@@ -138,6 +146,7 @@ def test_the_same_policy_is_written_in_several_ways() -> None:
         ("linear: lambda = 0.3, lambda = 0.4", "is no list of settings"),
         ("jsq: k = 3", "k and shortlist are for policies that need forecasts"),
         ("jsq: shortlist = 'lmetric'", "k and shortlist are for policies that need forecasts"),
+        ("slo: k = 0", "k and shortlist are for policies that need forecasts"),
         ("block: k = -1", "k: must be a whole number from 0 on"),
         ("block: k = 1.5", "k: must be a whole number"),
         ("block: k = true", "k: must be a whole number"),

@@ -423,6 +423,22 @@ def test_schedulers_are_called_in_turn() -> None:
     run(test)
 
 
+def test_a_session_has_its_scheduler() -> None:
+    """All its requests go there while it replies, and sessions are spread over all schedulers."""
+
+    async def test() -> None:
+        async with scene(completes, num_schedulers=2) as here:
+            for number in range(40):
+                await here.post(headers={"x-session-id": f"chat-{number % 20}"})
+            of_each = [[asked.request.session_id for asked in one.asked] for one in here.schedulers]
+            assert not set(of_each[0]) & set(of_each[1])
+            assert all(of_each)
+            await here.schedulers[0].stop()
+            assert (await here.post(headers={"x-session-id": of_each[0][0]})).status_code == 200
+
+    run(test)
+
+
 def test_a_dead_scheduler_costs_nothing() -> None:
     """Another one decides and takes the releases; the dead one is not called until it returns."""
 

@@ -293,7 +293,11 @@ async def _driven(script: Script, entry: Entry) -> None:
         arrival = script.arrivals[number]
         await until(FIRST_S + arrival.after_s)
         request = common_pb2.Request(
-            request_id=f"r{number}", prompt_tokens=PROMPT_TOKENS, output_tokens=9, client_id=arrival.client_id
+            request_id=f"r{number}",
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=9,
+            client_id=arrival.client_id,
+            session_id=arrival.session_id,
         )
         if arrival.objective != NO_OBJECTIVE:
             set_objective(request, arrival.objective)

@@ -90,6 +90,10 @@ VARIANTS = (  # of policies, for random scripts
     HOLD,
     'jsq: hold = "batch_size < 3", hold_s = 0.2',
     'block: hold = "num_running < 0", hold_s = 0.1',
+    "block: session_affinity = 0.5",
+    "block: session_affinity = 0.5, k = 1",
+    "jsq: session_affinity = 0.003",
+    "expr: predicted_e2e_s - 0.4 * session_here",
 )
 
 
@@ -174,6 +178,7 @@ def scripts(draw: Any, statuses: tuple[CandidateStatus, ...] = FAILURES, *, role
             reservations=all_after(replies(3)),
             excluded=frozenset(draw(st.sampled_from(("", "", "", "a", "b")))),
             dry_run=draw(st.integers(0, 9)) == 0,
+            session_id=draw(st.sampled_from(("", "1", "1", "2"))),
         )
 
     def all_after(given: dict[str, list[Reply]]) -> dict[str, list[Reply]]:
@@ -319,6 +324,7 @@ def without_failures(script: Script) -> Script:
             excluded=frozenset(name_of[name] for name in excluded),
             objective=one.objective,
             client_id=one.client_id,
+            session_id=one.session_id,
         )
 
     instances = [replace(one, name=name_of[one.name], draining=False, engine_failed=False) for one in script.instances]
@@ -414,6 +420,7 @@ def simulate(script: Script) -> list[tuple[str, float]]:
     )
     if any(one.objective != NO_OBJECTIVE or one.client_id for one in script.arrivals):
         work = replace(work, service=levels_of(script))
+    work = replace(work, session=np.array([int(one.session_id or -1) for one in script.arrivals]))
     made = [
         InstanceSpec(config=config(kv_role=KV_ROLES[one.role], kv_lease_s=LEASE_S), step_time=A30, role=one.role)
         for one in script.instances
