@@ -295,7 +295,7 @@ class Simulation:
             client_id=levels.tenants[number],
         )
         decision = core.decision(request)
-        if self._prepare(decision, which, now_s, refresh=not (self.holds and core.num_waiting)):
+        if self._prepare(decision, which, now_s):
             self._drive(decision, decision.start(now_s), which, now_s)
 
     def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
@@ -305,10 +305,10 @@ class Simulation:
             self._tick_decision(decision, which, now_s)
 
     def _tick_decision(self, decision: Decision, which: int, now_s: float) -> None:
-        if self._prepare(decision, which, now_s, refresh=True):
+        if self._prepare(decision, which, now_s):
             self._drive(decision, decision.tick(now_s), which, now_s)
 
-    def _prepare(self, decision: Decision, which: int, now_s: float, *, refresh: bool) -> bool:
+    def _prepare(self, decision: Decision, which: int, now_s: float) -> bool:
         """Give a decision the current state of the instances; return False where none can serve its request."""
         request = decision.request
         number = request.number
@@ -318,13 +318,12 @@ class Simulation:
             self._no_instance(number)
             self._tick_ready(which, now_s)
             return False
-        if refresh:
-            if self.sees_now or self.unsent[0] != NONE:
-                self.refresh(now_s)
-            if self._has_fresh_indicators:
-                self.schedulers[which].core.instances.table.known.reported_s[:] = now_s
-            if self._needs_prefix:
-                self._add_prefix(request, number)
+        if self.sees_now or self.unsent[0] != NONE:
+            self.refresh(now_s)
+        if self._has_fresh_indicators:
+            self.schedulers[which].core.instances.table.known.reported_s[:] = now_s
+        if self._needs_prefix:
+            self._add_prefix(request, number)
         return True
 
     def _drive(self, decision: Decision, intention: Intention, which: int, now_s: float) -> None:
