@@ -24,6 +24,8 @@ DECISION = np.dtype(
         ("prefill_instance", "i4"),  # of the prefill leg; NONE where the request was served whole
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
+        ("decided_s", "f8"),  # when the request was placed last, or shed; NaN where neither
+        ("retry_after_s", "f8"),  # that a shed request was told; NaN where none
     ],
     align=True,
 )

@@ -1,12 +1,16 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
-Held = while no instance has predicted_attained > 0.5, others_missed < 1 and no predicted preemption
+Held = while no instance has predicted_attained > 0.5, others_missed < 1, no predicted preemption, and a short queue
 Score = tier distance, then load
 
 An instance has no fixed tier: it is as strict as its strictest request. A request goes first to an instance that is as
 strict as itself, then to an empty one, then to the nearest stricter one. It goes to a looser one, which it would make
 strict for all requests there, only where no other keeps the deadlines. Of equals the least loaded one is chosen. One
 that is late already, and best effort, goes where no other request misses a deadline because of it.
+
+A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
+still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
+waits for a third of that, so that it fills only what real-time requests leave.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 ADMITS = f"predicted_attained > 0.5 and {HARMLESS}"
+BACKLOG_S = 0.3
+WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
+PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
