@@ -38,6 +38,7 @@ class RequestResult:
 
     plan: Planned
     sent_s: float = 0.0  # how late it was sent
+    answered_s: float | None = None  # the status and headers of the reply
     ttft_s: float | None = None
     e2e_s: float | None = None
     tpot_s: float | None = None

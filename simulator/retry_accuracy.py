@@ -1,19 +1,21 @@
 """How right `Retry-After` is: the time that a shed request was told, beside the time at which it would be admitted.
 
 A scheduler knows who waits and what the engines do, and not who will come. So a time is right if the same request, sent
-again after that time, is admitted at once, and sent earlier is not, provided that nobody else has come after the request
-was shed. To find that moment, the run is repeated with the requests that had arrived by then and with one copy of the
-shed request, sent ever later or earlier.
+again after that time, is admitted at once, and sent earlier is not, provided that nobody else has come after it was
+shed. To find that moment, the run is repeated with the requests that had arrived by then and with one copy of the shed
+request, sent earlier or later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from scheduler.decision import MIN_RETRY_AFTER_S
 from simulator.assembly import simulate
 from simulator.conditions import Conditions
 from simulator.fleet import InstanceSpec
@@ -34,33 +36,37 @@ class RetryTime:
 
     @property
     def error(self) -> float:
-        """The difference as a share of the actual time; a time below the resolution counts as that."""
-        return abs(self.said_s - self.actual_s) / max(self.actual_s, RESOLUTION_S)
+        """The difference as a share of the actual time, which counts as the least time that is ever said."""
+        return abs(self.said_s - self.actual_s) / max(self.actual_s, MIN_RETRY_AFTER_S)
 
 
-def retry_times(
-    specs: Sequence[InstanceSpec],
-    result: RunResult,
-    policy: str | Mapping[str, Any],
-    conditions: Conditions,
-    numbers: Sequence[int],
-    *,
-    seed: int = 0,
-) -> Iterator[RetryTime]:
-    """Find for some shed requests of a run, which had these arguments, when they would have been admitted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """The arguments of a run beside its workload, with which it is repeated."""
+
+    specs: Sequence[InstanceSpec]
+    policy: str | Mapping[str, Any]
+    conditions: Conditions
+    seed: int = 0
+
+    def admits_at_once(self, work: Workload) -> bool:
+        """Return whether the last request is placed when it arrives."""
+        last = simulate(self.specs, work, self.policy, self.conditions, seed=self.seed).decisions[len(work) - 1]
+        return bool(last.status != STATUSES.index(SHED) and last.decided_s == work.arrival_s[-1])
+
+
+def retry_times(result: RunResult, again: Rerun, numbers: Sequence[int]) -> Iterator[RetryTime]:
+    """Find for some shed requests of a run when they would have been admitted."""
     for number in numbers:
         row = result.decisions[number]
         if row.status != STATUSES.index(SHED):
             raise ValueError(f"numbers: request {number} was not shed")
+        shed_s, said_s = float(row.decided_s), float(row.retry_after_s)
 
-        def is_admitted(after_s: float, number: int = number, shed_s: float = row.decided_s) -> bool:
-            work = with_copy(result.work, number, shed_s, shed_s + after_s)
-            again = simulate(specs, work, policy, conditions, seed=seed).decisions[len(work) - 1]
-            return bool(again.status != STATUSES.index(SHED) and again.decided_s == work.arrival_s[-1])
+        def is_admitted(after_s: float, number: int = number, shed_s: float = shed_s) -> bool:
+            return again.admits_at_once(with_copy(result.work, number, shed_s, shed_s + after_s))
 
-        yield RetryTime(
-            number=number, said_s=float(row.retry_after_s), actual_s=_earliest(is_admitted, float(row.retry_after_s))
-        )
+        yield RetryTime(number=number, said_s=said_s, actual_s=_earliest(is_admitted, said_s))
 
 
 def with_copy(work: Workload, number: int, until_s: float, sent_s: float) -> Workload:
@@ -78,7 +84,7 @@ def with_copy(work: Workload, number: int, until_s: float, sent_s: float) -> Wor
     )
 
 
-def _earliest(is_admitted: Any, guess_s: float) -> float:
+def _earliest(is_admitted: Callable[[float], bool], guess_s: float) -> float:
     """Return the earliest time from which on a request is admitted, to the resolution."""
     low_s, high_s = 0.0, max(guess_s, RESOLUTION_S)
     if is_admitted(low_s):
@@ -86,7 +92,7 @@ def _earliest(is_admitted: Any, guess_s: float) -> float:
     while not is_admitted(high_s):
         low_s, high_s = high_s, 2 * high_s
         if high_s > LONGEST_S:
-            return np.inf
+            return math.inf
     while high_s - low_s > max(RESOLUTION_S, 0.02 * high_s):
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (low_s, middle_s) if is_admitted(middle_s) else (middle_s, high_s)

@@ -132,6 +132,7 @@ class LoadSender:
     async def _receive(self, connection: Connection, due_s: float, result: RequestResult) -> None:
         scale = self._form.time_scale
         headers = dict(connection.headers)
+        result.answered_s = (time.monotonic() - due_s) * scale
         result.instance = headers.get(b"x-block-instance", b"").decode("latin-1")
         result.predicted_ttft_s = _seconds(headers.get(b"x-block-predicted-ttft-ms"), scale)
         result.predicted_e2e_s = _seconds(headers.get(b"x-block-predicted-e2e-ms"), scale)
