@@ -107,6 +107,7 @@ class Decision:
     _leaves_because = QUEUE_FULL  # why it may not wait any longer
     _patient = False  # it is best effort, or late already, and must leave the deadlines of others alone
     _lane = 0  # of the admission queue
+    _asks_all = True  # also the instances that have just refused
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
@@ -248,9 +249,12 @@ class Decision:
         if self._queue.must_leave(self._number, now_s):
             self._may_wait = False
             self._leaves_because = TIMEOUT if self._queue.deadline_s(self._number) <= now_s else QUEUE_FULL
-        elif now_s < self._latest_s and (head := self._queue.head(now_s, self._lane)) != self._number:
+        elif (head := self._queue.head(now_s, self._lane)) != self._number:
             self.core.wake(head)
-            return self._wait(now_s)
+            if now_s < self._latest_s:
+                return self._wait(now_s)
+            if not self._queue.may_overtake(self._number, head):
+                return self._too_late(now_s)
         self._held_s = now_s - self._joined_s
         return self._attempt(now_s)
 
@@ -317,8 +321,10 @@ class Decision:
         known = instances.table.candidates(request.indicators, now_s, rows)
         self._look_up(known)
         num_known = len(known)
+        self._asks_all = True
         if self._may_wait and num_known and now_s < self._latest_s:  # one that may be late must know of all
             known = self._worth_asking(known, now_s)
+            self._asks_all = len(known) == num_known
             num_known = len(known)
             if not num_known:
                 return self._wait(now_s)
@@ -421,11 +427,7 @@ class Decision:
         if self._is_late(now_s):
             if objective.when_late == SHED_LATE:
                 return self._refuse_for_now(LATE, now_s)
-            if objective.when_late == DEMOTE:
-                self._demote()
-            self._patient = True
-            self._forget_targets()
-            self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=True)
+            self._give_up_deadlines()
             self._score()
             return self._decide(now_s)
         if self.request.objective.is_best_effort and keeps_deadlines:
@@ -451,11 +453,28 @@ class Decision:
         if due_s == math.inf:
             return due_s
         if compared is not None and "predicted_queue_s" in compared.columns:
-            takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
-            least_s = np.fmin.reduce(takes_s, initial=math.inf)
+            ttft_s = compared["predicted_ttft_s"]
+            least_s = float(np.fmin.reduce(ttft_s - compared["predicted_queue_s"], initial=math.inf))
             if least_s < math.inf:
-                self.core.observe_prefill(float(least_s) / max(1, prompt_tokens))
+                self.core.observe_prefill(least_s / max(1, prompt_tokens))
+                if self._asks_all:
+                    return due_s - float(np.fmin.reduce(ttft_s))
         return due_s - self.core.prefill_token_s * prompt_tokens
+
+    def _too_late(self, now_s: float) -> Intention:
+        """Go on with a request that becomes late before its turn has come."""
+        if self.request.objective.when_late == SHED_LATE:
+            return self._refuse_for_now(LATE, now_s)
+        self._give_up_deadlines()
+        return self._wait(now_s)
+
+    def _give_up_deadlines(self) -> None:
+        """Leave the deadlines of others alone from now on, as the request's own cannot be kept."""
+        if self.request.objective.when_late == DEMOTE:
+            self._demote()
+        self._patient = True
+        self._forget_targets()
+        self._lane = lane_of(self.request.indicators.tpot_slo_s, patient=True)
 
     def _demote(self) -> None:
         """Make the request best effort without deadlines."""
@@ -478,15 +497,20 @@ class Decision:
 
     def _retry_after_s(self, now_s: float) -> float:
         """Return when a request like this one may be admitted: after those that wait, where it would be in time."""
-        queue = self.core.queue(self.request.model)
-        rate = self.core.shares_of(self.request.model).tokens_per_s(now_s)
-        queued_s = queue.num_tokens / rate if queue is not None and rate > 0 else 0.0
-        compared, slo = self._compared, self.request.objective.slo
-        late_s = 0.0
-        if compared is not None and len(compared) and slo.ttft_s is not None and self.policy.needs_forecast:
-            ttft_s = compared.columns.get("predicted_ttft_s")
-            if ttft_s is not None and np.isfinite(ttft_s).any():
-                late_s = max(0.0, float(np.fmin.reduce(ttft_s)) - slo.ttft_s)
+        request, compared = self.request, self._compared
+        is_best_effort, slo = request.objective.is_best_effort, request.objective.slo
+        ttft_s = math.inf
+        if compared is not None and len(compared) and "predicted_ttft_s" in compared.columns:
+            ttft_s = float(np.fmin.reduce(compared["predicted_ttft_s"], initial=math.inf))
+        if not math.isfinite(ttft_s):
+            ttft_s = 0.0
+        late_s = 0.0 if slo.ttft_s is None else ttft_s - slo.ttft_s
+        queue = self.core.queue(request.model)
+        rate = self.core.shares_of(request.model).tokens_per_s(now_s, real_time_only=not is_best_effort)
+        queued_s = 0.0
+        if queue is not None and rate > 0:
+            tokens, all_left_s = queue.backlog(now_s, patient=is_best_effort)
+            queued_s = min(tokens / rate, all_left_s - ttft_s)
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, queued_s, late_s))
 
     def _admit(self, best: int, now_s: float) -> Intention:

@@ -84,10 +84,10 @@ class Policy:
         self._score = entry.make(spec.parameters, generator)
         self._filter = condition(spec.filter, f"policy: {spec.name}: filter") if spec.filter else None
         self._tie_break = number(tie_break, f"policy: {spec.name}: tie_break") if tie_break else None
-        hold = entry.hold if spec.hold is None else spec.hold
+        hold = entry.hold.format(**spec.parameters) if spec.hold is None else spec.hold
         self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
         # a condition of the user's own holds for all requests
-        harmless = entry.harmless if spec.hold is None else ""
+        harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
         self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
         self.holds = self._hold is not None
         self.keeps_deadlines = self._harmless is not self._hold

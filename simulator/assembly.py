@@ -90,6 +90,7 @@ def simulation(
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
     decisions.instance = decisions.prefill_instance = NONE
     decisions.predicted_ttft_s = decisions.predicted_e2e_s = np.nan
+    decisions.decided_s = decisions.retry_after_s = np.nan
     simulation = (CoupledSimulation if has_roles(specs) else Simulation)(
         specs=tuple(specs),
         work=work,
@@ -132,6 +133,8 @@ def _rules(conditions: Conditions) -> DecisionRules:
     is_first_come = conditions.turn in (FIRST_COME, *WHOLE_QUEUE_TURNS)
     return DecisionRules(
         max_held=conditions.max_held or sys.maxsize,
+        max_held_of_tenant=conditions.max_held_of_tenant or sys.maxsize,
+        max_held_best_effort=conditions.max_held_best_effort or sys.maxsize,
         admission_turn=ARRIVAL_TURN if is_first_come else conditions.turn,
         best_effort_share=conditions.best_effort_share,
         explains=False,

@@ -61,6 +61,8 @@ class Conditions:
     late_s: float = math.inf
     turn: str = FIRST_COME
     max_held: int = 0  # requests in an admission queue; 0: any number
+    max_held_of_tenant: int = 0  # of these, of one tenant
+    max_held_best_effort: int = 0  # of these, best effort
     best_effort_share: float = 0.05
     prefix_view: str = ENGINE_CACHE
     hop_s: float = 0.003
@@ -83,7 +85,8 @@ class Conditions:
             raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
         if self.turn not in TURNS:
             raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
-        require_count("max_held", self.max_held, at_least=0)
+        for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
+            require_count(name, getattr(self, name), at_least=0)
         if not 0 <= self.best_effort_share <= 1:
             raise ValueError(f"best_effort_share: must be a share from 0 to 1, not {self.best_effort_share!r}")
         if not MIN_HOP_S <= self.hop_s < math.inf:

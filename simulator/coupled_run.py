@@ -16,7 +16,6 @@ from scheduler.indicators import Column
 from scheduler.intentions import Ask, AskLegs, Intention, Reserve, Shed, Wait
 from simulator import coupled, kernels
 from simulator.fleet import with_more_slots
-from simulator.result import SHED, STATUSES
 from simulator.run import FOREVER, ROWS, WAKE, Simulation
 
 UNKNOWN = (np.nan, np.nan, np.nan)
@@ -56,7 +55,7 @@ class CoupledSimulation(Simulation):
                 columns = [self._forecast_legs(ask, decision.request.number, now_s) for ask in intention.asks]
                 intention = decision.answers_in_columns(columns, now_s)
         if isinstance(intention, Shed):
-            self.decisions[decision.request.number].status = STATUSES.index(SHED)
+            self._shed(decision.request.number, intention, now_s)
         if isinstance(intention, Wait) and intention.until_s < FOREVER:
             self.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
         if self.holds:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictor.request import REAL_TIME, RequestFacts, Slo
+from simulator.mix import MixEntry
 
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1_000_000
@@ -53,6 +54,8 @@ class Planned:
     request_class: str = REAL_TIME
     weight: float = 1.0
     mix_entry: str = ""  # name of its entry in a mix
+    when_late: str = ""  # empty where it does not say
+    tenant: str = ""
     prefix: tuple[int | str, ...] = ()  # the blocks that its prompt begins with; equal names are equal tokens
     block_tokens: int = 1  # tokens per block
 
@@ -91,7 +94,7 @@ def planned(
     generator: Generator,
     *,
     block_tokens: int = 1,
-    mix_entries: Sequence[str] | None = None,
+    mix_entries: Sequence[MixEntry] | None = None,
 ) -> list[Planned]:
     """Plan when each request is sent, the first at 0; each prefix hash stands for `block_tokens` tokens."""
     if timing.kind == "trace":
@@ -99,6 +102,7 @@ def planned(
         due_s = [(request.arrival_s - first_s) / timing.speed for request in requests]
     else:
         due_s = arrival_times(len(requests), timing, generator)
+    entries: Sequence[MixEntry | None] = mix_entries or [None] * len(requests)
     return [
         Planned(
             request_id=request.request_id,
@@ -109,11 +113,13 @@ def planned(
             slo=request.slo,
             request_class=request.request_class,
             weight=request.weight,
-            mix_entry=entry,
+            mix_entry="" if entry is None else entry.name,
+            when_late="" if entry is None else entry.when_late or "",
+            tenant=request.client_id,
             prefix=request.prefix_hashes,
             block_tokens=block_tokens,
         )
-        for request, due, entry in zip(requests, due_s, mix_entries or [""] * len(requests), strict=True)
+        for request, due, entry in zip(requests, due_s, entries, strict=True)
     ]
 
 

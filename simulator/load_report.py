@@ -28,7 +28,7 @@ LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 COLUMNS = (
     "request_id", "due_s", "sent_s", "prompt_tokens", "asked_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s",
     "met_slo", "instance", "predicted_ttft_s", "predicted_e2e_s", "failure", "note", "class", "priority", "mix",
-    "tokens_on_time", "shed_reason", "retry_after_s",
+    "tokens_on_time", "shed_reason", "retry_after_s", "tenant", "when_late", "demoted", "retries", "retried_after_s",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ class RequestResult:
 
     plan: Planned
     sent_s: float = 0.0  # how late it was sent
+    answered_s: float | None = None  # the status and headers of the reply
     ttft_s: float | None = None
     e2e_s: float | None = None
     tpot_s: float | None = None
@@ -47,10 +48,19 @@ class RequestResult:
     note: str = ""  # the server's error message
     shed_reason: str = ""
     retry_after_s: float | None = None  # of a shed request
+    num_retries: int = 0  # times that it was sent again after it was shed
+    retried_after_s: float = 0.0  # from when it was due first until it was due again: its other times count from there
+    demoted: bool = False
     instance: str = ""
     predicted_ttft_s: float | None = None  # from the decision on
     predicted_e2e_s: float | None = None
     decision_s: float | None = None  # by the wall clock
+
+    def begin_again(self, after_s: float) -> None:
+        """Forget how the request was shed; it is due again `after_s` after it was due first."""
+        self.num_retries += 1
+        self.retried_after_s = after_s
+        self.failure, self.note, self.shed_reason, self.retry_after_s = None, "", "", None
 
 
 def meets_slo(result: RequestResult, slo: Slo) -> bool:
@@ -67,6 +77,7 @@ def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequest
     targets = [slo_of(result.plan, slo) for result in results]
     finished = np.array([result.failure is None for result in results], np.bool_)
     entries = [result.plan.mix_entry for result in results]
+    tenants = [result.plan.tenant for result in results]
     return ServedRequests(
         levels=ServiceLevels(
             ttft_slo_s=np.array([target.ttft_s for target in targets], np.float64),
@@ -75,6 +86,7 @@ def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequest
             priority=np.array([result.plan.priority for result in results], np.int64),
             request_class=np.array([CLASSES.index(result.plan.request_class) for result in results], np.int64),
             mix_entry=np.array(entries) if any(entries) else None,
+            tenant=np.array(tenants) if any(tenants) else None,
         ),
         prompt_tokens=np.array([result.plan.prompt_tokens for result in results], np.int64),
         output_tokens=np.array(
@@ -95,7 +107,8 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
     shed = [result for result in results if result.failure == SHED]
     failed = [result for result in results if result.failure not in (None, SHED)]
     begin_s = min((result.plan.due_s for result in results), default=0.0)
-    end_s = max((result.plan.due_s + (result.e2e_s or result.sent_s) for result in results), default=0.0)
+    ends_s = [one.plan.due_s + one.retried_after_s + (one.e2e_s or one.sent_s) for one in results]
+    end_s = max(ends_s, default=0.0)
     last_due_s = max((result.plan.due_s for result in results), default=0.0)
     duration_s = max(end_s - begin_s, 1e-9)
     num_met = sum(meets_slo(result, slo) for result in results)
@@ -107,6 +120,8 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
         "num_shed": len(shed),
         "shed": dict(Counter(result.shed_reason for result in shed).most_common()),
         "retry_after_s": spread(result.retry_after_s for result in shed),
+        "num_demoted": sum(result.demoted for result in results),
+        "retries": retries_of(results),
         "num_failed": len(failed),
         "failures": dict(Counter(result.failure for result in failed).most_common()),
         "failure_notes": {result.failure: result.note for result in reversed(failed)},
@@ -123,6 +138,27 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
         "forecast_error": forecast_error(successful),
         "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
         **attainment_report(served_requests(results, slo), weights),
+        "of_admitted": attainment_report(
+            served_requests([result for result in results if result.failure != SHED], slo), weights
+        ),
+    }
+
+
+def retries_of(results: Sequence[RequestResult]) -> dict[str, Any] | None:
+    """Return what became of shed requests that were sent again; None where there are none.
+
+    `admitted_at_once` is the share that was not shed at the time that they were told first.
+    """
+    again = [result for result in results if result.num_retries]
+    if not again:
+        return None
+    admitted = [result for result in again if result.failure != SHED]
+    return {
+        "num_requests": len(again),
+        "num_retries": sum(result.num_retries for result in again),
+        "admitted": len(admitted) / len(again),
+        "admitted_at_once": sum(result.num_retries == 1 for result in admitted) / len(again),
+        "admitted_after_s": spread(result.retried_after_s for result in admitted),
     }
 
 
@@ -186,10 +222,22 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     if total["num_shed"]:
         reasons = ", ".join(f"{reason} {num}" for reason, num in total["shed"].items())
         yield f"shed: {total['num_shed']} ({reasons}), retry after {total['retry_after_s']['p50']:.1f} s in the median"
+    if total["retries"]:
+        again = total["retries"]
+        yield (
+            f"sent again: {again['num_requests']}, {100 * again['admitted_at_once']:.1f} % of them admitted at the "
+            f"time told first, {100 * again['admitted']:.1f} % in the end"
+        )
+    if total["num_demoted"]:
+        yield f"demoted to best effort: {total['num_demoted']}"
     for kind, num in total["failures"].items():
         note = total["failure_notes"][kind]
         yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
     yield from attainment_table(total)
+    if total["num_shed"] and total["of_admitted"]:
+        yield ""
+        yield "of those that were not shed:"
+        yield from attainment_table(total["of_admitted"])
 
 
 def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
@@ -205,5 +253,6 @@ def write_csv(results: Sequence[RequestResult], slo: Slo, out: TextIO) -> None:
             column(result.predicted_e2e_s), result.failure or "", result.note, result.plan.request_class,
             result.plan.priority, result.plan.mix_entry,
             "" if slo_of(result.plan, slo).ttft_s is None else result.tokens_on_time,
-            result.shed_reason, column(result.retry_after_s),
+            result.shed_reason, column(result.retry_after_s), result.plan.tenant, result.plan.when_late,
+            int(result.demoted), result.num_retries, column(result.retried_after_s),
         ))  # fmt: skip

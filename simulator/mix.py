@@ -134,8 +134,7 @@ def mixed_workload(work: Workload, mix: Mix, seed: int) -> Workload:
     return replace(work, service=service)
 
 
-def mixed(requests: Sequence[RequestFacts], mix: Mix, seed: int) -> tuple[list[RequestFacts], list[str]]:
-    """Return requests with the facts of an entry, drawn by shares, for each of them; and the entries' names."""
+def mixed(requests: Sequence[RequestFacts], mix: Mix, seed: int) -> tuple[list[RequestFacts], list[MixEntry]]:
+    """Return requests with the facts of an entry, drawn by shares, for each of them; and the entries."""
     entries = [mix[index] for index in drawn_entries(mix, len(requests), seed).tolist()]
-    given = [entry.applied(request) for request, entry in zip(requests, entries, strict=True)]
-    return given, [entry.name for entry in entries]
+    return [entry.applied(request) for request, entry in zip(requests, entries, strict=True)], entries

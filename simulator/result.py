@@ -25,6 +25,8 @@ DECISION = np.dtype(
         ("demoted", "i4"),  # 1: served as best effort, as no instance could keep its deadlines
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
+        ("decided_s", "f8"),  # when the request was placed last, or shed; NaN where neither
+        ("retry_after_s", "f8"),  # that a shed request was told; NaN where none
     ],
     align=True,
 )

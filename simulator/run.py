@@ -134,7 +134,7 @@ class Simulation:
             name: self.results[field_name] for name, field_name in FORECAST_FIELDS.items() if name in needed
         }
         self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
-        names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s")
+        names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s", "decided_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
     def run(self, progress: Callable[[int], None] | None = None) -> RunResult:
@@ -344,7 +344,7 @@ class Simulation:
                 decision.reserved(0.0, now_s)
                 break
             if isinstance(intention, Shed):
-                self.decisions[decision.request.number].status = STATUSES.index(SHED)
+                self._shed(decision.request.number, intention, now_s)
                 break
             if isinstance(intention, Ask):
                 self._apply_objective(decision)
@@ -357,6 +357,11 @@ class Simulation:
                 break
         if self.holds:
             self._tick_ready(which, now_s)
+
+    def _shed(self, number: int, shed: Shed, now_s: float) -> None:
+        row = self.decisions[number]
+        row.status, row.decided_s = STATUSES.index(SHED), now_s
+        row.retry_after_s = math.nan if shed.retry_after_s is None else shed.retry_after_s
 
     def _apply_objective(self, decision: Decision) -> None:
         """Serve a request that was demoted as best effort without deadlines."""
@@ -379,8 +384,8 @@ class Simulation:
     def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
         """Reserve a request at an instance; the next refresh sends it."""
         number, index, conditions = decision.request.number, reserve.row, self.conditions
-        instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s = self.columns
-        instances[number], schedulers[number] = index, which
+        instances, schedulers, num_sends, predicted_ttft_s, predicted_e2e_s, decided_s = self.columns
+        instances[number], schedulers[number], decided_s[number] = index, which, now_s
         num_sends[number] += 1
         if self._needs_forecast:
             best = decision.position

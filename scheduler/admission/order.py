@@ -78,6 +78,13 @@ class FairTurns:
         return max(self._level, self._served.get(tenant, 0.0))
 
 
+def are_level(turn: HeadOf, one: WaitingRequest, head: WaitingRequest) -> bool:
+    """Return whether only time puts a request behind the first one: neither its priority nor its tenant's turn."""
+    if isinstance(turn, FairTurns):
+        return one.tenant == head.tenant
+    return turn is not by_priority or one.priority <= head.priority
+
+
 DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN, ARRIVAL_TURN = "deadline", "priority", "fair", "arrival"
 TURNS: dict[str, Callable[[], HeadOf]] = {
     ARRIVAL_TURN: lambda: by_arrival,

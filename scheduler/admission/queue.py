@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admission.order import FairTurns, HeadOf, WaitingRequest, by_arrival
+from scheduler.admission.order import FairTurns, HeadOf, WaitingRequest, are_level, by_arrival
 from scheduler.candidates import Rows
 from scheduler.indicators import Column
 
@@ -87,6 +87,12 @@ class AdmissionQueue:
             return waiting[0]
         return turn([self._requests[number] for number in waiting], now_s)
 
+    def may_overtake(self, number: int, head: int) -> bool:
+        """Return whether a request may be tried before the first one of its lane, at the last moment for itself."""
+        return self.order is not None or are_level(
+            self._turn_of(self._requests[number].lane), self._requests[number], self._requests[head]
+        )
+
     def has_lane(self, lane: int) -> bool:
         """Return whether any request waits before one that joins a lane."""
         return bool(self._numbers) if self.order is not None else lane in self._lanes
@@ -143,6 +149,16 @@ class AdmissionQueue:
     def lane_of(self, number: int) -> int:
         """Return the lane of a request."""
         return self._requests[number].lane
+
+    def backlog(self, now_s: float, *, patient: bool) -> tuple[float, float]:
+        """Return the tokens that wait before a new request, and after how many seconds all of them have left.
+
+        Requests with deadlines to miss wait behind each other only, and until they are late at most.
+        """
+        ahead = [self._requests[number] for key, lane in self._lanes.items() for number in lane
+                 if patient or not is_patient(key)]  # fmt: skip
+        leave_s = (min(one.leave_s, math.inf if is_patient(one.lane) else one.due_s) for one in ahead)
+        return sum(one.num_tokens for one in ahead), max(leave_s, default=now_s) - now_s
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request goes now, whether or not an instance admits it."""

@@ -26,11 +26,12 @@ class ClassShares:
         self._all = self._all * fade + num_tokens
         self._best_effort = self._best_effort * fade + (num_tokens if best_effort else 0.0)
 
-    def tokens_per_s(self, now_s: float) -> float:
+    def tokens_per_s(self, now_s: float, *, real_time_only: bool = False) -> float:
         """Return the rate of admitted tokens since counting started; 0 where that is not known."""
         if not self._since_s < now_s <= self._counted_s + PAUSE_S:
             return 0.0
-        counted = self._all * _left_after(now_s - self._counted_s)
+        tokens = self._all - self._best_effort if real_time_only else self._all
+        counted = tokens * _left_after(now_s - self._counted_s)
         return counted * math.log(2) / HALF_LIFE_S / (1.0 - _left_after(now_s - self._since_s))
 
     def is_below(self, share: float) -> bool:

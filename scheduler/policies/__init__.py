@@ -201,15 +201,19 @@ POLICIES = {
     ),
     "slo": PolicyEntry(
         make=slo.make,
-        formula=f"affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until {slo.ADMITS}",
+        formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until "
+        f"{slo.ADMITS} and the queue is short",
         source="ours",
         needs=("tier_ratio", "tier_closed", "decode_step_s", "queued_prefill_s"),
         parameters={
             "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: least loaded"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
+            "backlog": Parameter(
+                default=slo.BACKLOG_S, meaning="seconds that a request may wait in an engine, rather than here"
+            ),
         },
-        hold=slo.ADMITS,
-        harmless=slo.HARMLESS,
+        hold=f"{slo.ADMITS} and {slo.WITH_SHORT_QUEUE}",
+        harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE}",
     ),
     "polyserve": PolicyEntry(
         make=polyserve.make,

@@ -1,6 +1,6 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
-Held = while no instance keeps them, or those that do would have to become stricter and are too busy for that
+Held = while no instance keeps them and has a short queue, or those that do are too busy to become stricter
 Score = tier distance, then load
 
 An instance is of the tier that the provisioner tells, or else as strict as the strictest request that can still attain
@@ -9,6 +9,10 @@ nearest stricter one. It goes to a looser one, which it makes strict for all req
 time for prefill in steps of the new length, or where there is no other instance. Of equals the least loaded one is
 chosen. A request that is late already, and best effort, goes where no other request misses a deadline because of it:
 first to instances that have no deadline to keep, then to the loosest.
+
+A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
+still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
+waits for a third of that, so that it fills only what real-time requests leave.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
+BACKLOG_S = 0.3
+WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
+PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 FITS_TIER = "tier_fits > 0"
 DECODE_SHARE = 0.8  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
 MAY_BECOME_STRICTER = f"tier_closed < 1 and decode_step_s <= {DECODE_SHARE} * tpot_slo_s"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from services.http.client import Origin
     from simulator.load_plan import Planned
     from simulator.load_report import RequestResult
+    from simulator.mix import MixEntry
 
 SHOW_BAR_S = 2.0
 MODELS_S = 10.0
@@ -98,9 +99,12 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
         raise ValueError(f"warm_up: must lie between 0 and {len(requests) - 1}, not {settings.warm_up}")
     kind = kind or ("trace" if trace.has_arrivals and rate is None else "poisson")
     timing = Timing(kind=kind, rate=DEFAULT_RATE if rate is None else rate, cv=settings.cv, speed=settings.speed)
-    entries: list[str] | None = None
+    entries: list[MixEntry] | None = None
     if settings.mix:
         requests, entries = mixed(requests, mix_from_file(settings.mix), seed)
+    for tenant in {request.client_id for request in requests}:
+        if not (tenant.isascii() and (tenant.isprintable() or not tenant)):
+            raise ValueError(f"tenant: must be printable ASCII, as it is sent in a header, not {tenant!r}")
     return planned(requests, timing, generator, block_tokens=trace.block_tokens, mix_entries=entries)
 
 

@@ -68,7 +68,8 @@ def replay(
     requests = requests_from_file(requests_file, block_size=config.block_size)
     entries: list[str] | None = None
     if mix_file is not None:
-        requests, entries = mixed(requests, mix_from_file(mix_file), seed)
+        requests, drawn = mixed(requests, mix_from_file(mix_file), seed)
+        entries = [entry.name for entry in drawn]
     if steps_file is not None:
         if as_json and steps_file == "-":
             raise ValueError("--steps: name a file when --json has standard output")

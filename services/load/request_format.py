@@ -90,6 +90,10 @@ def headers_of(one: Planned, form: RequestFormat, request_id: str) -> Headers:
         headers.append((b"x-block-class", one.request_class.encode()))
     if one.weight != 1.0:
         headers.append((b"x-block-weight", b"%r" % one.weight))
+    if one.when_late:
+        headers.append((b"x-block-when-late", one.when_late.encode()))
+    if one.tenant:
+        headers.append((b"x-llm-d-inference-fairness-id", one.tenant.encode()))
     return headers
 
 

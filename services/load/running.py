@@ -28,6 +28,7 @@ MAX_NOTE = 200  # characters of a server's error message
 MAX_ERROR_BYTES = 64 * 1024
 BUSY = 429
 UNNAMED = "unnamed"  # reason of a server that names none
+MAX_RETRIES = 100  # of a shed request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class LoadLimits:
     max_in_flight: Annotated[
         int, "Maximum number of requests in progress; further requests wait, which counts as latency."
     ] = 1024
+    retry_shed: Annotated[
+        int,
+        "Maximum number of times that a shed request is sent again, each after the time that it was told, as if it "
+        "were due then.",
+    ] = 0
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
@@ -45,6 +51,8 @@ class LoadLimits:
             raise ValueError(f"timeout_s: must be a time above 0, not {self.timeout_s}")
         if self.max_in_flight < 1:
             raise ValueError(f"max_in_flight: must be at least 1, not {self.max_in_flight}")
+        if not 0 <= self.retry_shed <= MAX_RETRIES:
+            raise ValueError(f"retry_shed: must lie between 0 and {MAX_RETRIES}, not {self.retry_shed}")
 
 
 async def run_plan(
@@ -65,6 +73,12 @@ async def run_plan(
         results.append(result)
         async with in_flight:
             await sender.send(planned, body, due_s, result)
+        while (after_s := _retry_in_s(result, limits, form.time_scale)) is not None:
+            retry_s = time.monotonic() + after_s
+            await asyncio.sleep(after_s)
+            result.begin_again((retry_s - due_s) * form.time_scale)
+            async with in_flight:
+                await sender.send(planned, body, retry_s, result)
         on_end(result)
 
     try:
@@ -98,7 +112,8 @@ class LoadSender:
         sent_s = time.monotonic()
         due_s = min(due_s, sent_s)  # timers count whole milliseconds, and may fire early
         result.sent_s = (sent_s - due_s) * self._form.time_scale
-        headers = headers_of(planned, self._form, f"{self._run_id}-{planned.request_id}")
+        again = f"-again-{result.num_retries}" if result.num_retries else ""
+        headers = headers_of(planned, self._form, f"{self._run_id}-{planned.request_id}{again}")
         head = request_head(b"POST", self._origin, self._form.target, headers, len(body))
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -117,10 +132,12 @@ class LoadSender:
     async def _receive(self, connection: Connection, due_s: float, result: RequestResult) -> None:
         scale = self._form.time_scale
         headers = dict(connection.headers)
+        result.answered_s = (time.monotonic() - due_s) * scale
         result.instance = headers.get(b"x-block-instance", b"").decode("latin-1")
         result.predicted_ttft_s = _seconds(headers.get(b"x-block-predicted-ttft-ms"), scale)
         result.predicted_e2e_s = _seconds(headers.get(b"x-block-predicted-e2e-ms"), scale)
         result.decision_s = _seconds(headers.get(b"x-block-decision-ms"), 1.0)
+        result.demoted = headers.get(b"x-block-demoted") == b"true"
         if connection.status != 200:
             text = await connection.read_all(self._timeout_s, MAX_ERROR_BYTES)
             result.failure, result.note = f"status {connection.status}", _note(text)
@@ -158,6 +175,14 @@ class LoadSender:
         if marks is not None:
             times = stream.token_times(marks, ending)
             result.tokens_on_time = count_on_time(slo, times, result.output_tokens)
+
+
+def _retry_in_s(result: RequestResult, limits: LoadLimits, scale: float) -> float | None:
+    """Return after how many seconds of wall time a request is sent again; None where it is not."""
+    if result.failure != SHED or result.retry_after_s is None or result.num_retries >= limits.retry_shed:
+        return None
+    after_s = result.retry_after_s / scale
+    return after_s if after_s <= limits.timeout_s else None
 
 
 def _seconds(value: bytes | None, scale: float) -> float | None:

@@ -150,7 +150,7 @@ class PlacementDriver:
             PlacementRequest(
                 request_id=request.request_id,
                 model=request.model,
-                indicators=_indicators(request, objective, arrived_s),
+                indicators=_indicators(request, objective, arrived_s, self.settings.deadline_margin_s),
                 blocks=_blocks(request, prompt)
                 if any(part.needs_prefix for part in chosen_policy.parts)
                 else NO_BLOCKS,
@@ -335,7 +335,7 @@ class PlacementDriver:
             return answers
         async with self._fan_outs:
             start_s = time.monotonic()
-            _set_waited(request, decision.request, start_s)
+            self._set_waited(request, decision.request, start_s)
             calls = [call for ask in intention.asks for call in self._calls(ask, request, handles)]
             try:
                 await asyncio.wait([call.reply for _, call in calls], timeout=self.settings.sidecar_deadline_s)
@@ -365,6 +365,11 @@ class PlacementDriver:
         message = predictor_pb2.PredictRequest(requests=[request], with_delays=ask.with_delays).SerializeToString()
         return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]
 
+    def _set_waited(self, request: common_pb2.Request, of: PlacementRequest, now_s: float) -> None:
+        """Tell sidecars how long the request has been in the system: its deadlines, less the margin, count from there."""
+        margin_s = 0.0 if of.objective.slo.ttft_s is None else self.settings.deadline_margin_s
+        request.waited_s = of.waited_s + now_s - of.arrived_s + margin_s
+
     # Reserving.
 
     async def _reserve(
@@ -381,7 +386,7 @@ class PlacementDriver:
             return decision.reservation_failed(status, note, time.monotonic())
         handles[handle.name] = handle
         _set_leg(request, intention)
-        _set_waited(request, decision.request, time.monotonic())
+        self._set_waited(request, decision.request, time.monotonic())
         request.in_s = min(request.in_s, MAX_RESERVATION_S)  # sidecars accept no more
         message = predictor_pb2.ReserveRequest(
             request=request,
@@ -492,18 +497,15 @@ def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) 
         request.held_s = of.held_s
 
 
-def _set_waited(request: common_pb2.Request, of: PlacementRequest, now_s: float) -> None:
-    """Tell sidecars how long the request has been in the system: its deadlines count from there."""
-    request.waited_s = of.waited_s + now_s - of.arrived_s
-
-
-def _indicators(request: common_pb2.Request, objective: Objective, arrived_s: float) -> RequestIndicators:
+def _indicators(
+    request: common_pb2.Request, objective: Objective, arrived_s: float, margin_s: float
+) -> RequestIndicators:
     tokens = request.tag.median_tokens if request.HasField("tag") else float(request.output_tokens or "nan")
     slo = objective.slo
     return RequestIndicators(
         prompt_tokens=request.prompt_tokens,
         tag_tokens=tokens,
-        due_s=math.inf if slo.ttft_s is None else arrived_s - request.waited_s + slo.ttft_s,
+        due_s=math.inf if slo.ttft_s is None else arrived_s - request.waited_s + slo.ttft_s - margin_s,
         tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
     )
 

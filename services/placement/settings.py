@@ -113,6 +113,15 @@ class SchedulerSettings:
     best_effort_share: Annotated[
         float, "Share of the admitted tokens that best effort gets even where that makes other requests late."
     ] = 0.05
+    deadline_margin_s: Annotated[
+        float,
+        Option(
+            "Time by which requests with deadlines are admitted earlier than forecasts need it, in milliseconds: for the "
+            "gateway, the network, and errors of forecasts.",
+            name="deadline_margin_ms",
+            unit="ms",
+        ),
+    ] = 0.02
     max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
     failures_to_open: int = 2  # consecutive failures of a component that open its circuit
     first_pause_s: float = 0.25  # how long a circuit stays open at first
@@ -164,6 +173,8 @@ class SchedulerSettings:
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
         self.rules()
+        if not 0 <= self.deadline_margin_s < math.inf:
+            raise ValueError(f"deadline_margin_s: must be a time from 0 on, not {self.deadline_margin_s}")
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")

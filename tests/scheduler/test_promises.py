@@ -68,7 +68,7 @@ def told(
     *,
     attained: str = "",
     harmful: str = "",
-    queue_s: float = 2.0,
+    queue_s: float = 0.0,
 ) -> Intention:
     """Answer: some instances keep the request's deadlines, and some would break those of others."""
     assert isinstance(intention, Ask), intention
@@ -126,6 +126,58 @@ def test_a_request_waits_while_there_is_time_left() -> None:
     assert intention.instance_ids == ("a", "b"), "all are asked, whether or not they refused just now"
     assert shed_because(told(decision, intention, moments[-1])) == LATE
     assert core.num_waiting == 0
+
+
+def test_a_request_is_late_when_no_instance_could_deliver_in_time_any_more() -> None:
+    """By the forecasts of all instances, with their queues: another one that can still be in time gets its turn."""
+    core = deadline_core()
+    decision, ask = place(core, when_late=SHED)
+    assert isinstance(told(decision, ask, queue_s=0.5), Wait)
+    ask = decision.tick(NOW_S + 1.0 - 0.5 - PLACING_S)
+    assert isinstance(ask, Ask)
+    assert ask.instance_ids == ("a", "b")
+    assert shed_because(told(decision, ask, NOW_S + 0.4, queue_s=0.5)) == LATE
+
+
+def test_a_request_is_not_late_because_of_one_instance_of_several() -> None:
+    """Those that refused it just now are asked again before it is."""
+    core = deadline_core()
+    load = {"decode_step_s": 0.01, "queued_prefill_s": 0.0, "least_tpot_slo_s": math.inf}
+    for name in "ab":
+        report(core, name, num_finished_total=3.0, **load)
+    decision, ask = place(core, when_late=SHED)
+    told(decision, ask)
+    report(core, "a", num_finished_total=4.0, **load)
+    ask = decision.tick(NOW_S + 0.09)
+    assert isinstance(ask, Ask)
+    assert ask.instance_ids == ("a",)
+    assert isinstance(told(decision, ask, NOW_S + 0.09, queue_s=5.0), Wait)
+
+
+@pytest.mark.parametrize(
+    ("turn", "first", "second", "may"),
+    [
+        ("fair", {"client_id": "x"}, {"client_id": "y"}, False),
+        ("fair", {"client_id": "x"}, {"client_id": "x"}, True),
+        ("arrival", {"client_id": "x"}, {"client_id": "y"}, True),
+    ],
+)
+def test_only_time_gives_a_request_a_last_attempt_before_its_turn(
+    turn: str, first: dict[str, str], second: dict[str, str], *, may: bool
+) -> None:
+    """It is tried at its last moment, unless it is another tenant's turn: then it is late."""
+    core = deadline_core(admission_turn=turn)
+    head, ask = place(core, **first, ttft_s=5.0)  # type: ignore[arg-type]
+    told(head, ask)
+    decision, wait = place(core, when_late=SHED, **second)  # type: ignore[arg-type]
+    assert isinstance(wait, Wait)
+    assert wait.until_s == pytest.approx(NOW_S + 1.0 - PLACING_S)
+    intention = decision.tick(wait.until_s)
+    if may:
+        assert admit(decision, told(decision, intention, wait.until_s, attained="a"), wait.until_s) == "a"
+    else:
+        assert shed_because(intention) == LATE
+        assert list(core.ready) == [head]
 
 
 def late(core: SchedulerCore, when_late: str, **fields: Any) -> tuple[Decision, Ask]:
@@ -379,7 +431,7 @@ def test_a_policy_without_deadlines_reads_none() -> None:
     """Late and best-effort requests are held, and placed, as all others are."""
     core = core_over("a", 'hold: hold = "predicted_queue_s < 1", hold_s = 5')
     for decision, ask in (place(core, when_late=SHED, ttft_s=0.01), place_best_effort(core)):
-        intention = told(decision, ask) if isinstance(ask, Ask) else ask
+        intention = told(decision, ask, queue_s=2.0) if isinstance(ask, Ask) else ask
         assert isinstance(intention, Wait)
         assert decision.request.indicators.due_s in (NOW_S + 0.01, math.inf)
         intention = told(decision, decision.tick(NOW_S + 5.0), NOW_S + 5.0, attained="a")

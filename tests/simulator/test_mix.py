@@ -33,7 +33,8 @@ def some_requests(num: int) -> list[RequestFacts]:
 def test_requests_get_entries_by_share() -> None:
     """Shares need not sum up to 1; what an entry leaves out stays as it is; a seed fixes the draw."""
     mix = mix_from([CHAT, BATCH])
-    given, names = mixed(some_requests(4000), mix, 1)
+    given, entries = mixed(some_requests(4000), mix, 1)
+    names = [entry.name for entry in entries]
     assert names.count("chat") / 4000 == pytest.approx(0.75, abs=0.03)
     for number, (request, name) in enumerate(zip(given, names, strict=True)):
         if name == "chat":
@@ -42,8 +43,8 @@ def test_requests_get_entries_by_share() -> None:
             tpot_s = 0.5 if number % 2 else None
             assert (request.request_class, request.slo) == (BEST_EFFORT, Slo(ttft_s=30.0, tpot_s=tpot_s))
             assert (request.priority, request.weight) == ((7, 0.5) if number % 2 else (0, 1.0))
-    assert mixed(some_requests(4000), mix, 1)[1] == names
-    assert mixed(some_requests(4000), mix, 2)[1] != names
+    assert mixed(some_requests(4000), mix, 1)[1] == entries
+    assert mixed(some_requests(4000), mix, 2)[1] != entries
 
 
 def test_a_workload_and_its_requests_get_the_same() -> None:
@@ -55,14 +56,14 @@ def test_a_workload_and_its_requests_get_the_same() -> None:
         (None, [RequestFacts(request_id=one.request_id, prompt_tokens=5) for one in requests]),
     ):
         levels = mixed_workload(replace(work, service=service), mix, 4).service
-        given, names = mixed(plain, mix, 4)
+        given, entries = mixed(plain, mix, 4)
         expected = service_levels_of(given)
         assert levels is not None
         assert expected is not None
         for name in ("ttft_slo_s", "tpot_slo_s", "weight", "priority", "request_class"):
             np.testing.assert_array_equal(getattr(levels, name), getattr(expected, name))
         assert levels.mix_entry is not None
-        assert levels.mix_entry.tolist() == names
+        assert levels.mix_entry.tolist() == [entry.name for entry in entries]
     assert mixed_workload(work, (), 4) is work
 
 

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from predictor.request import Slo
+from protos.block.v1 import common_pb2
+from services.gateway.incoming import read_headers
 from services.load.request_format import WORDS, RequestFormat, body_of, header_of, headers_of, prompt_ids
 from simulator.load_plan import Planned
 
@@ -70,6 +72,17 @@ def test_class_and_weight_are_sent_where_they_are_not_the_defaults() -> None:
     assert (headers[b"x-block-class"], headers[b"x-block-weight"]) == (b"best-effort", b"2.5")
     plain = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2)
     assert not {b"x-block-class", b"x-block-weight"} & set(dict(headers_of(plain, RequestFormat(model="m"), "r")))
+
+
+def test_the_tenant_and_what_happens_when_late_are_sent_where_they_are_stated() -> None:
+    """They are headers that the gateway reads."""
+    one = Planned(request_id="7", due_s=0.0, prompt_tokens=4, output_tokens=2, tenant="acme", when_late="shed")
+    headers = dict(headers_of(one, RequestFormat(model="m"), "r"))
+    assert (headers[b"x-llm-d-inference-fairness-id"], headers[b"x-block-when-late"]) == (b"acme", b"shed")
+    read = read_headers(list(headers.items()))
+    assert (read.fairness_id, read.when_late) == ("acme", common_pb2.WHEN_LATE_SHED)
+    plain = dict(headers_of(ONE, RequestFormat(model="m"), "r"))
+    assert not {b"x-llm-d-inference-fairness-id", b"x-block-when-late"} & set(plain)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.cli.running import answer, block, refusal
-from tests.services.gateway.stubs import Answer, Call, Engine
+from tests.services.gateway.stubs import DONE, Answer, Call, Engine, event
 from tests.services.load.test_running import answers, refuses
 
 GOOD = "http://127.0.0.1:1"
@@ -92,6 +92,57 @@ def test_a_mix(tmp_path: Path) -> None:
     assert set(total["by_class"]) == {"real-time", "best-effort"}
 
 
+async def sheds_one_tenant_at_first(call: Call) -> None:
+    """Shed the first attempts of one tenant, with an exact time; demote another tenant."""
+    tenant = call.headers["x-llm-d-inference-fairness-id"]
+    if tenant == "loud" and "-again-" not in call.headers["x-request-id"]:
+        headers = ("retry-after: 1", "x-block-retry-after-ms: 30", "x-block-shed-reason: late")
+        call.whole({"error": {"message": "overloaded"}}, 429, *headers)
+        return
+    demoted = ("x-block-demoted: true",) if tenant == "calm" else ()
+    call.head(200, "text/event-stream", "transfer-encoding: chunked", *demoted)
+    await call.chunk(event("x", "length"))
+    await call.chunk(DONE)
+    call.end()
+
+
+def test_tenants_of_a_mix_and_retries(tmp_path: Path) -> None:
+    """The report has each tenant, who was demoted, and what became of shed requests, retried or not."""
+    mix = tmp_path / "mix.toml"
+    mix.write_text(
+        "[[mix]]\nname = 'a'\nshare = 1\ntenant = 'loud'\nttft_slo_s = 600\nwhen_late = 'shed'\n"
+        "[[mix]]\nname = 'b'\nshare = 1\ntenant = 'calm'\nttft_slo_s = 600\nwhen_late = 'demote'\n"
+    )
+    flags = ("--model", "m", "-n", "20", "--rate", "500", "--output-tokens", "1", "--mix", str(mix))
+    rows_file = tmp_path / "rows.csv"
+    with engine_running(sheds_one_tenant_at_first) as engine:
+        total = answer("bench", engine.url, *flags)
+        sent = [call.headers for call in engine.calls]
+        again = answer("bench", engine.url, *flags, "--retry-shed", "3", "--csv", str(rows_file))
+    loud = [headers for headers in sent if headers["x-llm-d-inference-fairness-id"] == "loud"]
+    assert len(sent) == 20
+    assert 0 < len(loud) < 20
+    assert {headers["x-block-when-late"] for headers in loud} == {"shed"}
+    assert (total["num_shed"], total["num_demoted"], total["retries"]) == (len(loud), 20 - len(loud), None)
+    assert (total["by_tenant"]["loud"]["deadline_attained"], total["by_tenant"]["calm"]["deadline_attained"]) == (0, 1)
+    assert total["of_admitted"]["deadline_attained"] == 1
+    assert (again["num_shed"], again["num_ok"]) == (0, 20)
+    assert again["by_tenant"]["loud"]["deadline_attained"] == 1
+    assert (again["retries"]["num_requests"], again["retries"]["num_retries"]) == (len(loud), len(loud))
+    assert again["retries"]["admitted_at_once"] == 1
+    with rows_file.open() as rows:
+        retried = [row for row in csv.DictReader(rows) if row["tenant"] == "loud"]
+    assert all((row["retries"], row["demoted"]) == ("1", "0") for row in retried)
+    assert all(float(row["retried_after_s"]) > 0.025 for row in retried)  # timers may fire a little early
+
+
+def test_a_tenant_that_no_header_can_carry(tmp_path: Path) -> None:
+    """It is refused before anything is sent."""
+    mix = tmp_path / "mix.toml"
+    mix.write_text("[[mix]]\nname = 'a'\nshare = 1\ntenant = 'caf\u00e9'\n")
+    assert "tenant: must be printable ASCII" in refusal("bench", GOOD, "--model", "m", "--mix", str(mix))
+
+
 def test_a_trace(tmp_path: Path) -> None:
     """A trace's requests are sent in order of arrival, at its times or at drawn ones."""
     trace = tmp_path / "trace.csv"
@@ -157,6 +208,7 @@ BAD = (
     ([GOOD, "--slo-tpot-ms", "0"], "slo_tpot_ms: "),
     ([GOOD, "--timeout-s", "0"], "timeout_s: "),
     ([GOOD, "--max-in-flight", "0"], "max_in_flight: "),
+    ([GOOD, "--retry-shed", "-1"], "retry_shed: "),
     ([GOOD, "--seed", "-1"], "seed: "),
     ([GOOD, "-H", "nonsense"], "header: "),
     ([GOOD, "--csv", "/nowhere/x.csv", "--model", "m"], "csv: /nowhere/x.csv cannot be written"),
