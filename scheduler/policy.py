@@ -84,7 +84,7 @@ class Policy:
         self._score = entry.make(spec.parameters, generator)
         self._filter = condition(spec.filter, f"policy: {spec.name}: filter") if spec.filter else None
         self._tie_break = number(tie_break, f"policy: {spec.name}: tie_break") if tie_break else None
-        hold = entry.hold.format(**spec.parameters) if spec.hold is None else spec.hold
+        hold = _hold_of(spec, entry)
         self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
         # a condition of the user's own holds for all requests
         harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
@@ -254,8 +254,12 @@ def _score_reads_forecasts(spec: PolicySpec) -> bool:
     return _needs_forecast(_entry_of(spec).needs)
 
 
+def _hold_of(spec: PolicySpec, entry: PolicyEntry) -> str:
+    return entry.hold.format(**spec.parameters) if spec.hold is None else spec.hold
+
+
 def _hold_reads_forecasts(spec: PolicySpec) -> bool:
-    hold = _entry_of(spec).hold if spec.hold is None else spec.hold
+    hold = _hold_of(spec, _entry_of(spec))
     return bool(hold) and _needs_forecast(condition(hold, f"policy: {spec.name}: hold").needs)
 
 

@@ -366,7 +366,7 @@ class PlacementDriver:
         return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]
 
     def _set_waited(self, request: common_pb2.Request, of: PlacementRequest, now_s: float) -> None:
-        """Tell sidecars how long the request has been in the system: its deadlines, less the margin, count from there."""
+        """Set how long the request has been in the system; its deadlines, less the margin, count from there."""
         margin_s = 0.0 if of.objective.slo.ttft_s is None else self.settings.deadline_margin_s
         request.waited_s = of.waited_s + now_s - of.arrived_s + margin_s
 

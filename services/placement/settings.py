@@ -116,8 +116,8 @@ class SchedulerSettings:
     deadline_margin_s: Annotated[
         float,
         Option(
-            "Time by which requests with deadlines are admitted earlier than forecasts need it, in milliseconds: for the "
-            "gateway, the network, and errors of forecasts.",
+            "Time by which requests with deadlines are admitted earlier than forecasts need it, in milliseconds: for "
+            "the gateway, the network, and errors of forecasts.",
             name="deadline_margin_ms",
             unit="ms",
         ),
