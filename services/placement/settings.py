@@ -165,16 +165,11 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         """Refuse settings that no scheduler can have."""
         policy_from(self.policy)
-        for name in TIMES:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}: must be a time above 0, not {value}")
+        self._require_times()
         require_kv_connector(self.kv_connector)
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
         self.rules()
-        if not 0 <= self.deadline_margin_s < math.inf:
-            raise ValueError(f"deadline_margin_s: must be a time from 0 on, not {self.deadline_margin_s}")
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")
@@ -190,6 +185,14 @@ class SchedulerSettings:
             require_address("tagger", self.tagger)
         for address in self.provisioners:
             require_address("provisioner", address)
+
+    def _require_times(self) -> None:
+        for name in TIMES:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be a time above 0, not {value}")
+        if not 0 <= self.deadline_margin_s < math.inf:
+            raise ValueError(f"deadline_margin_s: must be a time from 0 on, not {self.deadline_margin_s}")
 
     def circuit(self) -> CircuitState:
         """Make the circuit of a component that may fail."""
