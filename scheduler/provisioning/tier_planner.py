@@ -80,6 +80,8 @@ class TierPlanner:
         board = _Board(self.tiers, instances)
         self._observe(now_s, board)
         self._adopt(board)
+        for tier in self.tiers:
+            self._trim(board, tier)
         num_unmet = sum(self._fill(board, tier) for tier in self.tiers)
         demand = _by_tier(waiting, self.tiers)
         for tier in self.tiers:
@@ -141,10 +143,13 @@ class TierPlanner:
         board.put(chosen, TierPlace(tier.name), f"requests of {tier.name} wait")
         return False
 
-    def _shrink(self, now_s: float, board: _Board, tier: Tier, *, is_wanted: bool) -> None:
-        """Have the least loaded instance leave a tier that does not need it, and all those above its maximum."""
+    def _trim(self, board: _Board, tier: Tier) -> None:
+        """Have the least loaded instances above its maximum leave a tier."""
         while board.num_in(tier) > tier.max_instances:
             board.leave(board.members_of(tier)[0], f"max_instances of {tier.name} is {tier.max_instances}")
+
+    def _shrink(self, now_s: float, board: _Board, tier: Tier, *, is_wanted: bool) -> None:
+        """Have the least loaded instance leave a tier that does not need it."""
         if is_wanted or board.num_in(tier) <= tier.min_instances:
             return
         for one in board.members_of(tier):
