@@ -35,7 +35,16 @@ from scheduler.candidate import (
 )
 from scheduler.candidates import Candidates, Rows
 from scheduler.indicators import INDEX_OF, Column
-from scheduler.instances import LATE, QUEUE_FULL, TIMEOUT, NoInstanceError, OverloadedError, RolePool, age_of
+from scheduler.instances import (
+    CLASS_LIMIT,
+    LATE,
+    QUEUE_FULL,
+    TIMEOUT,
+    NoInstanceError,
+    OverloadedError,
+    RolePool,
+    age_of,
+)
 from scheduler.intentions import FORECAST_IN, NO_ANSWER, STATUS_OF, Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import DEMOTE
 from scheduler.objectives import SHED as SHED_LATE
@@ -720,6 +729,8 @@ class Decision:
             self._wait_until_s = math.inf
             self._queue = core.join(self, self._waiting(), self._leave_s())
         elif self._queue.lane_of(self._number) != self._lane:
+            if request.objective.is_best_effort and self._queue.num_best_effort >= core.rules.max_held_best_effort:
+                return self._refuse_for_now(CLASS_LIMIT, now_s)  # it was demoted
             core.move(self, self._waiting(), self._leave_s(), now_s)
         deadline_s = min(self._queue.deadline_s(self._number), max(now_s, self._latest_s))
         if self._wait_until_s == -math.inf:  # woken already

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import Counter
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
 from services.http.kv_transfer import KV_CONNECTORS
@@ -71,6 +72,8 @@ class Generation:
         for attempt in range(1, settings.attempts + 1):
             try:
                 placement, decision = await self._place()
+            except OverloadedError:
+                raise  # says when to try again
             except ConnectionError:
                 if failure is None:
                     raise

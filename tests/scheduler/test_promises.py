@@ -241,7 +241,7 @@ def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
 
 def test_a_request_that_is_demoted_while_it_waits_has_no_deadline_in_its_new_lane() -> None:
     """A best-effort request that arrived before keeps its turn."""
-    core = deadline_core(admission_turn="deadline", max_held_best_effort=1)
+    core = deadline_core(admission_turn="deadline", max_held_best_effort=2)
     first, ask = place_best_effort(core)
     told(first, ask, harmful="ab")
     second, ask = place(core, when_late=DEMOTE)
@@ -348,6 +348,18 @@ def test_best_effort_has_only_so_many_waiting_requests() -> None:
     assert isinstance(told(decision, ask, harmful="ab"), Wait)
     assert shed_because(place_best_effort(core)[1]) == CLASS_LIMIT
     assert isinstance(told(*place(core)), Wait)
+
+
+def test_a_demoted_request_does_not_wait_beyond_the_limit_of_best_effort() -> None:
+    """It is refused as best effort would be."""
+    core = deadline_core(max_held_best_effort=1)
+    first, ask = place_best_effort(core)
+    told(first, ask, harmful="ab")
+    second, ask = place(core, when_late=DEMOTE)
+    told(second, ask, harmful="ab")
+    ask = second.tick(NOW_S + 0.95)
+    assert shed_because(told(second, ask, NOW_S + 0.95, harmful="ab")) == CLASS_LIMIT
+    assert list(core.waiting) == [first.number]
 
 
 def test_a_full_queue_sheds_those_that_ask_for_it() -> None:
