@@ -77,8 +77,9 @@ class Forecaster:
         try:
             for run in runs:
                 slot = slots[num_inserted] = self.engine.insert(run, arrival_s=now_s + run.in_s)
-                self.engine.state.facts[slot].ttft_slo_s -= run.in_s
                 num_inserted += 1
+                if run.in_s:  # reading a record's field takes microseconds
+                    self.engine.state.facts[slot].ttft_slo_s -= run.in_s
             made = self._forecast_inserted(slots, now_s, delays)
         finally:
             for run in runs[:num_inserted]:
