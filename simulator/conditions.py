@@ -64,6 +64,7 @@ class Conditions:
     max_held_of_tenant: int = 0  # of these, of one tenant
     max_held_best_effort: int = 0  # of these, best effort
     best_effort_share: float = 0.05
+    deadline_margin_s: float = 0.0  # by which a request has to be early by its forecast to be admitted
     prefix_view: str = ENGINE_CACHE
     hop_s: float = 0.003
     sample_s: float = 1.0  # interval of the cluster samples; 0 for none
@@ -74,7 +75,7 @@ class Conditions:
         require_count("num_schedulers", self.num_schedulers)
         for name in (
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
-            "order_s_per_token",
+            "order_s_per_token", "deadline_margin_s",
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

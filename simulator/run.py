@@ -291,7 +291,7 @@ class Simulation:
         indicators = RequestIndicators(
             prompt_tokens=self.prompt_tokens[number],
             tag_tokens=self.tag_tokens[number],
-            due_s=levels.due_s[number],
+            due_s=levels.due_s[number] - self.conditions.deadline_margin_s,
             tpot_slo_s=levels.tpot_slo_s[number],
         )
         request = PlacementRequest(
@@ -459,9 +459,13 @@ class Simulation:
         rows = np.arange(len(among)) if among.rows is None else among.rows
         num = len(rows)
         results = self.results[:num]
+        facts = self.requests.facts[number]
+        ttft_slo_s = facts.ttft_slo_s
+        facts.ttft_slo_s = ttft_slo_s - self.conditions.deadline_margin_s
         forecast_kernels.forecast_directly(
             self.fleet, self.requests, self._room(), number, rows, now_s, ask.with_delays, leg, ask.in_s, results
         )
+        facts.ttft_slo_s = ttft_slo_s
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
         if self._needs_tpot:
             columns["predicted_tpot_s"] = (results["finished_s"] - results["first_token_s"]) / np.maximum(

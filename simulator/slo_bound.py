@@ -77,7 +77,8 @@ class SloBound:
         if not 0 < share <= 1:
             raise ValueError(f"attained: must be a share above 0, at most 1, not {share}")
         worth = self.tokens if by_work else np.ones(len(self.costs_s))
-        order = np.argsort(self.costs_s / worth, kind="stable")
+        prices = (self.costs_s / worth).tolist()
+        order = np.array(sorted(range(len(prices)), key=prices.__getitem__), np.intp)
         before = np.cumsum(worth[order]) - worth[order]
         needed = share * float(worth.sum()) * (1 - 1e-12)
         parts = np.clip((needed - before) / worth[order], 0.0, 1.0)  # the last of the cheapest counts in part

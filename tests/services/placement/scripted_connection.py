@@ -257,6 +257,7 @@ async def _driven(script: Script, entry: Entry) -> None:
         max_held=script.max_held,
         forecast_always=script.forecast_always,
         without_pool=script.without_pool,
+        deadline_margin_s=0.0,
         failures_to_open=1 << 30,
         **script.limits,
     )

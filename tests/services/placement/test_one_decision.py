@@ -640,6 +640,8 @@ def on_the_wall_clock(policy: str, name: str) -> bool:
         return name == "held to the deadline" and policy not in DRAWS_PER_ATTEMPT
     if "late" in name:  # every call takes its deadline
         return name != "all are late" and policy in ("block", "jsq")
+    if policy == "slo" and name == "others reserve first":  # it waits until the queues that they make are shorter
+        return False
     return name not in ("one engine failed", "all engines failed", "too many are held")
 
 
