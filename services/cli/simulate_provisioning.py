@@ -11,6 +11,7 @@ from scheduler.provisioning import TIERS
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tiers import tiers_in
 from services.cluster.instance_range import InstanceRange, instance_range_from
+from services.settings import default_of
 from simulator.autoscaling import STATIC, AutoscalingOptions, ProvisionedRun
 from simulator.codec import read_text
 from simulator.fleet import InstanceSpec
@@ -22,7 +23,11 @@ HEADROOM = "headroom"
 def provisioning_options(command: F) -> F:
     """Give a command tiers, and a range for the number of instances."""
     command = click.option(
-        "--cold-start-s", type=float, default=60.0, show_default=True, help="Cold start of an instance, in seconds."
+        "--cold-start-s",
+        type=float,
+        default=default_of(AutoscalingOptions, "cold_start_s"),
+        show_default=True,
+        help="Cold start of an instance, in seconds.",
     )(command)
     command = click.option(
         "--provision",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ class TierMoves:
         members = roster.in_state(READY)
         known = [member for member in members if member.instance_id in self._busy]
         others = [member for member in members if member.instance_id not in self._busy]
-        conditions = {**await sidecars.conditions(known), **await sidecars.conditions(others, with_step=True)}
+        told = await asyncio.gather(sidecars.conditions(known), sidecars.conditions(others, with_step=True))
+        conditions = told[0] | told[1]
         self._alone_step_s = {
             member.instance_id: self._step_s(member, conditions.get(member.instance_id, Condition()))
             for member in members

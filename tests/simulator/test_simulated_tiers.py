@@ -82,7 +82,7 @@ def test_a_pool_grows_for_its_tiers_and_shrinks_again() -> None:
     done = run(burst(), first=1, cold_start_s=5.0, limits=limits, objectives=ScalingObjectives(cold_start_s=5.0))
     assert not np.isnan(latencies(done.result).e2e_s).any()
     sizes = [change.num_present for change in done.changes]
-    assert max(sizes) >= 3
+    assert max(sizes) >= 2
     assert sizes[-1] < max(sizes)
     assert done.serving_s <= done.instance_s < FLEET * done.result.end_s
 
