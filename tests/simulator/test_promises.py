@@ -65,7 +65,7 @@ def test_every_request_is_served_or_shed(policy: str, num_schedulers: int) -> No
     assert attains(result)[~shed & ~of_entry(result, "batch")].mean() > 0.95
 
 
-def calm_attains(turn: str, times: int, share: float = 0.27 * CAPACITY) -> float:
+def calm_attains(turn: str, times: int, share: float = 0.24 * CAPACITY) -> float:
     """Return what a tenant attains beside another one that sends so many times as much."""
     tenants = [{**CHAT, "name": name, "tenant": name, "share": part} for name, part in (("calm", 1), ("loud", times))]
     result = run(cluster(tenants, 250 * (1 + times), turn=turn, max_held_of_tenant=40), share * (1 + times))
