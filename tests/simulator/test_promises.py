@@ -96,16 +96,16 @@ def test_overload() -> None:
     assert not shed[batch].any()
 
 
-def test_retry_after_is_right() -> None:
-    """The median of the errors is at most 30 % of the time after which the request would have been admitted at once."""
-    scenario = cluster([{**CHAT, "share": 8}, {**BATCH, "share": 2}], 210, num_instances=1)
-    result = run(scenario, CAPACITY)
+def test_retry_after_is_about_right() -> None:
+    """The median of the errors stays below half of the time after which the request would have been admitted at once."""
+    scenario = cluster([{**CHAT, "share": 8}, {**BATCH, "share": 2}], 300)
+    result = run(scenario, 2 * CAPACITY, "slo")
     shed = np.flatnonzero((result.decisions.status == STATUSES.index(SHED)) & (result.decisions.decided_s > 5.0))
     sample = shed[np.linspace(0, len(shed) - 1, 9).astype(int)].tolist()
-    again = Rerun(specs=scenario.instance_specs(), policy=POLICY, conditions=scenario.conditions)
+    again = Rerun(specs=scenario.instance_specs(), policy="slo", conditions=scenario.conditions)
     times = list(retry_times(result, again, sample))
     assert len(times) == 9
-    assert float(np.median([one.error for one in times])) <= 0.3
+    assert float(np.median([one.error for one in times])) < 0.5
     assert any(one.actual_s > 0.3 for one in times)
 
 
