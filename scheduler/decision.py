@@ -116,6 +116,7 @@ class Decision:
     _leaves_because = QUEUE_FULL  # why it may not wait any longer
     _patient = False  # it is best effort, or late already, and must leave the deadlines of others alone
     _lane = 0  # of the admission queue
+    _asks_all = True  # also the instances that have just refused
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
@@ -329,8 +330,10 @@ class Decision:
         known = instances.table.candidates(request.indicators, now_s, rows)
         self._look_up(known)
         num_known = len(known)
+        self._asks_all = True
         if self._may_wait and num_known and now_s < self._latest_s:  # one that may be late must know of all
             known = self._worth_asking(known, now_s)
+            self._asks_all = len(known) == num_known
             num_known = len(known)
             if not num_known:
                 return self._wait(now_s)
@@ -453,16 +456,22 @@ class Decision:
         return self.policy.keeps_deadlines and not self._patient and now_s >= self._latest_start_s()
 
     def _latest_start_s(self) -> float:
-        """Return until when an idle instance could start the request and deliver its first token in time."""
+        """Return until when an idle instance could start the request and deliver its first token in time.
+
+        For one that is to be shed it is any instance, with its queue: else it would keep those behind it from their turn
+        until they are as late, and under overload none would be admitted in time.
+        """
         compared, due_s = self._compared, self.request.indicators.due_s
         prompt_tokens = self.request.indicators.prompt_tokens
         if due_s == math.inf:
             return due_s
         if compared is not None and "predicted_queue_s" in compared.columns:
-            takes_s = compared["predicted_ttft_s"] - compared["predicted_queue_s"]
-            least_s = float(np.fmin.reduce(takes_s, initial=math.inf))
+            ttft_s = compared["predicted_ttft_s"]
+            least_s = float(np.fmin.reduce(ttft_s - compared["predicted_queue_s"], initial=math.inf))
             if least_s < math.inf:
                 self.core.observe_prefill(least_s / max(1, prompt_tokens))
+                if self._asks_all and self.request.objective.when_late == SHED_LATE:  # others need their turn in time
+                    return due_s - float(np.fmin.reduce(ttft_s))
         return due_s - self.core.prefill_token_s * prompt_tokens
 
     def _too_late(self, now_s: float) -> Intention:

