@@ -13,6 +13,7 @@ from simulator.assembly import simulate
 from simulator.autoscaling import STATIC, AutoscalingOptions, simulate_provisioned
 from simulator.goodput import attained_in
 from simulator.parallel import Runner
+from simulator.request_needs import allowed_e2e_s
 from simulator.scenario import Scenario
 from simulator.sizing import sized
 from simulator.workload import Workload
@@ -67,19 +68,10 @@ def _options(trial: CostTrial, scenario: Scenario, work: Workload) -> Autoscalin
         first=trial.num_instances,
         cold_start_s=trial.cold_start_s,
         objectives=ScalingObjectives(
-            threshold_s=allowed_e2e_s(work),
+            threshold_s=allowed_e2e_s(work) or ScalingObjectives().threshold_s,
             cold_start_s=trial.cold_start_s,
             seats=config.max_num_seqs,
             kv_tokens=(config.num_gpu_blocks - 1) * config.block_size,
         ),
         limits=ScalingLimits(max_instances=GROWTH * trial.num_instances),
     )
-
-
-def allowed_e2e_s(work: Workload) -> float:
-    """Return the P99 of the times by which requests with both targets have to end, after their arrival."""
-    levels = work.service
-    assert levels is not None
-    allowed_s = levels.ttft_slo_s + (work.lengths.output_tokens - 1) * levels.tpot_slo_s
-    known = allowed_s[~np.isnan(allowed_s)]
-    return float(np.percentile(known, 99)) if len(known) else ScalingObjectives().threshold_s
