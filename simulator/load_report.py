@@ -98,6 +98,7 @@ def served_requests(results: Sequence[RequestResult], slo: Slo) -> ServedRequest
         tokens_on_time=np.array([result.tokens_on_time for result in results], np.int64),
         finished=finished,
         shed=np.array([result.failure == SHED for result in results], np.bool_),
+        demoted=np.array([result.demoted for result in results], np.bool_),
     )
 
 

@@ -47,6 +47,16 @@ class RequestNeeds:
         return np.where(self.decodes > 0, self.patience_s / np.maximum(1.0, self.decodes), np.inf)
 
 
+def allowed_e2e_s(work: Workload) -> float | None:
+    """Return the P99 of the times after which responses with both targets must have ended; None without any."""
+    levels = work.service
+    if levels is None:
+        return None
+    allowed_s = levels.ttft_slo_s + (work.lengths.output_tokens - 1) * levels.tpot_slo_s
+    known = allowed_s[~np.isnan(allowed_s)]
+    return float(np.percentile(known, 99)) if len(known) else None
+
+
 def kinds_of(specs: Sequence[InstanceSpec]) -> set[InstanceSpec]:
     """Return the different instances; roles and connectors do not count."""
     return {replace(spec, role=BOTH, config=replace(spec.config, kv_role="")) for spec in specs}

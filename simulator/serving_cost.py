@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
+from scheduler.provisioning.tiers import Tiers
 from simulator.assembly import simulate
 from simulator.autoscaling import STATIC, AutoscalingOptions, simulate_provisioned
 from simulator.goodput import attained_in
 from simulator.parallel import Runner
+from simulator.request_needs import allowed_e2e_s
 from simulator.scenario import Scenario
 from simulator.sizing import sized
 from simulator.workload import Workload
@@ -31,23 +33,25 @@ class CostTrial:
     seed: int
     rule: str = STATIC
     cold_start_s: float = 60.0
+    tiers: Tiers = ()  # between which instances move, with a rule
 
 
 def serving_cost(trial: CostTrial) -> dict[str, Any]:
-    """Simulate once; return the instance-seconds per request, and what attained its deadlines."""
+    """Simulate once; return the instance-seconds per request, those outside the best-effort pool, and what attained."""
     scenario = sized(trial.scenario, trial.num_instances)
     work = scenario.workload(trial.rate, trial.seed)
     if trial.rule == STATIC:
         result = simulate(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-        instance_s = result.up_s
+        instance_s = serving_s = result.up_s
     else:
         available = sized(scenario, GROWTH * trial.num_instances).instance_specs()
         done = simulate_provisioned(
             available, work, trial.policy, _options(trial, scenario, work), scenario.conditions, seed=trial.seed
         )
-        result, instance_s = done.result, done.instance_s
+        result, instance_s, serving_s = done.result, done.instance_s, done.serving_s
     return {
         "instance_s_per_request": instance_s / len(work),
+        "serving_s_per_request": serving_s / len(work),
         "attained": (found := attained_in(result))["attained"],
         "attained_tokens": found["attained_tokens"],
     }
@@ -67,19 +71,11 @@ def _options(trial: CostTrial, scenario: Scenario, work: Workload) -> Autoscalin
         first=trial.num_instances,
         cold_start_s=trial.cold_start_s,
         objectives=ScalingObjectives(
-            threshold_s=allowed_e2e_s(work),
+            threshold_s=allowed_e2e_s(work) or ScalingObjectives().threshold_s,
             cold_start_s=trial.cold_start_s,
             seats=config.max_num_seqs,
             kv_tokens=(config.num_gpu_blocks - 1) * config.block_size,
         ),
         limits=ScalingLimits(max_instances=GROWTH * trial.num_instances),
+        tiers=trial.tiers,
     )
-
-
-def allowed_e2e_s(work: Workload) -> float:
-    """Return the P99 of the times by which requests with both targets have to end, after their arrival."""
-    levels = work.service
-    assert levels is not None
-    allowed_s = levels.ttft_slo_s + (work.lengths.output_tokens - 1) * levels.tpot_slo_s
-    known = allowed_s[~np.isnan(allowed_s)]
-    return float(np.percentile(known, 99)) if len(known) else ScalingObjectives().threshold_s

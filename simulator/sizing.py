@@ -13,6 +13,7 @@ from simulator.metrics import Latencies, latencies, percentile_of_all
 from simulator.parallel import Runner
 from simulator.scenario import Scenario
 
+FAR = 5.0  # times the share that may miss: runs in which more miss are stopped
 NOTHING = 1e-9  # a share that may miss is never 0 in a ratio
 TUNING_SEED = 1000  # parameters are tuned on other samples of traffic than those that evaluate them
 
@@ -96,7 +97,7 @@ class AttainmentTarget:
 
         A run that is far from that is stopped, and more would miss than it returns.
         """
-        far = self.goal.share / 2
+        far = max(self.goal.share / 2, 1 - FAR * (1 - self.goal.share))
         trial = GoodputTrial(
             scenario=run.scenario, policy=run.policy, rate=run.rate, seed=run.seed, share=far, by_work=self.goal.by_work
         )

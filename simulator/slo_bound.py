@@ -36,7 +36,7 @@ from predictor.step_time import (
     tabulate,
 )
 from simulator.fleet import InstanceSpec
-from simulator.request_needs import RequestNeeds, needs_of, the_only_kind
+from simulator.request_needs import RequestNeeds, allowed_e2e_s, needs_of, the_only_kind
 from simulator.slo_prices import least_costs_s
 from simulator.workload import Workload
 
@@ -49,6 +49,7 @@ TITLES = {
     APART: "prefill and decode apart",
     MEMORY: "memory alone",
 }
+MIN_RUN = 5.0  # arrivals last at least so many times the allowed time of a response
 PARTS = np.geomspace(1e-3, 0.999, 100)  # numbers of decodes in a step where most steps have none
 
 
@@ -66,6 +67,11 @@ class SloBound:
     costs_s: Floats  # of each of these, at the prices of `slo_prices`; infinite: cannot attain
     optimum_s: Mapping[str, float]
     tier_s: Mapping[str, float]
+    allowed_s: float  # P99 of the times after which responses must have ended
+
+    def is_for_longer_runs(self, rate: float) -> bool:
+        """Whether a run of these requests at a rate is too short for the bound: much is served after the arrivals."""
+        return rate > 0 and self.num_requests / rate < MIN_RUN * self.allowed_s
 
     @property
     def num_impossible(self) -> int:
@@ -114,8 +120,9 @@ def _or_none(value: float) -> float | None:
 def slo_bound(specs: Sequence[InstanceSpec], work: Workload) -> SloBound:
     """Return what equal instances need at least for the requests of a workload that have deadlines.
 
-    A run of a finite trace may exceed the bound a little, because instances start empty and serve on after the last
-    arrival. With prefix caching, contents are computed once, and memory limits no step.
+    A run of a finite trace may exceed the bound, because instances start empty and serve on after the last arrival: by
+    a little if it is long compared with what responses may take (`is_for_longer_runs`), by any factor if it is not.
+    With prefix caching, contents are computed once, and memory limits no step.
     """
     spec = the_only_kind(specs)
     needs, shapes = needs_of(spec, work)
@@ -140,6 +147,7 @@ def slo_bound(specs: Sequence[InstanceSpec], work: Workload) -> SloBound:
         tokens=(lengths.prompt_tokens + lengths.output_tokens)[due].astype(np.float64),
         costs_s=least_costs_s(shapes, needs),
         optimum_s={kind: seconds / len(work) for kind, seconds in totals.items()},
+        allowed_s=allowed_e2e_s(work) or 0.0,
         tier_s={name: seconds / len(tiers[name]) for name, seconds in tiers_s.items()},
     )
 

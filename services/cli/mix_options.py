@@ -59,4 +59,4 @@ def refuse_given(why: str, *names: str) -> None:
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise ValueError(f"{name}: {why}")
+            raise ValueError(f"{name.removesuffix('_file')}: {why}")

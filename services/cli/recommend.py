@@ -10,11 +10,13 @@ from typing import Any
 
 import click
 
+from scheduler.provisioning.tiers import tiers_in
 from services.cli.mix_options import mix_option, refuse_given, with_mix
 from services.cli.recommend_costs import BY_DEADLINES, CostMeasure
 from services.cli.recommend_pools import recommend_by_pools
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
+from simulator.codec import read_text
 from simulator.goodput import GoodputGoal, with_deadlines
 from simulator.serving_cost import CostTrial
 from simulator.sizing import AttainmentTarget, Recommendation, SizingTarget, Target, recommend
@@ -67,6 +69,13 @@ ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filte
     help="With --mix: show also the cost with a rule that changes the number of instances.",
 )
 @click.option(
+    "--tiers",
+    "tiers_file",
+    metavar="FILE",
+    default=None,
+    help="TOML file with a table [[tier]] for each tier, for --autoscale tiers.",
+)
+@click.option(
     "--cold-start-s",
     type=float,
     default=default_of(CostTrial, "cold_start_s"),
@@ -116,6 +125,7 @@ def recommend_command(
     share: float | None,
     by_work: bool,
     autoscale: str | None,
+    tiers_file: str | None,
     cold_start_s: float,
     max_instances: int,
     seeds: int,
@@ -141,7 +151,7 @@ def recommend_command(
     measure = None
     work = base.workload(rate, 0)  # a bad trace is refused here, before any process starts
     if mix_file is None and share is None:
-        refuse_given("needs --mix", "by_work", "autoscale", "cold_start_s")
+        refuse_given("needs --mix", "by_work", "autoscale", "tiers_file", "cold_start_s")
         target = _target(percentile, slo_ttft_s, slo_tpot_s, slo_e2e_s)
     else:
         refuse_given("--mix and --attained are about deadlines", "slo_ttft_s", "slo_tpot_s", "slo_e2e_s", "percentile")
@@ -149,6 +159,7 @@ def recommend_command(
         target = AttainmentTarget(goal=GoodputGoal(share=0.9 if share is None else share, by_work=by_work))
         measure = CostMeasure(
             rate=rate, seeds=seeds, rule=autoscale, cold_start_s=cold_start_s, goal=target.goal,
+            tiers=() if tiers_file is None else tiers_in(read_text(tiers_file), tiers_file),
             on_progress=partial(_show, base.instances[0].profile),
         )  # fmt: skip
     if pools:

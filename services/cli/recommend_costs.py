@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scheduler.policy import policy_from
-from scheduler.provisioning import rule_from
+from scheduler.provisioning import TIERS, rule_from
 from scheduler.provisioning.limits import ScalingObjectives
+from scheduler.provisioning.tiers import Tiers
 from services.cli.slo_bound_lines import bound_of
 from simulator.goodput import GoodputGoal
 from simulator.parallel import Runner
@@ -43,9 +44,12 @@ class RecommendedCosts:
         for (profile, answer), costs in zip(ranking, self.rows, strict=True):
             for kind, cost in costs.items():
                 if cost is not None:
+                    serving = ""
+                    if cost["serving_s_per_request"] != cost["instance_s_per_request"]:
+                        serving = f" ({cost['serving_s_per_request']:.3f} in tiers)"
                     yield (
                         f"{profile + '  ' if several else ''}{answer.policy}: {cost['instance_s_per_request']:.3f}"
-                        f" instance-seconds per request {names[kind]}, attained {cost['attained']:.1%}"
+                        f" instance-seconds per request{serving} {names[kind]}, attained {cost['attained']:.1%}"
                         f" ({cost['attained_tokens']:.1%} of the tokens)"
                     )
         for profile, least in self.least.items():
@@ -61,6 +65,7 @@ class CostMeasure:
     seeds: int
     rule: str | None
     cold_start_s: float
+    tiers: Tiers
     goal: GoodputGoal
     on_progress: Callable[[str], None]
 
@@ -70,6 +75,8 @@ class CostMeasure:
         if not 0 <= self.cold_start_s <= longest_s:
             raise ValueError(f"cold_start_s: must be a time from 0 to {longest_s:g}, not {self.cold_start_s}")
         if self.rule is not None:
+            if (TIERS in self.rule.split("+")) != bool(self.tiers):
+                raise ValueError("autoscale: the rule tiers, and no other, needs --tiers FILE")
             try:
                 rule_from(self.rule, ScalingObjectives())
             except ValueError as error:
@@ -93,7 +100,7 @@ class CostMeasure:
         trial = CostTrial(scenario=scenario, policy=answer.policy, num_instances=num, rate=self.rate, seed=0)
         autoscaled = None
         if self.rule is not None and policy_from(answer.policy).needs_forecast:  # which rules read
-            scaled = replace(trial, rule=self.rule, cold_start_s=self.cold_start_s)
+            scaled = replace(trial, rule=self.rule, cold_start_s=self.cold_start_s, tiers=self.tiers)
             autoscaled = mean_cost(scaled, self.seeds, runner)
         return {FIXED: mean_cost(trial, self.seeds, runner), AUTOSCALED: autoscaled}
 

@@ -34,5 +34,11 @@ def bound_lines(bound: SloBound, shares: Sequence[float] = SHARES) -> Iterator[s
         for name, seconds in bound.tier_s.items()
     )
     yield f"least instance-seconds of a request, by tier: {costs}"
+    rate = bound.rate(min(shares))
+    if bound.is_for_longer_runs(rate):
+        yield (
+            f"at that rate {bound.num_requests} requests arrive within {bound.num_requests / rate:.0f} s, and responses"
+            f" may take {bound.allowed_s:.0f} s: with so few, more attain than in the long run (--num-requests)"
+        )
     if bound.num_impossible:
         yield f"{bound.num_impossible} requests have deadlines that an idle instance misses"

@@ -13,7 +13,7 @@ from simulator.goodput import Goodput, GoodputCase, GoodputGoal, goodputs
 from simulator.parallel import Runner
 from simulator.request_needs import kinds_of
 from simulator.scenario import Scenario
-from simulator.slo_bound import KINDS, TITLES, SloBound, slo_bound
+from simulator.slo_bound import KINDS, TIERS, TITLES, SloBound, slo_bound
 
 if TYPE_CHECKING:
     from simulator.experiments.experiment import Experiment, ExperimentSetting, Variant
@@ -244,7 +244,9 @@ def _optimum_tables(bounds: Bounds) -> list[str]:
         return []
     lines = [f"| all attained, at best | {' | '.join(TITLES[kind] for kind in KINDS)} |", "|---" * 5 + "|"]
     for setting, each in bounds.items():
-        lines.append(f"| {setting} | {' | '.join(_spread([one.optimum(kind) for one in each]) for kind in KINDS)} |")
+        note = ", for longer runs than these" if each[0].is_for_longer_runs(each[0].optimum(TIERS)) else ""
+        rates = " | ".join(_spread([one.optimum(kind) for one in each]) for kind in KINDS)
+        lines.append(f"| {setting}{note} | {rates} |")
     return ["\n".join(lines)]
 
 

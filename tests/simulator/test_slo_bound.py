@@ -227,6 +227,15 @@ def test_a_share_leaves_out_the_most_expensive() -> None:
             bound.rate(share)
 
 
+def test_short_runs_are_told_apart() -> None:
+    """The bound is for runs in which arrivals last at least five times as long as responses may take."""
+    bound = slo_bound(specs(1, PER_TOKEN), asking([(1, 101)] * 50, 1.1, 1.5))
+    assert bound.allowed_s == pytest.approx(151.1)
+    assert not bound.is_for_longer_runs(50 / 760)
+    assert bound.is_for_longer_runs(50 / 750)
+    assert not bound.is_for_longer_runs(0.0)
+
+
 def test_deadlines_only_cost() -> None:
     """Looser targets never cost more, and the bound is at most what engines with the same mix all the time reach."""
     work = poisson(80, 10.0)

@@ -152,6 +152,19 @@ def test_a_cluster_is_recommended_by_deadlines(mix: str) -> None:
     assert "instance-seconds per request, by whatever policy" in lines[-1]
 
 
+def test_the_cost_of_tiers_is_shown(mix: str, tmp_path: Path) -> None:
+    """With tiers, an instance in the best-effort pool is paid for and serves nobody's tier."""
+    tiers = tmp_path / "tiers.toml"
+    tiers.write_text("[[tier]]\nname = 'fast'\ntpot_slo_s = 0.04\n[[tier]]\nname = 'slow'\ntpot_slo_s = 0.1\n")
+    found = json.loads(
+        run("recommend", *SMALL, "--rate", "12", "--policy", "slo", "--seeds", "1", "--workers", "1", "--mix", mix,
+            "--attained", "0.5", "--autoscale", "tiers", "--tiers", str(tiers), "--cold-start-s", "1", "--json")
+    )  # fmt: skip
+    (row,) = found["ranking"]
+    cost = row["cost"]["autoscaled"]
+    assert 0 < cost["serving_s_per_request"] < cost["instance_s_per_request"]
+
+
 def test_pools_are_recommended_by_deadlines(mix: str) -> None:
     """A share of the tokens can be the target of pools as well."""
     arguments = ("recommend", *SMALL, "--rate", "8", "--policy", "jsq", "--seeds", "1", "--workers", "1", "--pools",
@@ -320,6 +333,7 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str
         (("recommend", "--rate", "5", "--attained", "-1"), "^attained: "),
         (("recommend", "--rate", "5", "--slo-ttft-s", "1"), "^slo_ttft_s: --mix and --attained are about deadlines"),
         (("recommend", "--rate", "5", "--autoscale", "grow"), "^autoscale: rule: 'grow' is none of"),
+        (("recommend", "--rate", "5", "--autoscale", "tiers"), "^autoscale: the rule tiers, and no other, needs"),
         (("recommend", "--rate", "5", "--autoscale", "headroom", "--pools"), "^--autoscale: cannot be combined"),
         (("recommend", "--rate", "5", "--autoscale", "headroom", "--cold-start-s", "-1"), "^cold_start_s: "),
     ],
