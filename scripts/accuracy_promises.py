@@ -84,7 +84,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PromiseRun:
     """A load: how many requests of a mix per second of engine time, and for how long."""
 
     name: str
@@ -126,11 +126,11 @@ def main() -> None:
     report("accuracy_promises", rows, as_json=arguments.json, settings=vars(arguments))
 
 
-def cases_of(arguments: argparse.Namespace) -> list[Case]:
+def cases_of(arguments: argparse.Namespace) -> list[PromiseRun]:
     """Return all loads, the lightest first."""
 
-    def case(name: str, mix: Mix, rate: float) -> Case:
-        return Case(name=name, mix=mix, rate=rate, seconds=arguments.seconds, seed=arguments.seed)
+    def case(name: str, mix: Mix, rate: float) -> PromiseRun:
+        return PromiseRun(name=name, mix=mix, rate=rate, seconds=arguments.seconds, seed=arguments.seed)
 
     share = 0.25 * CAPACITY  # of each tenant: half of what the engines can serve
     return [
@@ -142,7 +142,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def plan_of(case: Case) -> list[Planned]:
+def plan_of(case: PromiseRun) -> list[Planned]:
     """Draw the requests, and when they are due."""
     generator = np.random.default_rng(case.seed)
     drawn = synthetic(round(case.rate * case.seconds), PROMPT_TOKENS, OUTPUT_TOKENS, generator)
@@ -153,7 +153,7 @@ def plan_of(case: Case) -> list[Planned]:
 # Live.
 
 
-async def run_live(cases: Sequence[Case], tables: str, arguments: argparse.Namespace) -> dict[str, LiveRun]:
+async def run_live(cases: Sequence[PromiseRun], tables: str, arguments: argparse.Namespace) -> dict[str, LiveRun]:
     """Start the system, and send it one load after the other."""
     flags = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     settings = ClusterSettings(
@@ -168,7 +168,7 @@ async def run_live(cases: Sequence[Case], tables: str, arguments: argparse.Names
         return {case.name: await sent(case, cluster, arguments.speed) for case in cases}
 
 
-async def sent(case: Case, cluster: Cluster, speed: float) -> LiveRun:
+async def sent(case: PromiseRun, cluster: Cluster, speed: float) -> LiveRun:
     """Send one load until its last request has ended."""
     form = RequestFormat(model=MODEL, output="ignore-eos", time_scale=speed, seed=case.seed)
     origin = origin_of(cluster.gateway_urls[POLICY])
@@ -228,7 +228,7 @@ def decision_s_of(results: Sequence[RequestResult]) -> float:
     return float(np.percentile([one.decision_s for one in results if one.decision_s is not None], 10))
 
 
-def rows_of(case: Case, live: LiveRun, scenario: Scenario, speed: float) -> list[dict[str, Any]]:
+def rows_of(case: PromiseRun, live: LiveRun, scenario: Scenario, speed: float) -> list[dict[str, Any]]:
     """Return the results of a case, live and simulated."""
     results = sorted(live.results, key=sent_at)
     work = workload_of(results)

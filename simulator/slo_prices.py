@@ -54,7 +54,7 @@ def _groups(per_decode_s: Floats, decodes: Floats) -> list[npt.NDArray[np.intp]]
     """Group requests by their patience for a decode: those without limit, and others with as many decodes each."""
     groups = [np.flatnonzero(np.isinf(per_decode_s))]
     limited = np.flatnonzero(np.isfinite(per_decode_s))
-    limited = limited[np.argsort(per_decode_s[limited], kind="stable")]
+    limited = np.array(sorted(limited.tolist(), key=per_decode_s.__getitem__), np.intp)
     values = np.unique(per_decode_s[limited])
     if len(values) <= MAX_GROUPS:
         groups += [limited[per_decode_s[limited] == value] for value in values]
