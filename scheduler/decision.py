@@ -458,8 +458,8 @@ class Decision:
     def _latest_start_s(self) -> float:
         """Return until when an idle instance could start the request and deliver its first token in time.
 
-        For one that is to be shed it is any instance, with its queue: else it would keep those behind it from their turn
-        until they are as late, and under overload none would be admitted in time.
+        For one that is to be shed it is any instance, with its queue: else it would keep those behind it waiting until
+        they are as late, and under overload none would be admitted in time.
         """
         compared, due_s = self._compared, self.request.indicators.due_s
         prompt_tokens = self.request.indicators.prompt_tokens
