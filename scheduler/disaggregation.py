@@ -360,14 +360,15 @@ class DisaggregatedDecision(Decision):
         whole = self._compared
         assert whole is not None
         self._is_decode = np.arange(len(whole) + len(decode)) >= len(whole)
+        columns = {
+            name: np.concatenate((column, decode.columns[name]))
+            for name, column in whole.columns.items()
+            if name in decode.columns
+        }
         self._compared = replace(
             whole,
             rows=np.concatenate((rows_of(whole), rows_of(decode))),
-            columns={
-                name: np.concatenate((column, decode.columns[name]))
-                for name, column in whole.columns.items()
-                if name in decode.columns
-            },
+            columns=columns if len(whole) else dict(decode.columns),  # nobody was asked about whole requests
         )
         if self._forecasts is not None:
             self._forecasts = [*self._forecasts, *forecasts]

@@ -125,7 +125,7 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
     writer.publish()
     (read,) = snapshot(path).waiting
     seen = replace(facts, model="tiny", output_tokens=None, tag=tag, prefix_hashes=(11, 12), in_s=0.0)
-    seen = replace(seen, held_s=None, transfer_s=None, waited_s=0.0)  # schedulers and engines know these
+    seen = replace(seen, held_s=None, transfer_s=None, waited_s=0.0, length_quantiles=1)  # schedulers know these
     assert read.request == seen
     view = Reader(str(path)).read()
     assert view.requests["tenant"][3] == tenant_number(facts.client_id)
