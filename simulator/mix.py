@@ -18,15 +18,21 @@ from simulator.workload import Workload
 
 STREAM = 15  # of random numbers: other draws of a run with the same seed are independent of these
 KEYS = {"class": "request_class"}  # names in a file that differ from those of `MixEntry`
-FIELDS = ("name", "share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s", "when_late", "tenant")
+FIELDS = ("name", "share", "later_share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s", "when_late",
+          "tenant")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixEntry:
-    """A share of the requests; what it leaves at None stays as it is in the requests themselves."""
+    """A share of the requests; what it leaves at None stays as it is in the requests themselves.
+
+    With a `later_share` in any entry of a mix, the second half of the requests is drawn by these instead; an entry
+    without one keeps its share.
+    """
 
     name: str
     share: float
+    later_share: float | None = None
     request_class: str | None = None
     priority: int | None = None
     weight: float | None = None
@@ -38,7 +44,7 @@ class MixEntry:
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field as a file has it."""
         require_text("name", self.name)
-        for field in ("share", "weight", "ttft_slo_s", "tpot_slo_s"):
+        for field in ("share", "later_share", "weight", "ttft_slo_s", "tpot_slo_s"):
             value = getattr(self, field)
             if value is not None or field == "share":
                 require_positive(field, value)
@@ -97,9 +103,14 @@ def as_tables(mix: Mix) -> list[dict[str, Any]]:
 
 def drawn_entries(mix: Mix, num: int, seed: int) -> npt.NDArray[np.int64]:
     """Draw the entry of each request, by shares; the same seed gives the same entries."""
-    shares = np.array([entry.share for entry in mix], np.float64)
     generator = np.random.default_rng([seed, STREAM])
-    return generator.choice(len(mix), size=num, p=shares / shares.sum())
+    shares = np.array([entry.share for entry in mix], np.float64)
+    if all(entry.later_share is None for entry in mix):
+        return generator.choice(len(mix), size=num, p=shares / shares.sum())
+    later = np.array([entry.share if entry.later_share is None else entry.later_share for entry in mix], np.float64)
+    halves = (((num + 1) // 2, shares), (num // 2, later))
+    parts = [generator.choice(len(mix), size=size, p=one / one.sum()) for size, one in halves]
+    return np.concatenate(parts)
 
 
 def mixed_workload(work: Workload, mix: Mix, seed: int) -> Workload:

@@ -47,6 +47,23 @@ def test_requests_get_entries_by_share() -> None:
     assert mixed(some_requests(4000), mix, 2)[1] != entries
 
 
+def test_shares_change_half_way() -> None:
+    """The second half has its own shares; entries without a later share keep theirs, and the first half is as before."""
+    tables = [
+        {**CHAT, "share": 3, "later_share": 1},
+        {**BATCH, "share": 1, "later_share": 6},
+        {"name": "c", "share": 1},
+    ]
+    mix = mix_from(tables)
+    names = [entry.name for entry in mixed(some_requests(8001), mix, 1)[1]]
+    for half, shares in ((names[:4001], (0.6, 0.2, 0.2)), (names[4001:], (0.125, 0.75, 0.125))):
+        found = [half.count(name) / len(half) for name in ("chat", "batch", "c")]
+        assert found == pytest.approx(shares, abs=0.03)
+    assert mix_from(as_tables(mix)) == mix
+    constant = mix_from([{name: value for name, value in table.items() if name != "later_share"} for table in tables])
+    assert [entry.name for entry in mixed(some_requests(4001), constant, 1)[1]] == names[:4001]
+
+
 def test_a_workload_and_its_requests_get_the_same() -> None:
     """The columns of a simulated cluster's requests are those of the requests of one engine."""
     requests, mix = some_requests(500), mix_from([CHAT, BATCH, {"name": "rest", "share": 1}])
@@ -87,6 +104,10 @@ def test_a_mix_is_written_as_it_was_read() -> None:
         ("[[mix]]\nname = 'a'", "mix[0].share: is missing"),
         ("[[mix]]\nname = 'a'\nshare = 0", "mix[0].share: must be a number above 0, at most 1e+09, not 0"),
         (f"[[mix]]\nname = 'a'\nshare = 1{400 * '0'}", "mix[0].share: must be a number above 0, at most 1e+09, not 10"),
+        (
+            "[[mix]]\nname = 'a'\nshare = 1\nlater_share = -1",
+            "mix[0].later_share: must be a number above 0, at most 1e",
+        ),
         ("[[mix]]\nname = 'a'\nshare = true", "mix[0].share: must be a number above 0, at most 1e+09, not True"),
         ("[[mix]]\nname = 'a'\nshare = 1\n[[mix]]\nname = 'a'\nshare = 1", "mix[1].name: 'a' is there twice"),
         ("[[mix]]\nname = 'a'\nshare = 1\nweight = 0", "mix[0].weight: must be a number above 0, at most 1e+09, not 0"),
