@@ -3,7 +3,7 @@
 Held = while no instance keeps them and has a short queue, or those that do are too busy to become stricter
 Score = tier distance, then load
 
-An instance is of the tier that the provisioner tells, or else as strict as the strictest request that can still attain
+An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still attain
 its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then to the
 nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where decodes leave
 time for prefill in steps of the new length, or where there is no other instance. Of equals the least loaded one is
