@@ -140,10 +140,7 @@ class Candidates:
         if name == "ttft_left_s":
             return np.full(len(self), self.request.due_s - self.now_s)
         if indicator.source is IndicatorSource.LISTED:
-            column = self._of_candidates(getattr(self.known, name))
-            if name == "tier_closed" and self.request.tpot_slo_s == math.inf:
-                return np.where(self["tier_tpot_s"] < math.inf, column, 0.0)  # a closed pool takes such requests
-            return column
+            return self._listed(name)
         if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):
             return np.full(len(self), getattr(self.request, name), np.float64)
         return np.full(len(self), indicator.otherwise)
@@ -152,6 +149,12 @@ class Candidates:
         """Return what this scheduler sent, or what was reported if that is more; a report fades within the minute."""
         left = np.clip(1.0 - self["age_s"] / SECONDS_PER_MINUTE, 0.0, 1.0)
         return np.fmax(self._of_candidates(self.known.sent_last_minute), reported * left)
+
+    def _listed(self, name: str) -> Column:
+        column = self._of_candidates(getattr(self.known, name))
+        if name == "tier_closed" and self.request.tpot_slo_s == math.inf:
+            return np.where(self["tier_tpot_s"] < math.inf, column, 0.0)  # a closed pool takes such requests
+        return column
 
     def _of_candidates(self, column: Column) -> Column:
         return column if self.rows is None else column[self.rows]
