@@ -51,9 +51,9 @@ TIERS: Columns = {
     "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
     "decode_step_s": [0.04, 0.01, 0.02, 0.0],
 }
-TOLD: Columns = {**TIERS, "tier_tpot_s": [0.02, 0.5, 0.1, 0.1], "tier_closed": [0, 0, 0, 0]}  # whatever runs there
+GIVEN: Columns = {**TIERS, "tier_tpot_s": [0.02, 0.5, 0.1, 0.1], "tier_closed": [0, 0, 0, 0]}  # whatever runs there
 PENDING: Columns = {
-    **TOLD,
+    **GIVEN,
     "tier_tpot_s": [0.05, math.inf, 0.1, 0.5],
     "tier_closed": [0, 0, 1, 0],
     "num_running": [0] * 4,
@@ -117,7 +117,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "slo": [
         ("", TIERS, "adbc"),
         ("affinity = 0", TIERS, "dbca"),
-        ("", TOLD, "dcab"),
+        ("", GIVEN, "dcab"),
         ("", PENDING, "bacd"),
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         (
@@ -126,7 +126,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
             "dbca",
         ),
     ],
-    # Where the provisioner tells tiers, these count; a closed instance comes after all of its tier.
+    # Where instances have tiers, these count; a closed instance comes after all of its tier.
     # The own tier, the busiest first; then stricter ones, the nearest first; then an empty one; looser ones last.
     "polyserve": [
         ("", TIERS, "abdc"),
@@ -134,7 +134,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "acbd"),
         ("gradient = 0", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         ("", {**TIERS, "least_tpot_slo_s": [0.02, 0.05, 0.5, 0.01], "num_running": [1] * 4}, "badc"),
-        ("", TOLD, "cdab"),
+        ("", GIVEN, "cdab"),
         ("", PENDING, "acbd"),
         ("", {**PENDING, "tier_closed": [1, 1, 0, 1]}, "cabd"),
     ],
@@ -612,10 +612,10 @@ def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
 
 @pytest.mark.parametrize(
     ("target_s", "admitted"),
-    # told strict, told loose, of the pool and idle, pending for loose, of the closed pool
+    # strict, loose, of the pool and idle, pending for loose, of the closed pool
     [(0.02, "ac"), (0.1, "abcd"), (0.07, "ac"), (0.5, "abc")],
 )
-def test_polyserve_admits_by_the_tiers_that_are_told(target_s: float, admitted: str) -> None:
+def test_polyserve_admits_by_the_tiers_of_instances(target_s: float, admitted: str) -> None:
     """Stricter tiers take looser requests; a pending instance those of its tier, a closed pool none with a target."""
     columns: Columns = {
         "tier_tpot_s": [0.02, 0.1, math.inf, 0.1, math.inf],
