@@ -39,7 +39,7 @@ class InstanceColumns:
     `numbers` are small integers that identify instances for the lifetime of the process. `reported` has one line per
     indicator of `REPORTED` and one column per instance; `reported_s` is the time at which these values held.
     `sent_last_minute` counts the requests that this scheduler sent within a minute. `tier_tpot_s` and `tier_closed` are
-    what the list of instances tells of their tiers.
+    the tiers that the list of instances gives.
     """
 
     instance_ids: tuple[str, ...]
@@ -139,8 +139,8 @@ class Candidates:
             return self.now_s - self._of_candidates(self.known.reported_s)
         if name == "ttft_left_s":
             return np.full(len(self), self.request.due_s - self.now_s)
-        if indicator.source is IndicatorSource.TOLD:
-            return self._of_candidates(getattr(self.known, name))
+        if indicator.source is IndicatorSource.LISTED:
+            return self._listed(name)
         if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):
             return np.full(len(self), getattr(self.request, name), np.float64)
         return np.full(len(self), indicator.otherwise)
@@ -149,6 +149,12 @@ class Candidates:
         """Return what this scheduler sent, or what was reported if that is more; a report fades within the minute."""
         left = np.clip(1.0 - self["age_s"] / SECONDS_PER_MINUTE, 0.0, 1.0)
         return np.fmax(self._of_candidates(self.known.sent_last_minute), reported * left)
+
+    def _listed(self, name: str) -> Column:
+        column = self._of_candidates(getattr(self.known, name))
+        if name == "tier_closed" and self.request.tpot_slo_s == math.inf:
+            return np.where(self["tier_tpot_s"] < math.inf, column, 0.0)  # a closed pool takes such requests
+        return column
 
     def _of_candidates(self, column: Column) -> Column:
         return column if self.rows is None else column[self.rows]

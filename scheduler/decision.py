@@ -501,7 +501,7 @@ class Decision:
         request.indicators = replace(request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
         if self._compared is not None:  # what was derived from its targets is outdated
             self._compared.request = request.indicators
-            for name in ("ttft_left_s", "tpot_slo_s", "tier_ratio", "tier_fits"):
+            for name in ("ttft_left_s", "tpot_slo_s", "tier_closed", "tier_ratio", "tier_fits"):
                 self._compared.columns.pop(name, None)
 
     def _refuse_for_now(self, reason: str, now_s: float) -> Shed:

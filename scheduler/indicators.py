@@ -38,7 +38,7 @@ class IndicatorSource(Enum):
     SESSION = "this scheduler's memory of where the session's last request went"
     FORECAST = "the sidecar's forecast of this request, made for this decision"
     REQUEST = "the request itself"
-    TOLD = "the list of instances"
+    LISTED = "the list of instances"
     DERIVED = "other indicators, and as old as these"
 
 
@@ -130,15 +130,15 @@ OTHERS = (
     Indicator(
         name="tier_tpot_s",
         unit="s",
-        meaning="bound of the tier that the instance is told to belong to; infinite without one",
-        source=IndicatorSource.TOLD,
+        meaning="bound of the tier that the list of instances gives; infinite without one",
+        source=IndicatorSource.LISTED,
         otherwise=math.inf,
     ),
     Indicator(
         name="tier_closed",
         unit="0 or 1",
-        meaning="1 where it takes no new requests but those of this tier",
-        source=IndicatorSource.TOLD,
+        meaning="1 where it takes new requests of this tier only; 0 without a tier for a request without a TPOT target",
+        source=IndicatorSource.LISTED,
         otherwise=0.0,
     ),
     Indicator(
@@ -177,12 +177,12 @@ def _tier_ratio(of: Columns) -> Column:
     target_s, num = _bounded(of["tpot_slo_s"]), of["batch_size"]
     least = _bounded(of["least_tpot_slo_s"]) / target_s
     ratio = np.where(num > 0, least, num + np.inf)  # NaN where it is unknown
-    told_s, closed = of["tier_tpot_s"], of["tier_closed"]
-    is_told = told_s < math.inf
-    if is_told.any():
-        ratio = np.where(is_told, _bounded(told_s) / target_s, ratio)
+    bound_s, closed = of["tier_tpot_s"], of["tier_closed"]
+    has_tier = bound_s < math.inf
+    if has_tier.any():
+        ratio = np.where(has_tier, _bounded(bound_s) / target_s, ratio)
     if closed.any():
-        ratio = np.where(~is_told & (closed > 0), np.inf, ratio)
+        ratio = np.where(~has_tier & (closed > 0), np.inf, ratio)
     return ratio
 
 

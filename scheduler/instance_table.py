@@ -62,8 +62,8 @@ class InstanceTable:
         self._sent = deque(entry for entry in self._sent if entry[1] in self.row_of)
         self._in_flight = {name: share for name, share in self._in_flight.items() if name in self.row_of}
 
-    def tell_tier(self, instance_id: str, tpot_slo_s: float, *, closed: bool) -> None:
-        """Take the bound of the tier that an instance belongs to, infinite without one."""
+    def set_tier(self, instance_id: str, tpot_slo_s: float, *, closed: bool) -> None:
+        """Set the bound of the tier that an instance belongs to, infinite without one."""
         row = self.row_of[instance_id]
         self.known.tier_tpot_s[row], self.known.tier_closed[row] = tpot_slo_s, closed
 

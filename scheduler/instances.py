@@ -196,7 +196,7 @@ class InstanceDirectory:
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
         self.table.follow(self.by_id)
         for name, one in self.by_id.items():
-            self.table.tell_tier(name, one.tier_tpot_s, closed=one.tier_closed)
+            self.table.set_tier(name, one.tier_tpot_s, closed=one.tier_closed)
         self.suspects.intersection_update(self.by_id)
         self.suspects.update(name for name, one in self.by_id.items() if not one.is_healthy)
 

@@ -110,7 +110,7 @@ class Policy:
         self.needs_forecast = bool(self.forecast_fields)
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
         if self.keeps_deadlines:
-            names |= {"predicted_ttft_s", "predicted_queue_s"}  # which tell how late a request may start
+            names |= {"predicted_ttft_s", "predicted_queue_s"}  # which say how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)
         self.length_quantiles = spec.length_quantiles

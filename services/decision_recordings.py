@@ -57,7 +57,7 @@ def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFact
         if not request.request_id or request.prompt_tokens < 1:
             raise ValueError(f"{place}: request: has no request_id or no prompt_tokens")
         messages.setdefault(request.request_id, request)
-        arrived.setdefault(request.request_id, decision.decided_unix_s - decision.decision_s - request.waited_s)
+        arrived.setdefault(request.request_id, decision.decided_unix_s - request.waited_s)
     first_s = min(arrived.values(), default=0.0)
     requests = [
         _request(request, arrived[name] - first_s, lengths.get(name), block_size) for name, request in messages.items()

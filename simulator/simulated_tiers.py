@@ -64,7 +64,7 @@ class SimulatedTiers:
         self._places[name] = place
         bound_s = self._bounds_s.get(place.tier, math.inf)
         for scheduler in self._sim.schedulers:
-            scheduler.table.tell_tier(name, bound_s, closed=place.closed)
+            scheduler.table.set_tier(name, bound_s, closed=place.closed)
 
     def _count(self, now_s: float) -> None:
         passed_s, self._counted_s = max(0.0, now_s - self._counted_s), max(now_s, self._counted_s)

@@ -3,9 +3,9 @@
 Held = while no instance that is empty, or of the same or a stricter tier, keeps its deadlines and those of the request
 Score = tier (the request's own, a stricter one, a pending one, none), then - load
 
-An instance is of the tier that the provisioner tells. Without one it is of the tier of its strictest request, and an
-empty one of none: it joins the tier of its next request, as those of PolyServe's pool do at once (§4.3), and leaves it
-with the last one. A pending instance (§4.4) takes requests of its tier only, after all others of it.
+An instance is of the tier that the list of instances gives. Without one it is of the tier of its strictest request,
+and an empty one of none: it joins the tier of its next request, as those of PolyServe's pool do at once (§4.3), and
+leaves it with the last one. A pending instance (§4.4) takes requests of its tier only, after all others of it.
 
 In a tier the highest load goes first (the load gradient); where the own tier is full, a request goes to the next
 stricter one (lazy promotion). Deadlines are those of a simulation of the engine, with the wait for the running step,

@@ -251,6 +251,7 @@ class PlacementDriver:
             raise
         finally:
             _set_leg(request, decision.request)
+            request.waited_s = _waited_s(decision.request, time.monotonic())
             if sent is not asked:
                 set_objective(request, asked)
             self._wake()
@@ -366,9 +367,9 @@ class PlacementDriver:
         return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]
 
     def _set_waited(self, request: common_pb2.Request, of: PlacementRequest, now_s: float) -> None:
-        """Set how long the request has been in the system; its deadlines, less the margin, count from there."""
+        """Set from when the deadlines of a request count at sidecars: its arrival, earlier by the margin."""
         margin_s = 0.0 if of.objective.slo.ttft_s is None else self.settings.deadline_margin_s
-        request.waited_s = of.waited_s + now_s - of.arrived_s + margin_s
+        request.waited_s = _waited_s(of, now_s) + margin_s
 
     # Reserving.
 
@@ -495,6 +496,11 @@ def _set_leg(request: common_pb2.Request, of: Ask | Reserve | PlacementRequest) 
     request.ClearField("held_s")
     if isinstance(of, Reserve) and of.held_s is not None:
         request.held_s = of.held_s
+
+
+def _waited_s(of: PlacementRequest, now_s: float) -> float:
+    """Return how long a request has been in the system."""
+    return of.waited_s + now_s - of.arrived_s
 
 
 def _indicators(

@@ -76,7 +76,7 @@ class InstanceHandle:
         self._background: set[asyncio.Task[Any]] = set()
 
     def take_tier_of(self, instance: Instance) -> bool:
-        """Take the tier that a new list tells; return False where something else of the instance changed."""
+        """Take the tier of the instance in a new list; return False where something else of the instance changed."""
         known = self.instance
         if replace(known, tier=instance.tier, tier_tpot_s=instance.tier_tpot_s, tier_closed=instance.tier_closed) != (
             instance

@@ -23,14 +23,7 @@ from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
 MAX_RECORD_MIB = 2.0**20
-MINIMA = {
-    "max_conflicts": 0,
-    "max_held": 0,
-    "max_deciding": 1,
-    "failures_to_open": 1,
-    "attempts": 1,
-    "deadline_margin_s": 0,
-}
+MINIMA = {"max_conflicts": 0, "max_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
 TIMES = (
     "sidecar_deadline_s",
     "watch_s",
@@ -178,7 +171,7 @@ class SchedulerSettings:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
         self.rules()
         for name, minimum in MINIMA.items():
-            if not minimum <= getattr(self, name) < math.inf:
+            if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: must be at least {minimum}, not {getattr(self, name)}")
         if not 0 < self.record_share <= 1:
             raise ValueError(f"record_share: must be above 0 and at most 1, not {self.record_share}")

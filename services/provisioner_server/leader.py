@@ -386,11 +386,11 @@ class Leader:
         if not await self._lease.held():  # it may have expired while sidecars were asked
             self._resign()
             return
-        is_new, self._last_moves = moves != self._last_moves, moves
-        if not moves or (self._settings.dry_run and not is_new):
+        if not moves or (self._settings.dry_run and moves == self._last_moves):
             return
         action = action_from(moves, journal.next_id(self._settings.pool), self._pool, self._num_present())
         if self._settings.dry_run:
+            self._last_moves = moves
             self._write(journal, action, pb.ACTION_STATE_PLANNED)
             return
         self._write(journal, action)

@@ -31,8 +31,8 @@ class TierMoves:
         members = roster.in_state(READY)
         known = [member for member in members if member.instance_id in self._busy]
         others = [member for member in members if member.instance_id not in self._busy]
-        told = await asyncio.gather(sidecars.conditions(known), sidecars.conditions(others, with_step=True))
-        conditions = told[0] | told[1]
+        busy, rest = await asyncio.gather(sidecars.conditions(known), sidecars.conditions(others, with_step=True))
+        conditions = busy | rest
         self._alone_step_s = {
             member.instance_id: self._step_s(member, conditions.get(member.instance_id, Condition()))
             for member in members
@@ -47,10 +47,12 @@ class TierMoves:
 
     def _step_s(self, member: Member, condition: Condition) -> float:
         """Return the duration of a step that decodes one request: exact where nothing else runs, else a bound of it."""
-        known_s, told_s = self._alone_step_s.get(member.instance_id, math.nan), condition.alone_step_s
-        if condition.num_requests == 0 and not math.isnan(told_s):
-            return told_s
-        return min(known_s, told_s) if not math.isnan(known_s + told_s) else told_s if math.isnan(known_s) else known_s
+        known_s, new_s = self._alone_step_s.get(member.instance_id, math.nan), condition.alone_step_s
+        if math.isnan(new_s):
+            return known_s
+        if condition.num_requests == 0 or math.isnan(known_s):
+            return new_s
+        return min(known_s, new_s)
 
     def _instance(self, member: Member, condition: Condition) -> TierInstance:
         return TierInstance(

@@ -51,9 +51,9 @@ TIERS: Columns = {
     "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
     "decode_step_s": [0.04, 0.01, 0.02, 0.0],
 }
-TOLD: Columns = {**TIERS, "tier_tpot_s": [0.02, 0.5, 0.1, 0.1], "tier_closed": [0, 0, 0, 0]}  # whatever runs there
+GIVEN: Columns = {**TIERS, "tier_tpot_s": [0.02, 0.5, 0.1, 0.1], "tier_closed": [0, 0, 0, 0]}  # whatever runs there
 PENDING: Columns = {
-    **TOLD,
+    **GIVEN,
     "tier_tpot_s": [0.05, math.inf, 0.1, 0.5],
     "tier_closed": [0, 0, 1, 0],
     "num_running": [0] * 4,
@@ -117,7 +117,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "slo": [
         ("", TIERS, "adbc"),
         ("affinity = 0", TIERS, "dbca"),
-        ("", TOLD, "dcab"),
+        ("", GIVEN, "dcab"),
         ("", PENDING, "bacd"),
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         (
@@ -126,7 +126,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
             "dbca",
         ),
     ],
-    # Where the provisioner tells tiers, these count; a closed instance comes after all of its tier.
+    # Where instances have tiers, these count; a closed instance comes after all of its tier.
     # The own tier, the busiest first; then stricter ones, the nearest first; then an empty one; looser ones last.
     "polyserve": [
         ("", TIERS, "abdc"),
@@ -134,7 +134,7 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "acbd"),
         ("gradient = 0", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         ("", {**TIERS, "least_tpot_slo_s": [0.02, 0.05, 0.5, 0.01], "num_running": [1] * 4}, "badc"),
-        ("", TOLD, "cdab"),
+        ("", GIVEN, "cdab"),
         ("", PENDING, "acbd"),
         ("", {**PENDING, "tier_closed": [1, 1, 0, 1]}, "cabd"),
     ],
@@ -344,6 +344,37 @@ def test_a_policy_ranks_as_worked_out_by_hand(text: str, columns: Columns, expec
     assert chosen(text, columns) == expected[0]
 
 
+@pytest.mark.parametrize(("name", "order_of_loose"), [("slo", "ba"), ("polyserve", "ab")])
+def test_a_closed_pool_takes_requests_without_a_target_for_the_time_per_token(name: str, order_of_loose: str) -> None:
+    """It is closed to the requests of tiers only; `polyserve` prefers stricter tiers to idle instances."""
+    policy = policy_from(name, seed=1)
+
+    def admitting(tpot_slo_s: float) -> tuple[str, str]:
+        table = InstanceTable("ab")
+        reported = {"num_waiting": 0, "queued_prefill_s": 0.0, "decode_step_s": 0.02}
+        table.replace("a", {**reported, "num_running": 5, "least_tpot_slo_s": 0.05}, 0.0)
+        table.replace("b", {**reported, "num_running": 0}, 0.0)
+        table.set_tier("a", 0.05, closed=False)
+        table.set_tier("b", math.inf, closed=True)
+        request = RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=tpot_slo_s)
+        candidates = table.candidates(request, 0.0)
+        candidates.add(
+            {
+                "predicted_attained": np.ones(2),
+                "others_missed": np.zeros(2),
+                "predicted_preemptions": np.zeros(2),
+                "others_preempted": np.zeros(2),
+                "predicted_queue_s": np.zeros(2),
+            }
+        )
+        order = policy.order(candidates, policy.scores(candidates))
+        admits = policy.admits(candidates)
+        return ("".join("ab"[place] for place in order), "".join("ab"[place] for place in np.flatnonzero(admits)))
+
+    assert admitting(math.inf) == (order_of_loose, "ab")
+    assert admitting(0.05) == ("ab", "a")
+
+
 def test_every_policy_has_a_case_or_a_test_of_its_own() -> None:
     """No policy joins the table without one."""
     assert set(POLICIES) - set(TABLES) == {"random", "power_of_two"}
@@ -368,7 +399,7 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
 )
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
-    needs = [root.name for root in _roots(name) if root.source not in (IndicatorSource.REQUEST, IndicatorSource.TOLD)]
+    needs = [root.name for root in _roots(name) if root.source not in (IndicatorSource.REQUEST, IndicatorSource.LISTED)]
     reported = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
     at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
     assert at_risk
@@ -581,10 +612,10 @@ def test_a_policy_is_a_file_of_its_own_under_sixty_lines() -> None:
 
 @pytest.mark.parametrize(
     ("target_s", "admitted"),
-    # told strict, told loose, of the pool and idle, pending for loose, of the closed pool
+    # strict, loose, of the pool and idle, pending for loose, of the closed pool
     [(0.02, "ac"), (0.1, "abcd"), (0.07, "ac"), (0.5, "abc")],
 )
-def test_polyserve_admits_by_the_tiers_that_are_told(target_s: float, admitted: str) -> None:
+def test_polyserve_admits_by_the_tiers_of_instances(target_s: float, admitted: str) -> None:
     """Stricter tiers take looser requests; a pending instance those of its tier, a closed pool none with a target."""
     columns: Columns = {
         "tier_tpot_s": [0.02, 0.1, math.inf, 0.1, math.inf],

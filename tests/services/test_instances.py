@@ -51,7 +51,7 @@ def test_a_flag_may_name_models_a_role_and_a_tier() -> None:
     assert instance_from_flag("a=http://h:1,h:2,role=prefill-decode").role == "both"
 
 
-def test_a_file_may_tell_tiers(tmp_path: Path) -> None:
+def test_a_file_may_give_tiers(tmp_path: Path) -> None:
     """A bound of the time per token, and whether the instance is closed; invalid values are refused by name."""
     path = tmp_path / "i.json"
     path.write_text(json.dumps([{**A, "tier": "fast", "tier_tpot_s": 0.02, "tier_closed": True}, B]))

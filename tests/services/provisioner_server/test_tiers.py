@@ -1,4 +1,4 @@
-"""Tiers at the leader: moves are journaled, survive a crash, and are told to schedulers."""
+"""Tiers at the leader: moves are journaled, survive a crash, and are in the list of instances."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.provisioning.tier_planner import TierPlanner
 from services.instances import instances_from_file
 from services.provisioner_server.journal import entries
 from services.provisioner_server.leader import Leader
@@ -46,7 +47,7 @@ async def ticks(one: Leader, num: int) -> None:
         await one.tick()
 
 
-def told(folder: Path) -> dict[str, tuple[str, float, bool]]:
+def listed(folder: Path) -> dict[str, tuple[str, float, bool]]:
     """The tiers that schedulers read."""
     found = instances_from_file(str(folder / "instances.json"))
     return {one.instance_id: (one.tier, one.tier_tpot_s, one.tier_closed) for one in found}
@@ -59,15 +60,15 @@ def waiting(scheduler_id: str, **num_by_ms: int) -> pb.ReportRequest:
 
 
 def test_a_tier_gets_its_minimum_and_then_what_waiting_requests_need(tmp_path: Path) -> None:
-    """Schedulers are told in the list of instances; the reason is in the journal, and no hook is called for it."""
+    """The list of instances has it; the reason is in the journal, and no hook is called for it."""
 
     async def test() -> None:
         one = tier_leader(tmp_path, set())
         await ticks(one, 4)
-        assert told(tmp_path) == {FIRST: ("strict", 0.02, False), SECOND: ("", float("inf"), False)}
+        assert listed(tmp_path) == {FIRST: ("strict", 0.02, False), SECOND: ("", float("inf"), False)}
         assert one._pool.receive(waiting("s", t100=2))
         await ticks(one, 1)
-        assert told(tmp_path)[SECOND] == ("loose", 0.1, False)
+        assert listed(tmp_path)[SECOND] == ("loose", 0.1, False)
         moves = [entry.action for entry in entries(tmp_path / "journal.jsonl") if entry.action.moves]
         assert [action.state for action in moves] == [pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_DONE] * 2
         assert moves[-1].why == f"{SECOND} to loose: requests of loose wait"
@@ -93,7 +94,7 @@ def test_waiting_requests_start_an_instance_where_the_pool_is_empty(tmp_path: Pa
         busy = Condition(is_ready=True, num_requests=5, least_tpot_slo_s=0.02, alone_step_s=0.01)
         one._sidecars.condition = busy
         await ticks(one, 2)
-        assert {tier for tier, *_ in told(tmp_path).values()} == {"strict"}
+        assert {tier for tier, *_ in listed(tmp_path).values()} == {"strict"}
         one._pool.receive(waiting("s", t20=2, t1=9))
         await ticks(one, 1)
         assert len(running) == 2  # the action is written, and carried out at the next tick
@@ -121,12 +122,12 @@ def test_a_crash_in_the_middle_of_a_move_loses_no_instance(tmp_path: Path, momen
         with pytest.raises(DeathError):
             await ticks(one, 4)
         os.close(one._lease._handle)  # what the kernel does when a process ends
-        assert told(tmp_path)[FIRST][0] == ("strict" if moment == "after" else "")
+        assert listed(tmp_path)[FIRST][0] == ("strict" if moment == "after" else "")
         last = entries(tmp_path / "journal.jsonl")[-1].action
         assert (last.kind, last.state) == (pb.ACTION_KIND_MOVE, pb.ACTION_STATE_WRITTEN)
         second = tier_leader(tmp_path, running)
         await ticks(second, 1)
-        assert told(tmp_path) == {FIRST: ("strict", 0.02, False), SECOND: ("", float("inf"), False)}
+        assert listed(tmp_path) == {FIRST: ("strict", 0.02, False), SECOND: ("", float("inf"), False)}
         ended = entries(tmp_path / "journal.jsonl")[-1].action
         assert (ended.action_id, ended.state) == (last.action_id, pb.ACTION_STATE_DONE)
         await ticks(second, 3)
@@ -136,7 +137,7 @@ def test_a_crash_in_the_middle_of_a_move_loses_no_instance(tmp_path: Path, momen
     assert running == {FIRST, SECOND}
 
 
-def test_tiers_that_changed_in_the_file_are_told_after_a_restart(tmp_path: Path) -> None:
+def test_tiers_that_changed_in_the_file_count_after_a_restart(tmp_path: Path) -> None:
     """Another bound, a tier that is gone, and no tiers at all."""
 
     async def test() -> None:
@@ -148,10 +149,10 @@ def test_tiers_that_changed_in_the_file_are_told_after_a_restart(tmp_path: Path)
         await one.close()
         second = tier_leader(tmp_path, running, '[[tier]]\nname = "strict"\ntpot_slo_s = 0.03\n')
         await ticks(second, 1)
-        assert told(tmp_path) == {FIRST: ("strict", 0.03, False), SECOND: ("", float("inf"), False)}
+        assert listed(tmp_path) == {FIRST: ("strict", 0.03, False), SECOND: ("", float("inf"), False)}
         await second.close()
         await ticks(leader(tmp_path, RecordingHook(running)), 1)
-        assert {tier for tier, *_ in told(tmp_path).values()} == {""}
+        assert {tier for tier, *_ in listed(tmp_path).values()} == {""}
 
     asyncio.run(test())
 
@@ -166,11 +167,31 @@ def test_a_dry_run_moves_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         one = tier_leader(tmp_path, {"a"}, dry_run=True)
         await ticks(one, 3)
-        assert told(tmp_path) == {"a": ("", float("inf"), False)}
+        assert listed(tmp_path) == {"a": ("", float("inf"), False)}
 
     asyncio.run(test())
     moves = [entry.action for entry in entries(tmp_path / "journal.jsonl") if entry.action.moves]
     assert [(action.state, action.dry_run) for action in moves] == [(pb.ACTION_STATE_PLANNED, True)]
+
+
+def test_a_dry_run_writes_the_same_moves_once(tmp_path: Path) -> None:
+    """Also where there were none meanwhile, as while a tier settles."""
+    table = {
+        "instance_id": "a", "state": "ready", "engine_url": "http://127.0.0.1:1", "sidecar_address": "127.0.0.1:1",
+    }  # fmt: skip
+    (tmp_path / "roster.json").write_text(json.dumps([table]))
+
+    async def test() -> None:
+        tiers = '[[tier]]\nname = "loose"\ntpot_slo_s = 0.1\n'
+        one = tier_leader(tmp_path, {"a"}, tiers, dry_run=True)
+        one._pool._tier_planner = TierPlanner(one._pool.tiers, settle_s=0.0)
+        for num in (1, 0, 1):
+            one._pool.receive(waiting("s", t100=num))
+            await ticks(one, 1)
+
+    asyncio.run(test())
+    moves = [entry.action for entry in entries(tmp_path / "journal.jsonl") if entry.action.moves]
+    assert [action.why for action in moves] == ["a to loose: requests of loose wait"]
 
 
 def test_reports_of_waiting_requests_replace_each_other_and_expire(

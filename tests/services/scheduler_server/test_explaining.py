@@ -162,6 +162,19 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     assert [statuses(one) for one in decisions_in(path)] == [dict.fromkeys("ab", "FORECAST")] * 2
 
 
+def test_the_margin_of_deadlines_does_not_change_recorded_arrivals(tmp_path: Path) -> None:
+    """Sidecars count deadlines from an earlier time; a request with deadlines is recorded when it arrived."""
+    path = str(tmp_path / "decisions.jsonl")
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs, record=path, deadline_margin_s=1000.0) as client:
+            await client.decide(client.request())
+            await client.decide(client.request(slo=common_pb2.Slo(ttft_s=2000.0)))
+
+    run(test)
+    assert [one.request_id for one in requests_in(path)] == ["r1", "r2"]
+
+
 def test_recordings_are_sampled_by_request_and_bounded_in_size(tmp_path: Path) -> None:
     """About a share of the requests is recorded, each with its outcome; old lines are dropped, and no line is cut."""
     path = tmp_path / "decisions.jsonl"

@@ -259,7 +259,7 @@ async def provisioner(folder: Path) -> AsyncIterator[tuple[str, Pool]]:
         await server.stop(None)
 
 
-def test_provisioners_are_told_which_requests_wait(tmp_path: Path) -> None:
+def test_provisioners_get_reports_of_waiting_requests(tmp_path: Path) -> None:
     """By their targets for the time per token, without best effort; and that none waits any more."""
 
     async def test() -> None:
