@@ -12,11 +12,11 @@ are conditional, so that no two decisions take the same room. All attainment is 
   much. Turns are fair, and each tenant has a limit of waiting requests.
 - `overload.*`: chat and best effort at twice the capacity: what is attained of what was admitted, the best-effort share
   of the tokens, and how many requests got no answer.
-- `retry_after.*`: how right the time is that shed requests are told. A scheduler knows who waits, and not who will
-  come. So a time is right if the same request, sent again after it, is admitted without waiting, and sent earlier is
-  not, provided that nobody else comes after it was shed. Simulated, that moment is found by repeating the run up to
-  then with a copy of the request (`simulator/retry_accuracy.py`). Live, it is observed after the last request of a run:
-  a request that is shed then would be admitted once the admission queue is empty.
+- `retry_after.*`: how right the `Retry-After` of shed requests is. A scheduler knows the waiting requests, and not
+  those that will come. So a time is right if the same request, sent again after it, is admitted without waiting, and
+  sent earlier is not, provided that no other request comes after it was shed. Simulated, that moment is found by
+  repeating the run up to then with a copy of the request (`simulator/retry_accuracy.py`). Live, it is observed after
+  the last request of a run: a request that is shed then would be admitted once the admission queue is empty.
 - `machine.*`: how late requests were sent, and the share of the processors that was used. A run is limited by the
   machine (`cpu_limited` 1) where a hundredth of the requests was sent more than 50 ms late.
 """
@@ -251,7 +251,9 @@ def rows_of(case: PromiseRun, live: LiveRun, scenario: Scenario, speed: float) -
             admitted = rows_in & ~shed
             shares[kind] = float(attained[rows_in].mean())
             add(f"{name}.attained.{kind}", shares[kind], "ratio", int(rows_in.sum()))
-            add(f"{name}.attained_of_admitted.{kind}", float(attained[admitted].mean()), "ratio", int(admitted.sum()))
+            if admitted.any():
+                of_admitted = float(attained[admitted].mean())
+                add(f"{name}.attained_of_admitted.{kind}", of_admitted, "ratio", int(admitted.sum()))
             add(f"{name}.token_share.{kind}", float(tokens[rows_in].sum() / tokens.sum()), "ratio", int(rows_in.sum()))
             add(f"{name}.shed.{kind}", int(shed[rows_in].sum()), "requests", int(rows_in.sum()))
         add(f"{name}.attained.difference", shares["live"] - shares["simulated"], "ratio", int(rows_in.sum()))
@@ -296,7 +298,7 @@ def whole(served: ServedRequests) -> npt.NDArray[np.bool_]:
 
 
 def retry_errors(run: RunResult, scenario: Scenario, seed: int) -> list[float]:
-    """Return the errors of the times that a sample of the shed requests was told, in the simulator."""
+    """Return the errors of `Retry-After` of a sample of the shed requests, in the simulator."""
     decisions = run.decisions
     in_time = (decisions.decided_s > PROBED_FROM_S) & (decisions.decided_s < PROBED_UNTIL_S)
     shed = np.flatnonzero((decisions.status == STATUSES.index(SHED)) & in_time)
@@ -308,14 +310,14 @@ def retry_errors(run: RunResult, scenario: Scenario, seed: int) -> list[float]:
 
 
 def retry_errors_live(results: Sequence[RequestResult]) -> list[float]:
-    """Return the errors of the times that real-time requests were told which were shed after the last one had come."""
+    """Return the errors of `Retry-After` of real-time requests that were shed after the last request had come."""
     real_time = [one for one in results if one.plan.request_class == REAL_TIME and one.answered_s is not None]
     if not real_time:
         return []
     last_sent_s = max(sent_at(one) for one in results)
     emptied_s = max(answered_at(one) for one in real_time)
     times = [
-        RetryTime(number=0, said_s=one.retry_after_s, actual_s=emptied_s - answered_at(one))
+        RetryTime(number=0, stated_s=one.retry_after_s, actual_s=emptied_s - answered_at(one))
         for one in real_time
         if one.failure == SHED and one.retry_after_s is not None and answered_at(one) > last_sent_s
     ]

@@ -61,6 +61,7 @@ class RequestResult:
         self.num_retries += 1
         self.retried_after_s = after_s
         self.failure, self.note, self.shed_reason, self.retry_after_s = None, "", "", None
+        self.answered_s, self.instance, self.demoted = None, "", False
 
 
 def meets_slo(result: RequestResult, slo: Slo) -> bool:
@@ -148,7 +149,7 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
 def retries_of(results: Sequence[RequestResult]) -> dict[str, Any] | None:
     """Return what became of shed requests that were sent again; None where there are none.
 
-    `admitted_at_once` is the share that was not shed at the time that they were told first.
+    `admitted_at_once` is the share that was admitted when it was sent again for the first time.
     """
     again = [result for result in results if result.num_retries]
     if not again:
@@ -226,8 +227,8 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     if total["retries"]:
         again = total["retries"]
         yield (
-            f"sent again: {again['num_requests']}, {100 * again['admitted_at_once']:.1f} % of them admitted at the "
-            f"time told first, {100 * again['admitted']:.1f} % in the end"
+            f"sent again: {again['num_requests']}, {100 * again['admitted_at_once']:.1f} % of them admitted the first "
+            f"time, {100 * again['admitted']:.1f} % in the end"
         )
     if total["num_demoted"]:
         yield f"demoted to best effort: {total['num_demoted']}"

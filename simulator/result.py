@@ -26,7 +26,7 @@ DECISION = np.dtype(
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),
         ("decided_s", "f8"),  # when the request was placed last, or shed; NaN where neither
-        ("retry_after_s", "f8"),  # that a shed request was told; NaN where none
+        ("retry_after_s", "f8"),  # of a shed request; NaN where none
     ],
     align=True,
 )

@@ -1,9 +1,9 @@
-"""How right `Retry-After` is: the time that a shed request was told, beside the time at which it would be admitted.
+"""How right `Retry-After` is: the time that a shed request received, beside that after which it would be admitted.
 
-A scheduler knows who waits and what the engines do, and not who will come. So a time is right if the same request, sent
-again after that time, is admitted at once, and sent earlier is not, provided that nobody else has come after it was
-shed. To find that moment, the run is repeated with the requests that had arrived by then and with one copy of the shed
-request, sent earlier or later.
+A scheduler knows the waiting requests and the engines, and not the requests that will come. So a time is right if the
+same request, sent again after that time, is admitted at once, and sent earlier is not, provided that no other request
+has come after it was shed. To find that moment, the run is repeated with the requests that had arrived by then and with
+one copy of the shed request, sent earlier or later.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryTime:
-    """What one shed request was told, and after how long it would have been admitted at once."""
+    """The `Retry-After` of one shed request, and the time after which it would have been admitted at once."""
 
     number: int
-    said_s: float
-    actual_s: float
+    stated_s: float
+    actual_s: float  # infinite: never, as far as was tried
 
     @property
     def error(self) -> float:
-        """The difference as a share of the actual time, which counts as the least time that is ever said."""
-        return abs(self.said_s - self.actual_s) / max(self.actual_s, MIN_RETRY_AFTER_S)
+        """The difference as a share of the actual time, which counts as at least the shortest `Retry-After`."""
+        if math.isinf(self.actual_s):
+            return 1.0
+        return abs(self.stated_s - self.actual_s) / max(self.actual_s, MIN_RETRY_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,12 @@ def retry_times(result: RunResult, again: Rerun, numbers: Sequence[int]) -> Iter
         row = result.decisions[number]
         if row.status != STATUSES.index(SHED):
             raise ValueError(f"numbers: request {number} was not shed")
-        shed_s, said_s = float(row.decided_s), float(row.retry_after_s)
+        shed_s, stated_s = float(row.decided_s), float(row.retry_after_s)
 
         def is_admitted(after_s: float, number: int = number, shed_s: float = shed_s) -> bool:
             return again.admits_at_once(with_copy(result.work, number, shed_s, shed_s + after_s))
 
-        yield RetryTime(number=number, said_s=said_s, actual_s=_earliest(is_admitted, said_s))
+        yield RetryTime(number=number, stated_s=stated_s, actual_s=_earliest(is_admitted, stated_s))
 
 
 def with_copy(work: Workload, number: int, until_s: float, sent_s: float) -> Workload:

@@ -58,9 +58,9 @@ class SimulatedTiers:
         for name, before in self._places.items():
             place = plan.places.get(name, POOL)
             if place != before:
-                self._tell(name, place)
+                self._set_place(name, place)
 
-    def _tell(self, name: str, place: TierPlace) -> None:
+    def _set_place(self, name: str, place: TierPlace) -> None:
         self._places[name] = place
         bound_s = self._bounds_s.get(place.tier, math.inf)
         for scheduler in self._sim.schedulers:

@@ -70,6 +70,9 @@ class Traffic:
             raise ValueError(f"traffic.cv: must be a number above 0, not {self.cv}")
         if not 0 <= self.hot_share <= 1:
             raise ValueError(f"traffic.hot_share: must lie between 0 and 1, not {self.hot_share}")
+        for name in ("prompt_tokens", "output_tokens", "turns", "pause_s"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f'traffic.{name}: must be text, such as "4" or "uniform:1:6", not {value!r}')
         if self.turns and self.trace:
             raise ValueError("traffic.turns: is for drawn requests; those of a trace name their sessions themselves")
         require_count("traffic.block_tokens", self.block_tokens)

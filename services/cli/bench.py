@@ -103,7 +103,7 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
     if settings.mix:
         requests, entries = mixed(requests, mix_from_file(settings.mix), seed)
     for tenant in {request.client_id for request in requests}:
-        if not (tenant.isascii() and (tenant.isprintable() or not tenant)):
+        if not (tenant.isascii() and tenant.isprintable()):
             raise ValueError(f"tenant: must be printable ASCII, as it is sent in a header, not {tenant!r}")
     return planned(requests, timing, generator, block_tokens=trace.block_tokens, mix_entries=entries)
 

@@ -23,6 +23,7 @@ from simulator.sizing import AttainmentTarget, Recommendation, SizingTarget, Tar
 from simulator.traffic import TRACE
 
 ALL = "block,marginal,llumnix,jsq,lmetric,least_loaded,power_of_two,linear,filter,round_robin"
+FOR_AUTOSCALE = ("tiers_file", "cold_start_s")
 
 
 @click.command(name="recommend")
@@ -155,6 +156,7 @@ def recommend_command(
         target = _target(percentile, slo_ttft_s, slo_tpot_s, slo_e2e_s)
     else:
         refuse_given("--mix and --attained are about deadlines", "slo_ttft_s", "slo_tpot_s", "slo_e2e_s", "percentile")
+        refuse_given("needs --autoscale", *(() if autoscale else FOR_AUTOSCALE))
         with_deadlines(work)
         target = AttainmentTarget(goal=GoodputGoal(share=0.9 if share is None else share, by_work=by_work))
         measure = CostMeasure(

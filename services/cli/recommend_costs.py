@@ -70,7 +70,7 @@ class CostMeasure:
     on_progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        """Reject a rule that nobody knows, before anything is measured."""
+        """Reject an unknown rule before anything is measured."""
         longest_s = ScalingObjectives().horizon_s
         if not 0 <= self.cold_start_s <= longest_s:
             raise ValueError(f"cold_start_s: must be a time from 0 to {longest_s:g}, not {self.cold_start_s}")

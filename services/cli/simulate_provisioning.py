@@ -10,6 +10,7 @@ import click
 from scheduler.provisioning import TIERS
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tiers import tiers_in
+from services.cli.mix_options import refuse_given
 from services.cluster.instance_range import InstanceRange, instance_range_from
 from services.settings import default_of
 from simulator.autoscaling import STATIC, AutoscalingOptions, ProvisionedRun
@@ -49,8 +50,10 @@ def autoscaling_of(
     tiers_file: str | None, provision: str | None, cold_start_s: float, specs: Sequence[InstanceSpec]
 ) -> AutoscalingOptions | None:
     """Return what changes the cluster; None where nothing does."""
-    if tiers_file is None and provision is None:
-        return None
+    if provision is None:
+        refuse_given("needs --provision", "cold_start_s")
+        if tiers_file is None:
+            return None
     tiers = () if tiers_file is None else tiers_in(read_text(tiers_file), tiers_file)
     fixed = InstanceRange(minimum=len(specs), maximum=len(specs))
     span = fixed if provision is None else instance_range_from(provision)
@@ -61,7 +64,9 @@ def autoscaling_of(
         first=span.minimum,
         cold_start_s=cold_start_s,
         objectives=ScalingObjectives(
-            cold_start_s=cold_start_s, seats=config.max_num_seqs, kv_tokens=config.block_size * config.num_gpu_blocks
+            cold_start_s=cold_start_s,
+            seats=config.max_num_seqs,
+            kv_tokens=config.block_size * (config.num_gpu_blocks - 1),
         ),
         limits=ScalingLimits(min_instances=span.minimum, max_instances=span.maximum),
         tiers=tiers,

@@ -22,8 +22,8 @@ def bound_of(specs: Sequence[InstanceSpec], work: Workload) -> SloBound | None:
 def bound_lines(bound: SloBound, shares: Sequence[float] = SHARES) -> Iterator[str]:
     """Yield the lines of a bound for people."""
     rates = ", ".join(
-        f"{bound.rate(share):.2f} with {share:.0%} of the requests"
-        f" ({bound.rate(share, by_work=True):.2f} with {share:.0%} of the tokens)"
+        f"{bound.rate(share):.2f} with {100 * share:g} % of the requests"
+        f" ({bound.rate(share, by_work=True):.2f} with {100 * share:g} % of the tokens)"
         for share in shares
     )
     yield f"no placement on these instances serves more requests/s by their deadlines than {rates}"

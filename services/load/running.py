@@ -41,8 +41,8 @@ class LoadLimits:
     ] = 1024
     retry_shed: Annotated[
         int,
-        "Maximum number of times that a shed request is sent again, each after the time that it was told, as if it "
-        "were due then.",
+        "Maximum number of times that a shed request is sent again, each after its `Retry-After`, as if it were due "
+        "then; not where that is longer than the timeout.",
     ] = 0
 
     def __post_init__(self) -> None:

@@ -119,6 +119,8 @@ def test_traces_name_sessions(tmp_path: Path) -> None:
         ({"turns": "5", "trace": "x.csv"}, "traffic.turns: is for drawn requests"),
         ({"turns": "5", "block_tokens": 0}, "traffic.block_tokens: must be at least 1"),
         ({"turns": "many"}, "traffic.turns: 'many' is neither"),
+        ({"turns": 4}, "traffic.turns: must be text"),
+        ({"turns": "5", "pause_s": 10.0}, "traffic.pause_s: must be text"),
         ({"turns": "5", "pause_s": "long"}, "traffic.pause_s: 'long' is neither"),
     ],
 )

@@ -198,6 +198,7 @@ def test_all_requests_end(policy: str) -> None:
     assert (result.decisions.status == STATUSES.index("finished")).all()
     assert (result.outcomes.produced_tokens == work.lengths.output_tokens).all()
     assert (result.decisions.instance >= 2).all()
+    assert (result.decisions.decided_s == work.arrival_s).all()
     has_two = result.decisions.prefill_instance >= 0
     assert (result.decisions.prefill_instance[has_two] < 2).all()
     assert has_two.all() or policy in ("block", "marginal", "pd_threshold", "pd_dynamo")

@@ -6,10 +6,13 @@ import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from services.cli import block
+from services.cli.slo_bound_lines import bound_lines
+from simulator.slo_bound import KINDS, SloBound
 from tests.services.cli.running import refusal
 
 SMALL = (
@@ -311,6 +314,7 @@ def test_a_cluster_is_recommended() -> None:
         (("capacity", *SMALL, "--mix", "nowhere.toml"), "nowhere.toml"),
         (("recommend", *SMALL, "--rate", "1", "--attained", "0.9"), "^mix: "),
         (("recommend", *SMALL, "--rate", "1", "--by-work"), "^by_work: needs --mix"),
+        (("simulate", *SMALL, "--rate", "1", "--cold-start-s", "5"), "^cold_start_s: needs --provision"),
         (("recommend", *SMALL, "--rate", "1", "--autoscale", "headroom"), "^autoscale: needs --mix"),
         (("capacity", *SMALL, "--limit-s", "0"), "limit_s"),
         (("recommend", *SMALL, "--rate", "1", "--slo-ttft-s", "-1"), "slo_ttft_s"),
@@ -332,6 +336,8 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str
         (("capacity", "--max-seeds", "9"), "^max_seeds: is for latencies"),
         (("recommend", "--rate", "5", "--attained", "-1"), "^attained: "),
         (("recommend", "--rate", "5", "--slo-ttft-s", "1"), "^slo_ttft_s: --mix and --attained are about deadlines"),
+        (("recommend", "--rate", "5", "--tiers", "tiers.toml"), "^tiers: needs --autoscale"),
+        (("recommend", "--rate", "5", "--cold-start-s", "5"), "^cold_start_s: needs --autoscale"),
         (("recommend", "--rate", "5", "--autoscale", "grow"), "^autoscale: rule: 'grow' is none of"),
         (("recommend", "--rate", "5", "--autoscale", "tiers"), "^autoscale: the rule tiers, and no other, needs"),
         (("recommend", "--rate", "5", "--autoscale", "headroom", "--pools"), "^--autoscale: cannot be combined"),
@@ -361,6 +367,17 @@ def test_bad_mixes_are_refused(mix: str, change: tuple[str, str], complaint: str
     given = ["capacity", *SMALL, "--mix", mix, "--workers", "1"]
     with pytest.raises(ValueError, match=complaint):
         CliRunner().invoke(block, given, standalone_mode=False, catch_exceptions=False)
+
+
+def test_shares_are_printed_as_they_were_given() -> None:
+    """A share of 99.5 % is not rounded to all."""
+    bound = SloBound(
+        num_instances=1, num_requests=2, tokens=np.ones(2), costs_s=np.ones(2), optimum_s=dict.fromkeys(KINDS, 1.0),
+        tier_s={"0.05": 1.0}, allowed_s=1.0,
+    )  # fmt: skip
+    first, *_ = bound_lines(bound, (0.995,))
+    assert "with 99.5 % of the requests" in first
+    assert "with 99.5 % of the tokens" in first
 
 
 def test_pools_need_two_instances() -> None:
