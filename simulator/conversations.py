@@ -37,7 +37,7 @@ def conversations(
     num_turns = distribution(turns.count, "traffic.turns")
     prompts = whole(distribution(turns.prompt_tokens, "traffic.prompt_tokens")(sizes, num))
     outputs = whole(distribution(turns.output_tokens, "traffic.output_tokens")(sizes, num))
-    pauses = distribution(turns.pause_s, "traffic.pause_s")(sizes, num)
+    pauses = distribution(turns.pause_s, "traffic.pause_s", continuous=True)(sizes, num)
     prompt_tokens, output_tokens = np.zeros(num, np.int64), np.zeros(num, np.int64)
     session, after_s = np.zeros(num, np.int64), np.zeros(num)
     current, left, said, waited_s = -1, 0, 0, 0.0

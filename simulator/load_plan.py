@@ -136,8 +136,11 @@ def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]
     return [float(time) for time in np.cumsum(gaps) - gaps[0]]
 
 
-def lengths_of(text: str, field: str) -> Draw:
-    """Parse a number of tokens or a distribution: 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN."""
+def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
+    """Parse a number of tokens or a distribution: 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN.
+
+    Draws are cut to whole numbers later, unless they are `continuous`.
+    """
     name, *words = text.split(":")
     try:
         numbers = [float(word) for word in (words or [name])]
@@ -147,7 +150,7 @@ def lengths_of(text: str, field: str) -> Draw:
         raise ValueError(f"{field}: numbers must lie between 0 and {MAX_TOKENS}, in {text!r}")
     match name, numbers:
         case "uniform", [low, high] if low <= high:
-            return lambda generator, num: generator.uniform(low, high + 1, num).tolist()
+            return lambda generator, num: generator.uniform(low, high + (not continuous), num).tolist()
         case "lognormal", [median, spread] if median >= 1:
             return lambda generator, num: (median * np.exp(spread * generator.standard_normal(num))).tolist()
         case "exponential", [mean] if mean >= 1:

@@ -45,7 +45,8 @@ def test_every_prompt_contains_all_that_was_said_before() -> None:
     for session in range(int(work.session.max()) + 1):
         rows = np.flatnonzero(work.session == session)
         prompts, outputs = work.lengths.prompt_tokens[rows], work.lengths.output_tokens[rows]
-        assert (np.diff(work.arrival_s[rows]) >= 1.0).all()
+        pauses_s = np.diff(work.arrival_s[rows])
+        assert ((pauses_s > 1 - 1e-9) & (pauses_s < 3 + 1e-9)).all()
         assert (prompts[1:] >= prompts[:-1] + outputs[:-1] + 5).all()
         assert (prompts + outputs <= 300).all()
         for before, after in pairwise(rows):
