@@ -40,6 +40,8 @@ from scheduler.policies.entry import Parameter, PolicyEntry, plain
 
 __all__ = ["POLICIES", "entry_named"]
 
+LEAST_PREFILL = 'expr: score = "queued_prefill_s"'  # tiers are for decodes
+
 POLICIES = {
     "block": PolicyEntry(
         make=plain(block.lowest_e2e),
@@ -214,6 +216,7 @@ POLICIES = {
         },
         hold=f"{slo.ADMITS} and {slo.WITH_SHORT_QUEUE}",
         harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE}",
+        prefill=LEAST_PREFILL,
     ),
     "polyserve": PolicyEntry(
         make=polyserve.make,
@@ -226,6 +229,7 @@ POLICIES = {
         },
         hold=polyserve.ADMITS,
         harmless=slo.HARMLESS,
+        prefill=LEAST_PREFILL,
     ),
     "gorouting": PolicyEntry(
         make=gorouting.make,
