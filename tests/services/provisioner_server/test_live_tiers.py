@@ -20,7 +20,7 @@ from services.provisioner_server.hooks.process import Processes
 from services.provisioner_server.journal import entries
 from tests.services.provisioner_server.test_live import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each is a dozen processes
 
 # Targets that a machine ten times slower keeps: the tiers follow from them alone.
 ENGINE = (
