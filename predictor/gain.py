@@ -326,7 +326,7 @@ def attainment_table(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name:{width}}{part['num_with_targets']:>12}{''.join(cells)}"
     if report["missed_prompt_tokens"] is not None:
         yield (
-            f"requests that missed deadlines have prompts of {report['missed_prompt_tokens']:.0f} tokens in the mean, "
+            f"requests that missed deadlines have prompts of {report['missed_prompt_tokens']:.0f} tokens on average, "
             f"{report['missed_prompt_ratio']:.2f} times that of all with deadlines"
         )
 

@@ -1,4 +1,4 @@
-"""The load of an engine as times by its profile, and the shortest target of the requests there."""
+"""The load of an engine as times by its profile, and the shortest target that a request there can still attain."""
 
 from __future__ import annotations
 

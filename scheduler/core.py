@@ -33,7 +33,7 @@ MAX_MODELS = 1024  # whose admitted tokens are counted; callers may name any ada
 MAX_POLICIES = 64  # that requests ask for by themselves
 MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
 PREFILL_FADE = 0.001  # of the least time per prompt token, for each forecast
-HAND_OVER_WEIGHT = 0.05  # of each new one in the mean
+HAND_OVER_WEIGHT = 0.05  # of each new one in the average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

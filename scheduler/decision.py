@@ -452,7 +452,7 @@ class Decision:
         return None
 
     def _is_late(self, now_s: float) -> bool:
-        """Whether no instance could keep the request's deadlines, even if it were idle."""
+        """Whether the request's deadlines cannot be kept any more, as far as `_latest_start_s` knows."""
         return self.policy.keeps_deadlines and not self._patient and now_s >= self._latest_start_s()
 
     def _latest_start_s(self) -> float:

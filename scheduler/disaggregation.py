@@ -368,7 +368,7 @@ class DisaggregatedDecision(Decision):
         self._compared = replace(
             whole,
             rows=np.concatenate((rows_of(whole), rows_of(decode))),
-            columns=columns if len(whole) else dict(decode.columns),  # nobody was asked about whole requests
+            columns=columns if len(whole) else dict(decode.columns),  # no instance was asked about whole requests
         )
         if self._forecasts is not None:
             self._forecasts = [*self._forecasts, *forecasts]

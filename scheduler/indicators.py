@@ -93,7 +93,11 @@ REPORTED = (
         "decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too", 0.0
     ),
     _reported("queued_prefill_s", "s", "predicted to compute `queued_prefill_tokens`, beside such steps", 0.0),
-    _reported("least_tpot_slo_s", "s", "shortest TPOT target of a request there; infinite without one"),
+    _reported(
+        "least_tpot_slo_s",
+        "s",
+        "shortest TPOT target of the requests there that have missed no deadline; infinite without one",
+    ),
 )
 
 OTHERS = (

@@ -58,7 +58,8 @@ from simulator.workload import RequestLengths, Workload, workload
 
 PROFILE, MODEL = "llama-2-7b-a30", "promises"
 NUM_ENGINES = 2
-CAPACITY = 14.0  # requests of these lengths per second that the engines serve in time, by the simulator
+# Chats per second that the engines serve in time: just below the 14.6 of `block capacity --mix`.
+CAPACITY = 14.0
 ENGINE = {"max_num_seqs": 48, "max_num_batched_tokens": 512, "num_gpu_blocks": 1057, "max_model_len": 2048}
 BATCHER = "decode_then_edf"
 PROMPT_TOKENS, OUTPUT_TOKENS = "lognormal:200:0.6", "lognormal:100:0.5"
@@ -96,7 +97,7 @@ class PromiseRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """What came of a case live, and the share of this machine's processor time that was used."""
+    """The results of a live load, and the share of this machine's processor time that was used."""
 
     results: list[RequestResult]
     cpu_share: float

@@ -56,7 +56,7 @@ class RequestResult:
     predicted_e2e_s: float | None = None
     decision_s: float | None = None  # by the wall clock
 
-    def begin_again(self, after_s: float) -> None:
+    def reset_for_retry(self, after_s: float) -> None:
         """Forget how the request was shed; it is due again `after_s` after it was due first."""
         self.num_retries += 1
         self.retried_after_s = after_s
@@ -147,7 +147,7 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
 
 
 def retries_of(results: Sequence[RequestResult]) -> dict[str, Any] | None:
-    """Return what became of shed requests that were sent again; None where there are none.
+    """Sum up the shed requests that were sent again; None where there are none.
 
     `admitted_at_once` is the share that was admitted when it was sent again for the first time.
     """

@@ -210,7 +210,7 @@ class _SteadyModel:
         return decodes * float((mean_s / num)[fits].min()) if fits.any() else math.inf
 
     def _seconds(self, decodes: Floats, prompts: Floats, context: float) -> Floats:
-        """Return the time of steps with these numbers of decodes and prompt tokens; of less than one, in the mean."""
+        """Return the time of steps with these numbers of decodes and prompt tokens; of less than one, on average."""
         costs, rows = self._costs, decodes.astype(np.int64)
         by_count = costs.by_count[rows]
         prefills = np.minimum(1.0, prompts)

@@ -76,7 +76,7 @@ async def run_plan(
         while (after_s := _retry_in_s(result, limits, form.time_scale)) is not None:
             retry_s = time.monotonic() + after_s
             await asyncio.sleep(after_s)
-            result.begin_again((retry_s - due_s) * form.time_scale)
+            result.reset_for_retry((retry_s - due_s) * form.time_scale)
             async with in_flight:
                 await sender.send(planned, body, retry_s, result)
         on_end(result)

@@ -240,7 +240,7 @@ class PlacementDriver:
                 self._wake()
                 if isinstance(intention, Shed):
                     raise self._shed(intention, asked)
-                if decision.request.objective is not sent:  # sidecars get what the decision has made of it
+                if decision.request.objective is not sent:  # the decision has demoted the request
                     sent = decision.request.objective
                     set_objective(request, sent)
                 intention = await self._carried_out(intention, decision, request, handles)

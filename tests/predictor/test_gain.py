@@ -204,7 +204,7 @@ def test_what_was_missed_is_reported() -> None:
     assert [line.rsplit("  ", 1)[0].split("  ")[0] for line in lines if line.startswith("tier")] == [
         "tier 20 ms", "tier 100 ms", "tier none"
     ]  # fmt: skip
-    assert "50 tokens in the mean, 1.88 times" in lines[-1]
+    assert "50 tokens on average, 1.88 times" in lines[-1]
 
 
 def test_weights_of_priorities() -> None:

@@ -57,7 +57,7 @@ def test_a_request_that_is_sent_again_keeps_nothing_of_the_first_reply() -> None
     """Where the second attempt gets no reply, the times and marks of the first one do not count for it."""
     one = RequestResult(plan=RESULTS[0].plan, failure=SHED, shed_reason="late", retry_after_s=2.0, answered_s=0.1,
                         instance="e0", demoted=True, note="overloaded")  # fmt: skip
-    one.begin_again(2.5)
+    one.reset_for_retry(2.5)
     assert one == RequestResult(plan=RESULTS[0].plan, num_retries=1, retried_after_s=2.5)
 
 

@@ -74,7 +74,7 @@ def test_loose_requests_pay_for_strict_ones_where_they_are_mixed() -> None:
 
 
 def test_memory_limits_the_batch() -> None:
-    """Requests of 400 tokens in the mean fit four at a time into 1,920 tokens, beside a prompt of 300."""
+    """Requests of 400 tokens on average fit four at a time into 1,920 tokens, beside a prompt of 300."""
     work = asking([(300, 201)] * 3, 1e3, 1e3)
     bound = slo_bound(specs(1, StepTime(constant_s=1.0, empty_s=1.0)), work)
     assert bound.optimum_s[MEMORY] == pytest.approx(200 / 4)

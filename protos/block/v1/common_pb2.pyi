@@ -759,7 +759,7 @@ class Indicators(_message.Message):
     queued_prefill_s: _builtins.float
     """to compute queued_prefill_tokens, beside what such a step takes"""
     least_tpot_slo_s: _builtins.float
-    """the shortest target of any request there; infinite where none has one"""
+    """the shortest target of the requests that have missed no deadline; infinite without one"""
     @_builtins.property
     def more(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for experiments; established ones become fields above"""

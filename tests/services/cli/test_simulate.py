@@ -156,7 +156,7 @@ def test_a_cluster_is_recommended_by_deadlines(mix: str) -> None:
 
 
 def test_the_cost_of_tiers_is_shown(mix: str, tmp_path: Path) -> None:
-    """With tiers, an instance in the best-effort pool is paid for and serves nobody's tier."""
+    """With tiers, an instance in the best-effort pool is paid for and serves no tier."""
     tiers = tmp_path / "tiers.toml"
     tiers.write_text("[[tier]]\nname = 'fast'\ntpot_slo_s = 0.04\n[[tier]]\nname = 'slow'\ntpot_slo_s = 0.1\n")
     found = json.loads(

@@ -107,7 +107,7 @@ async def sheds_one_tenant_at_first(call: Call) -> None:
 
 
 def test_tenants_of_a_mix_and_retries(tmp_path: Path) -> None:
-    """The report has each tenant, who was demoted, and what became of shed requests, retried or not."""
+    """The report has each tenant, who was demoted, and how shed requests ended, retried or not."""
     mix = tmp_path / "mix.toml"
     mix.write_text(
         "[[mix]]\nname = 'a'\nshare = 1\ntenant = 'loud'\nttft_slo_s = 600\nwhen_late = 'shed'\n"

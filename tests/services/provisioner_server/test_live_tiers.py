@@ -129,7 +129,7 @@ class Load:
 
 
 def test_instances_move_between_tiers_while_requests_are_placed_and_a_provisioner_is_killed(tmp_path: Path) -> None:
-    """No request fails, and no instance is lost or in two tiers; killed amid moves, the provisioner goes on with them."""
+    """No request fails, and no instance is lost or in two tiers; a provisioner killed during moves continues them."""
 
     async def test() -> None:
         async with living(tmp_path) as (provisioner, scheduler):
