@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from predictor.gain import ResponseAttainment
+from services.bounded_label import BoundedLabel
 
 MAX_PRIORITIES = 16  # that have a label of their own; clients choose priorities, and labels must stay few
-OTHER_PRIORITY = "other"
+MAX_CLIENTS = 100
+MAX_TPOT_TARGETS = 20
 MAX_WEIGHT = 1e6  # clients choose weights, and one request must not outweigh all others for ever
 TARGETS = ("ttft", "tpot", "slo", "deadlines")
 
@@ -33,17 +35,13 @@ class AttainmentTally:
     def __init__(self) -> None:
         """Start empty."""
         self._groups: dict[tuple[str, str], AttainmentCounts] = {}
-        self._priorities: dict[int, str] = {}
+        self._priority_of = BoundedLabel(MAX_PRIORITIES)
 
     def add(self, attained: ResponseAttainment, *, request_class: str, priority: int, weight: float) -> None:
         """Count a request."""
-        label = self._priorities.get(priority)
-        if label is None:
-            label = str(priority) if len(self._priorities) < MAX_PRIORITIES else OTHER_PRIORITY
-            if label != OTHER_PRIORITY:
-                self._priorities[priority] = label
         weight = min(weight, MAX_WEIGHT)
-        counts = self._groups.setdefault((request_class, label), AttainmentCounts())
+        group = request_class, self._priority_of(str(priority))
+        counts = self._groups.setdefault(group, AttainmentCounts())
         counts.tokens_due += attained.tokens_due
         counts.tokens_on_time += attained.tokens_on_time
         counts.possible_gain += weight * attained.tokens_due
@@ -57,6 +55,31 @@ class AttainmentTally:
     def groups(self) -> Iterator[tuple[tuple[str, str], AttainmentCounts]]:
         """Yield class and priority with their counts."""
         yield from self._groups.items()
+
+
+class ClientTally:
+    """Counts requests with targets, and those that attained all of them, by client and TPOT target."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._counts: dict[tuple[str, str], list[int]] = {}
+        self._client_of = BoundedLabel(MAX_CLIENTS)
+        self._tpot_of = BoundedLabel(MAX_TPOT_TARGETS)
+
+    def add(self, attained: ResponseAttainment, *, client_id: str, tpot_s: float | None) -> None:
+        """Count a request."""
+        if attained.slo is None:
+            return
+        group = self._client_of(client_id), "" if tpot_s is None else self._tpot_of(f"{tpot_s:g}")
+        counts = self._counts.setdefault(group, [0, 0])
+        counts[0] += 1
+        counts[1] += attained.slo
+
+    def fill(self, requests: CounterMetricFamily, attained: CounterMetricFamily) -> None:
+        """Write the counts into metrics."""
+        for group, (num, num_attained) in self._counts.items():
+            requests.add_metric(group, num)
+            attained.add_metric(group, num_attained)
 
 
 def filled(tally: AttainmentTally, families: tuple[CounterMetricFamily, ...]) -> tuple[Metric, ...]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from predictor.gain import missed, response_attainment
 from predictor.request import RequestFacts, Slo
 from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_FETCH
 from services.attainment import AttainmentTally, filled
+from services.bulk_histogram import BulkHistogram
 from services.emulator.kv_transfers import TransferCounts
 
 # vLLM 0.32 v1/metrics/buckets.py
@@ -76,38 +75,6 @@ FETCH_STAGES = {
 }  # fmt: skip
 
 
-class Histogram:
-    """Counts of values by bucket; takes many values at once, most of which are equal."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """Start empty."""
-        self._bounds = [float(bound) for bound in bounds]
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def observe_many(self, values: np.ndarray) -> None:
-        """Count values."""
-        if len(values) == 0:
-            return
-        self._sum += float(values.sum())
-        bucket = bisect_left(self._bounds, values.min())
-        if bucket == bisect_left(self._bounds, values.max()):
-            self._counts[bucket] += len(values)
-            return
-        for value in values.tolist():
-            self._counts[bisect_left(self._bounds, value)] += 1
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum, as Prometheus wants them."""
-        bounds = [*(repr(bound) for bound in self._bounds), "+Inf"]
-        return list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """The present state of the engine."""
@@ -135,12 +102,12 @@ class EngineMetrics:
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     num_refused: int = 0
     attainment: AttainmentTally = field(default_factory=AttainmentTally)
-    histograms: dict[str, Histogram] = field(init=False)
+    histograms: dict[str, BulkHistogram] = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the histograms; those of tokens go up to the model's length."""
         tokens, all_of_them = one_two_five(self.max_model_len), HISTOGRAMS | NIXL_HISTOGRAMS
-        self.histograms = {name: Histogram(bounds or tokens) for name, (_, bounds) in all_of_them.items()}
+        self.histograms = {name: BulkHistogram(bounds or tokens) for name, (_, bounds) in all_of_them.items()}
 
     def first_tokens(
         self, ttft_s: np.ndarray, num_prompt_tokens: int, num_hit_tokens: int, num_fetched_tokens: int

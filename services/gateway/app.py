@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
@@ -30,10 +30,11 @@ from services.http.application import CLIENT_LEFT, JSON, Application, Call, whil
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, read_body
+from services.http.trace_context import sampled_trace_id
 
 log = logging.getLogger(__name__)
 
-METRICS: Headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+ACCEPT = b"accept"
 
 
 class Gateway(Application):
@@ -106,6 +107,7 @@ class Gateway(Application):
                 client_body=body,
                 body=body_to_pass(body, openai, request),
                 explain=headers.explain,
+                trace_id=sampled_trace_id(call.headers),
             )
             placing = Placing(shared=context, incoming=incoming, undivided=openai.undivided)
             forwarder = RequestForwarder(
@@ -113,7 +115,7 @@ class Gateway(Application):
                 incoming=incoming,
                 call=call,
                 placing=placing,
-                attainment=attainment_of(incoming, context.metrics.attainment),
+                attainment=attainment_of(incoming, context.metrics),
             )
             await while_client_stays(forwarder.run(), call.receive)
 
@@ -164,4 +166,6 @@ class Gateway(Application):
         await call.reply(200, JSON, b'{"status": "ready"}')
 
     async def _metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, generate_latest(self._context.metrics.registry))
+        encoded, content_type = choose_encoder((call.header(ACCEPT) or b"").decode("latin-1"))
+        body = encoded(self._context.metrics.registry)
+        await call.reply(200, [(b"content-type", content_type.encode())], body)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from predictor.gain import ResponseAttainment, count_on_time, missed, response_attainment
 from predictor.request import REAL_TIME, Slo
 from protos.block.v1 import common_pb2
-from services.attainment import AttainmentTally
+from services.attainment import AttainmentTally, ClientTally
 from services.gateway.incoming import Incoming
+from services.gateway.metrics import GatewayMetrics
 from services.http.proxying import SERVER_ERROR
 from services.http.sse import FAILED, Ending, StreamReader
 from services.rpc.messages import CLASSES
@@ -21,6 +22,7 @@ class StreamAttainment:
     """Measures one request; a client that leaves is not counted."""
 
     tally: AttainmentTally
+    clients: ClientTally
     request: common_pb2.Request
     slo: Slo
     arrived_s: float
@@ -63,9 +65,10 @@ class StreamAttainment:
             priority=request.priority,
             weight=request.weight if request.HasField("weight") else 1.0,
         )
+        self.clients.add(attained, client_id=request.client_id, tpot_s=self.slo.tpot_s)
 
 
-def attainment_of(incoming: Incoming, tally: AttainmentTally) -> StreamAttainment | None:
+def attainment_of(incoming: Incoming, metrics: GatewayMetrics) -> StreamAttainment | None:
     """Return the measurement of a request with targets whose response is streamed; None for any other."""
     request = incoming.request
     if not (incoming.openai.stream and request.HasField("slo")):
@@ -74,4 +77,10 @@ def attainment_of(incoming: Incoming, tally: AttainmentTally) -> StreamAttainmen
         ttft_s=request.slo.ttft_s if request.slo.HasField("ttft_s") else None,
         tpot_s=request.slo.tpot_s if request.slo.HasField("tpot_s") else None,
     )
-    return StreamAttainment(tally=tally, request=request, slo=slo, arrived_s=incoming.arrived_s)
+    return StreamAttainment(
+        tally=metrics.attainment,
+        clients=metrics.client_attainment,
+        request=request,
+        slo=slo,
+        arrived_s=incoming.arrived_s,
+    )

@@ -51,6 +51,7 @@ class Incoming:
     client_body: bytes
     body: bytes  # for the engine
     explain: bool = False  # whether the reply explains the decision
+    trace_id: str = ""  # of the trace that records the request, if any does
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
         """Return the body for the engine of a decision, which may have changed what the request asks for."""

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.attainment import AttainmentTally, filled
+from protos.block.v1 import common_pb2
+from services.attainment import AttainmentTally, ClientTally, filled
+from services.bounded_label import BoundedLabel
+from services.bulk_histogram import BulkHistogram
 
 GROUP = ("class", "priority")
 TARGET = ("target", "class", "priority")
+CLIENT = ("client", "tpot_slo")
 LATENCIES_S = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
 )  # fmt: skip
 DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+TOKEN_GAPS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
 HAND_OVERS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
+
+# How an answer ended, as metrics name it.
+REASONS = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: "unspecified",
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+    common_pb2.FINISH_REASON_FAILED: "failed",
+}
+INCOMPLETE = (common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_FAILED)
 
 
 class GatewayMetrics:
@@ -30,13 +48,17 @@ class GatewayMetrics:
         self.requests = Counter(
             "block_gateway_requests", "Replies, by path and status.", ("path", "status"), registry=registry
         )
-        self.ttft = Histogram(
-            "block_gateway_ttft_seconds", "From a request's arrival to the first event of its stream.",
+        self._ttft = Histogram(
+            "block_gateway_ttft_seconds", "From a request's arrival to the first event of its stream.", ("model",),
             buckets=LATENCIES_S, registry=registry,
         )  # fmt: skip
-        self.e2e = Histogram(
-            "block_gateway_e2e_seconds", "From a request's arrival to the end of its answer.",
+        self._e2e = Histogram(
+            "block_gateway_e2e_seconds", "From a request's arrival to the end of its answer.", ("model",),
             buckets=LATENCIES_S, registry=registry,
+        )  # fmt: skip
+        self._tpot = Histogram(
+            "block_gateway_tpot_seconds", "Mean time between the tokens of a streamed answer.", ("model",),
+            buckets=TOKEN_GAPS_S, registry=registry,
         )  # fmt: skip
         self.decision = Histogram(
             "block_gateway_decision_seconds", "Time until the destination of a request is known.",
@@ -57,7 +79,16 @@ class GatewayMetrics:
             ("result",),
             registry=registry,
         )
-        self.output_tokens = Counter("block_gateway_output_tokens", "Tokens passed on.", registry=registry)
+        self._prompt_tokens = Counter(
+            "block_gateway_prompt_tokens", "Tokens of the prompts of completed requests.", ("model",), registry=registry
+        )
+        self._output_tokens = Counter("block_gateway_output_tokens", "Tokens passed on.", ("model",), registry=registry)
+        self._finished = Counter(
+            "block_gateway_finished",
+            "Answers, by how they ended: stop, length, cancelled (by the client), failed, or unspecified.",
+            ("model", "reason"),
+            registry=registry,
+        )
         self.retries = Counter(
             "block_gateway_retries", "Requests sent to another engine, by reason.", ("why",), registry=registry
         )
@@ -76,22 +107,39 @@ class GatewayMetrics:
         )  # fmt: skip
         self.releases = Counter(
             "block_gateway_releases",
-            "Ends of requests: reported (told) or lost.",
+            "Ends of requests: reported or lost.",
             ("result",),
             registry=registry,
         )
-        self.released = self.releases.labels("told")
+        self.released = self.releases.labels("reported")
         self.lost = self.releases.labels("lost")
         self._under_way = Gauge("block_gateway_requests_under_way", "Requests in the gateway.", registry=registry)
         self._waiting = Gauge("block_gateway_releases_waiting", "Ends of requests not reported yet.", registry=registry)
         self._counts: dict[tuple[str, int], Counter] = {}
-        self.attainment = AttainmentTally()
-        registry.register(AttainmentCollector(self.attainment))
+        self._model_of = BoundedLabel()
+        self._models: dict[str, ModelMetrics] = {}
+        self.attainment, self.client_attainment = AttainmentTally(), ClientTally()
+        registry.register(StreamCollector(self.attainment, self.client_attainment, self._models))
 
     def watch(self, under_way: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the gauges when metrics are collected."""
         self._under_way.set_function(under_way)
         self._waiting.set_function(waiting)
+
+    def of_model(self, model: str) -> ModelMetrics:
+        """Return the metrics of a model's answers."""
+        model = self._model_of(model)
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(
+                ttft=self._ttft.labels(model),
+                e2e=self._e2e.labels(model),
+                tpot=self._tpot.labels(model),
+                prompt_tokens=self._prompt_tokens.labels(model),
+                output_tokens=self._output_tokens.labels(model),
+                finished={name: self._finished.labels(model, name) for name in REASONS.values()},
+            )
+        return found
 
     def replied(self, path: str, status: int) -> None:
         """Count a reply."""
@@ -101,16 +149,59 @@ class GatewayMetrics:
         child.inc()
 
 
-class AttainmentCollector(Collector):
-    """Exposes what streamed responses to requests with targets attained."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetrics:
+    """The metrics of one model's answers."""
 
-    def __init__(self, tally: AttainmentTally) -> None:
-        """Read from a tally."""
-        self._tally = tally
+    ttft: Histogram
+    e2e: Histogram
+    tpot: Histogram
+    prompt_tokens: Counter
+    output_tokens: Counter
+    finished: Mapping[str, Counter]
+    inter_token: BulkHistogram = field(default_factory=lambda: BulkHistogram(TOKEN_GAPS_S))
+
+    def ended(self, outcome: common_pb2.Outcome, trace_id: str) -> None:
+        """Count the end of an answer; with the trace that records it, if any, as an exemplar."""
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        self.finished[REASONS[outcome.finish_reason]].inc()
+        self.output_tokens.inc(outcome.output_tokens)
+        if outcome.HasField("ttft_s"):
+            self.ttft.observe(outcome.ttft_s, exemplar)
+        if outcome.finish_reason in INCOMPLETE:
+            return
+        self.prompt_tokens.inc(outcome.prompt_tokens)
+        self.e2e.observe(outcome.e2e_s, exemplar)
+        if outcome.HasField("tpot_s"):
+            self.tpot.observe(outcome.tpot_s, exemplar)
+
+
+class StreamCollector(Collector):
+    """Exposes what streamed responses attained, and the times between their tokens."""
+
+    def __init__(self, attainment: AttainmentTally, clients: ClientTally, models: Mapping[str, ModelMetrics]) -> None:
+        """Read from tallies."""
+        self._attainment, self._clients, self._models = attainment, clients, models
 
     def collect(self) -> Iterable[Metric]:
-        """Return all counters."""
-        return attainment_families(self._tally)
+        """Return all metrics."""
+        gaps = HistogramMetricFamily(
+            "block_gateway_inter_token_seconds",
+            "Time between pieces of a streamed answer, for each token of the later one.",
+            labels=("model",),
+        )
+        for model, metrics in self._models.items():
+            gaps.add_metric((model,), *metrics.inter_token.buckets())
+        requests = CounterMetricFamily(
+            "block_gateway_slo_requests",
+            "Requests with targets, by client and TPOT target in seconds (empty: none).",
+            labels=CLIENT,
+        )
+        attained = CounterMetricFamily(
+            "block_gateway_slo_attained", "Requests that attained all their targets.", labels=CLIENT
+        )
+        self._clients.fill(requests, attained)
+        return (gaps, requests, attained, *attainment_families(self._attainment))
 
 
 def attainment_families(tally: AttainmentTally) -> tuple[Metric, ...]:

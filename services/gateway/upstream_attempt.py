@@ -10,11 +10,12 @@ from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
+from services.gateway.metrics import ModelMetrics
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
-from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
+from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
 
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
@@ -41,8 +42,15 @@ class UpstreamAttempt:
     _connection: Connection | None = None
     _is_sent: bool = False
     _first_s: float | None = None
+    _last_s: float = 0.0  # when the last piece with a token came
+    _num_data: int = 0  # lines of data up to then
     _is_finished: bool = False
     _ended: Ending = NOTHING
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        """The metrics of the answers of the request's model."""
+        return self.context.metrics.of_model(self.incoming.request.model)
 
     async def send(self) -> None:
         """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives."""
@@ -72,7 +80,8 @@ class UpstreamAttempt:
         while self.is_stream and not self._has_begun() and not connection.drained():
             self.body += self._corrected(self._reader.feed(await connection.read(max(MIN_WAIT_S, until_s - now_s()))))
         if self.is_stream:
-            self._first_s = connection.last_byte_s
+            self._first_s = self._last_s = connection.last_byte_s
+            self._num_data = self._reader.num_data
             if self.attainment is not None:
                 self.attainment.received(self._reader.num_data, connection.last_byte_s)
 
@@ -103,9 +112,19 @@ class UpstreamAttempt:
         if connection.drained():
             return None
         events = self._reader.feed(await connection.read(self.context.settings.idle_s))
+        self._count_tokens(events, connection.last_byte_s)
         if self.attainment is not None:
             self.attainment.received(self._reader.num_data, connection.last_byte_s)
         return self._corrected(events)
+
+    def _count_tokens(self, events: bytes, at_s: float) -> None:
+        """Count the time since the piece before, for each token of this one."""
+        num_data = self._reader.num_data
+        num_tokens = num_data - self._num_data - num_without_token(events)
+        self._num_data = num_data
+        if num_tokens > 0:
+            self.metrics.inter_token.observe((at_s - self._last_s) / num_tokens, num_tokens)
+            self._last_s = at_s
 
     def count_attainment(self, *, broken: bool = False) -> None:
         """Count what the stream, which has ended, attained."""
@@ -136,6 +155,8 @@ class UpstreamAttempt:
             self._connection.release()
         self._ended = ending = self._ending()
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
+        if outcome is not None:
+            self.metrics.ended(outcome, self.incoming.trace_id)
         if self.destination.policy == LAST_RESORT:
             return None
         return common_pb2.ReleaseRequest(
@@ -150,7 +171,7 @@ class UpstreamAttempt:
         return NOTHING if self.status in RETRIED or not self.status else REFUSED
 
     def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
-        """Write the outcome, and count it."""
+        """Write the outcome."""
         request, decision, arrived_s = self.incoming.request, self.destination.decision, self.incoming.arrived_s
         whole_s = None
         if self._connection is not None and reason not in (CANCELLED, FAILED):
@@ -159,7 +180,6 @@ class UpstreamAttempt:
         ttft_s = None if self._first_s is None else self._first_s - arrived_s
         tokens = ending.output_tokens
         tpot_s = None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1)
-        self._count(tokens, ttft_s, whole_s)
         held = self.held
         if ending.prompt_tokens:
             self.context.sizes.learn(self.incoming.openai, ending.prompt_tokens)
@@ -183,11 +203,3 @@ class UpstreamAttempt:
             prefill_s=None if held is None else held.prefill_s,
             hand_over_s=self.hand_over_s,
         )
-
-    def _count(self, tokens: int, ttft_s: float | None, e2e_s: float | None) -> None:
-        metrics = self.context.metrics
-        metrics.output_tokens.inc(tokens)
-        if ttft_s is not None:
-            metrics.ttft.observe(ttft_s)
-        if e2e_s is not None:
-            metrics.e2e.observe(e2e_s)

@@ -16,6 +16,7 @@ MAX_EVENT_BYTES = 2**20  # a longer event is passed on before it is complete
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 DATA, DATA_FIRST = b"\ndata:", b"data:"
 DONE = b"[DONE]"
+DONE_EVENTS = tuple(DONE + end for end in EVENT_ENDS)
 
 # In JSON texts a quotation mark is escaped, so these cannot stand inside the text of a response.
 _REASON = re.compile(rb'"finish_reason"\s*:\s*"(\w+)"')
@@ -135,6 +136,13 @@ def ending_of(body: bytes) -> Ending:
         output_tokens=int(outputs[-1]) if outputs else 0,
         prompt_tokens=int(prompts[-1]) if prompts else None,
     )
+
+
+def num_without_token(events: bytes) -> int:
+    """Return how many of these events, which end a stream, contain no token: usage and [DONE]."""
+    if not events.endswith(DONE_EVENTS) and b'"usage"' not in events:
+        return 0
+    return events.endswith(DONE_EVENTS) + (_USAGE_ONLY.search(events) is not None)
 
 
 def data_of(events: bytes) -> Iterator[bytes]:

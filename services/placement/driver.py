@@ -214,6 +214,7 @@ class PlacementDriver:
             explain=explain or (self.settings.record_candidates and bool(self.settings.record)),
         )
         if not placement.decision.request.dry_run:
+            self._metrics.placed(request.model, placement, self._state_age_s(placement.instance_id))
             for listener in self._listeners:
                 listener.on_placement(request, placement, message)
         if log.isEnabledFor(logging.DEBUG):
@@ -224,6 +225,11 @@ class PlacementDriver:
                 reserved=placement.reserved_for_s is not None, why=message.why,
             )  # fmt: skip
         return message
+
+    def _state_age_s(self, instance_id: str) -> float | None:
+        """Return how old the last known state of an instance is; None where nothing is known of it."""
+        status = self.registry.directory.by_id.get(instance_id)
+        return status.age_at(time.monotonic()) if status is not None and status.indicators else None
 
     # The loop of one decision.
 

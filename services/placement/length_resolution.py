@@ -148,7 +148,7 @@ class LengthResolver(PlacementListener):
             self._metrics.outcomes.labels("refused" if refused else "again").inc(len(some))
             log_event(log, logging.DEBUG, "outcomes not sent", num=len(some), reason=note_of(error))
             return refused
-        self._metrics.outcomes.labels("told").inc(len(some))
+        self._metrics.outcomes.labels("sent").inc(len(some))
         return True
 
     async def close(self) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
+from scheduler.placement import Placement
+from services.bounded_label import BoundedLabel
+
 SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+LATENCIES = (
+    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
+)  # fmt: skip
 HELD_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -23,6 +31,33 @@ class SchedulerMetrics:
         self.decisions = Counter(
             "block_decisions", "Decisions, by their basis.", ("policy", "basis"), registry=registry
         )
+        self._placements = Counter(
+            "block_placements",
+            "Requests and legs of requests placed, by instance and leg: serve (a whole request), prefill, decode.",
+            ("instance", "leg"),
+            registry=registry,
+        )
+        self._predicted_ttft_s = Histogram(
+            "block_predicted_ttft_seconds",
+            "Forecasts of the time to first token that requests were placed by.",
+            ("model",),
+            buckets=LATENCIES,
+            registry=registry,
+        )
+        self._predicted_e2e_s = Histogram(
+            "block_predicted_e2e_seconds",
+            "Forecasts of the whole latency that requests were placed by.",
+            ("model",),
+            buckets=LATENCIES,
+            registry=registry,
+        )
+        self._state_age_s = Histogram(
+            "block_state_age_seconds",
+            "Age of what was known of the chosen instance when the decision was made.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._instance_of, self._model_of = BoundedLabel(), BoundedLabel()
         self.disaggregations = Counter(
             "block_scheduler_disaggregations",
             "Decisions among instances with roles, by why the request has two legs or is served as a whole.",
@@ -79,8 +114,20 @@ class SchedulerMetrics:
             "block_tagger_failures", "Calls of the tagger that failed.", ("kind",), registry=registry
         )
         self.outcomes = Counter(
-            "block_scheduler_outcomes", "Outcomes for the tagger, by result.", ("told",), registry=registry
+            "block_scheduler_outcomes", "Outcomes for the tagger, by result.", ("result",), registry=registry
         )
         self.recorded = Counter(
             "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry
         )
+
+    def placed(self, model: str, placement: Placement, age_s: float | None) -> None:
+        """Count a request that was placed, with the forecast that it was placed by and the age of the state behind."""
+        for leg in placement.legs:
+            self._placements.labels(self._instance_of(leg.instance_id), leg.kind).inc()
+        if age_s is not None:
+            self._state_age_s.observe(age_s)
+        forecast = placement.forecast
+        if forecast is not None and math.isfinite(forecast.e2e_s):
+            label = self._model_of(model)
+            self._predicted_ttft_s.labels(label).observe(forecast.ttft_s)
+            self._predicted_e2e_s.labels(label).observe(forecast.e2e_s)

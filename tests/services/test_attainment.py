@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from predictor.gain import missed, response_attainment
 from predictor.request import Slo
-from services.attainment import MAX_PRIORITIES, MAX_WEIGHT, OTHER_PRIORITY, AttainmentTally
+from services.attainment import MAX_PRIORITIES, MAX_WEIGHT, AttainmentTally
+from services.bounded_label import OTHER
 
 
 def test_counts_by_class_and_priority() -> None:
@@ -38,4 +39,4 @@ def test_labels_stay_few() -> None:
         tally.add(missed(Slo(ttft_s=1.0), 0), request_class="real-time", priority=priority, weight=1.0)
     tokens = {label: counts.tokens_due for (_, label), counts in tally.groups()}
     assert len(tokens) == MAX_PRIORITIES + 1
-    assert (tokens["0"], tokens[OTHER_PRIORITY]) == (2, 2 * MAX_PRIORITIES + 1)
+    assert (tokens["0"], tokens[OTHER]) == (2, 2 * MAX_PRIORITIES + 1)

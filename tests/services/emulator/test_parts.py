@@ -20,7 +20,7 @@ from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
 from services.emulator.app import write_chunk
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.exporter import ContentHashes, forget_contents
-from services.emulator.metrics import Histogram, one_two_five
+from services.emulator.metrics import one_two_five
 from services.emulator.tokens import chat_text, content_hashes, text_of, token_ids
 
 OFFSETS = st.integers(0, 20_000)
@@ -127,14 +127,8 @@ def test_noise_is_seeded_and_has_mean_one() -> None:
     assert calm.next() == 3.0
 
 
-def test_histograms_count_as_prometheus_does() -> None:
-    """A value equal to a bound belongs to that bound's bucket, alone or among many."""
-    histogram = Histogram((1.0, 2.0, 5.0))
-    histogram.observe(1.0)
-    histogram.observe_many(np.array([0.5, 2.5, 9.0]))
-    histogram.observe_many(np.array([1.5, 2.0]))
-    histogram.observe_many(np.empty(0))
-    assert histogram.buckets() == ([("1.0", 2), ("2.0", 4), ("5.0", 5), ("+Inf", 6)], 16.5)
+def test_bounds_of_token_counts() -> None:
+    """The bounds of histograms of tokens are 1, 2, 5, 10, … as vLLM has them."""
     assert one_two_five(60) == [1, 2, 5, 10, 20, 50]
 
 
