@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from services.emulator.tokens import token_ids
 
@@ -53,7 +54,11 @@ class EmulatedAnswer:
 
     def token_ids(self) -> list[int]:
         """Return all its tokens."""
-        return [IDS[(self.offset + place) % PERIOD] for place in range(self.num_tokens)]
+        return [self.token_id(place) for place in range(self.num_tokens)]
+
+    def token_id(self, place: int) -> int:
+        """Return one of its tokens."""
+        return IDS[(self.offset + place) % PERIOD]
 
 
 def stretch(offset: int, num_tokens: int) -> str:
@@ -86,10 +91,48 @@ class AnswerLengths:
 
 def seeded_draw(prompt: Sequence[int], seed: int) -> tuple[float, int]:
     """Draw a quantile and an offset for a prompt, the same ones on every engine."""
-    data = np.asarray(prompt, np.int64).tobytes()
-    digest = hashlib.blake2b(data, digest_size=16, salt=(seed % 2**64).to_bytes(8)).digest()
+    return _drawn(_hashed(np.asarray(prompt, np.int64), seed))
+
+
+def _hashed(prompt: npt.NDArray[np.int64], seed: int) -> hashlib.blake2b:
+    return hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=(seed % 2**64).to_bytes(8))
+
+
+def _drawn(hashed: hashlib.blake2b) -> tuple[float, int]:
+    digest = hashed.digest()
     chance = (int.from_bytes(digest[:6]) + 0.5) / 2**48
     return chance, int.from_bytes(digest[6:]) % PERIOD
+
+
+PLACES_OF = {token: [place for place, other in enumerate(IDS) if other == token] for token in set(IDS)}
+
+
+def answered_before(prompt: Sequence[int], seed: int) -> int:
+    """Return how many tokens at the end of a prompt are the start of the answer to what is before them.
+
+    A prompt that continues an answer is answered with the rest of it, as by a model that always takes the likeliest
+    token.
+    """
+    data = np.asarray(prompt, np.int64)
+    places = PLACES_OF.get(int(data[-1]), []) if len(data) else []
+    lengths = [_length_of_stretch(data, last) for last in places]
+    longest = max(lengths, default=0)
+    hashed = _hashed(data[: len(data) - longest], seed)
+    for length in range(longest, 0, -1):
+        offset = _drawn(hashed)[1]
+        for last, most in zip(places, lengths, strict=True):
+            if length <= most and offset == (last - length + 1) % PERIOD:
+                return length
+        hashed.update(data[len(data) - length : len(data) - length + 1].tobytes())
+    return 0
+
+
+def _length_of_stretch(data: npt.NDArray[np.int64], last: int) -> int:
+    """Return how many tokens at the end are those of the endless text up to a place; one token is left out."""
+    length = 0
+    while length < min(len(data) - 1, PERIOD) and data[-1 - length] == IDS[(last - length) % PERIOD]:
+        length += 1
+    return length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

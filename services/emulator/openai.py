@@ -53,6 +53,7 @@ class _Body(BaseModel):
     temperature: float | None = None
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionBody(_Body):
@@ -66,6 +67,8 @@ class ChatBody(_Body):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,7 @@ class ParsedRequest:
     continuous_usage: bool
     priority: int
     min_tokens: int
+    returns_token_ids: bool
     facts: Mapping[str, Any]  # of `vllm_xargs`, as columns of a state file
     leg: str = SERVE
     remote: RemoteBlocks | None = None  # of a decode leg
@@ -125,8 +129,10 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
     leg, remote = _leg(body.kv_transfer_params) if served.has_connector else (SERVE, None)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _check(body, stop, max_tokens)
-    chance, offset = answers.seeded_draw(prompt, served.lengths.seed + (body.seed or 0))
-    num_tokens = room if body.ignore_eos else wanted or served.lengths.draw(chance)
+    seed = served.lengths.seed + (body.seed or 0)
+    num_before = answers.answered_before(prompt, seed)
+    chance, offset = answers.seeded_draw(prompt[: len(prompt) - num_before], seed)
+    num_tokens = room if body.ignore_eos else max(1, (wanted or served.lengths.draw(chance)) - num_before)
     if leg == PREFILL:
         num_tokens = max_tokens = 1  # the engine model has no other prefill legs
     options = body.stream_options or StreamOptions()
@@ -137,7 +143,7 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
         prompt=prompt,
         max_tokens=max_tokens,
         answer=answers.answer(
-            offset,
+            offset + num_before,
             num_tokens,
             max_tokens,
             StopRule(strings=stop, min_tokens=body.min_tokens, shows=body.include_stop_str_in_output),
@@ -147,6 +153,7 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         priority=body.priority,
         min_tokens=body.min_tokens,
+        returns_token_ids=bool(body.return_token_ids),
         facts=_facts(body.vllm_xargs or {}),
         leg=leg,
         remote=remote,
@@ -197,7 +204,7 @@ def _prompt(body: CompletionBody | ChatBody) -> list[int]:
     if isinstance(body, ChatBody):
         if not body.messages:
             raise bad_value("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        return token_ids(chat_text(_messages(body.messages)))
+        return token_ids(chat_text(_messages(body.messages), continues=_continues(body)))
     prompt = body.prompt
     if prompt is None or prompt == "":
         raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
@@ -210,6 +217,13 @@ def _prompt(body: CompletionBody | ChatBody) -> list[int]:
     if isinstance(prompt, str):
         return token_ids(prompt)
     return _checked_ids(prompt)
+
+
+def _continues(body: ChatBody) -> bool:
+    """Return whether the answer continues the last message."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_value("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    return body.continue_final_message
 
 
 def _checked_ids(prompt: Any) -> list[int]:

@@ -35,7 +35,8 @@ class CompletionReply:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         usage = {"usage": self._usage_after(0)} if self._request.continuous_usage else {}
-        return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": None, "prompt_text": None})
+        ids = self._prompt_ids()
+        return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": ids, "prompt_text": None})
 
     def events(self, start: int, end: int, cached_tokens: int = 0) -> bytes:
         """Return the events of tokens from `start` to before `end`; after the last one, also the stream's end."""
@@ -65,7 +66,8 @@ class CompletionReply:
         }  # fmt: skip
         about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
         closing = {"kv_transfer_params": kv_transfer_params, "ec_transfer_params": None, "metrics": None}
-        prompt = {"prompt_logprobs": None, "prompt_token_ids": None}
+        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_ids()}
+        ids = self._answer.token_ids() if self._request.returns_token_ids else None
         text = self._answer.text(0, self._answer.num_tokens)
         end = {"logprobs": None, "finish_reason": self._answer.finish_reason, "stop_reason": self._answer.stop_reason}
         if self._is_chat:
@@ -73,25 +75,38 @@ class CompletionReply:
                 "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
                 "function_call": None, "reasoning": None,
             }  # fmt: skip
-            choice: dict[str, Any] = {"index": 0, "message": message, **end, "token_ids": None, "routed_experts": None}
+            choice: dict[str, Any] = {"index": 0, "message": message, **end, "token_ids": ids, "routed_experts": None}
             return _json({**self._common, "choices": [choice], **about, **prompt, "prompt_text": None, **closing})
-        choice = {"index": 0, "text": text, **end, "token_ids": None, **prompt, "routed_experts": None}
+        choice = {"index": 0, "text": text, **end, "token_ids": ids, **prompt, "routed_experts": None}
         return _json({**self._common, "choices": [choice], **about, **closing})
 
     def _token(self, place: int) -> bytes:
-        text = self._answer.text(place, place + 1).encode()
-        if not self._request.continuous_usage:
-            return self._head + text + self._tail
-        return self._head + text + _with(self._tail, "usage", self._usage_after(place + 1))
+        text, tail = self._answer.text(place, place + 1).encode(), self._tail
+        if self._request.returns_token_ids:
+            tail = self._with_ids(tail, place)
+        if self._request.continuous_usage:
+            tail = _with(tail, "usage", self._usage_after(place + 1))
+        return self._head + text + tail
 
     def _last_token(self) -> bytes:
         num_tokens = self._answer.num_tokens
         head, tail = self._around_text(is_last=True)
+        if self._request.returns_token_ids:
+            tail = self._with_ids(tail, num_tokens - 1)
         if self._request.continuous_usage:
             tail = _with(tail, "usage", self._usage_after(num_tokens))
         elif not self._request.include_usage:
             tail = _with(tail, "system_fingerprint", FINGERPRINT)
         return head + self._answer.text(num_tokens - 1, num_tokens).encode() + tail
+
+    def _with_ids(self, tail: bytes, place: int) -> bytes:
+        """Set the id of the token at a place, and before the first one those of a completion's prompt."""
+        if place == 0 and not self._is_chat:
+            tail = tail.replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + _json(self._prompt_ids()))
+        return tail.replace(b'"token_ids":null', b'"token_ids":[%d]' % self._answer.token_id(place))
+
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self._request.prompt) if self._request.returns_token_ids else None
 
     def _around_text(self, *, is_last: bool) -> tuple[bytes, bytes]:
         """Return what is before and after the text of an event."""

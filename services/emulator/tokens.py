@@ -33,7 +33,10 @@ def content_hashes(ids: Sequence[int], block_size: int) -> tuple[int, ...]:
     return tuple(map(short_hash, kv_block_hashes(ids, block_size)))
 
 
-def chat_text(messages: Sequence[tuple[str, str]]) -> str:
-    """Apply the chat template; a continued conversation has the earlier one as its prefix."""
+def chat_text(messages: Sequence[tuple[str, str]], *, continues: bool = False) -> str:
+    """Apply the chat template; a continued conversation has the earlier one as its prefix.
+
+    An answer that `continues` the last message follows it at once.
+    """
     turns = "".join(f"<|{role}|>\n{content}\n" for role, content in messages)
-    return turns + "<|assistant|>\n"
+    return turns.removesuffix("\n") if continues else turns + "<|assistant|>\n"
