@@ -29,12 +29,14 @@ from services.gateway.proxy import RequestForwarder
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.http.errors import ApiError
-from services.http.openai_body import OpenAIRequest, read_body
+from services.http.openai_body import OpenAIRequest, read_body, with_fields
+from services.http.stream_continuation import IDS_FIELD
 from services.http.trace_context import sampled_trace_id
 
 log = logging.getLogger(__name__)
 
 ACCEPT = b"accept"
+RETURN_IDS = b'"%s":true' % IDS_FIELD.encode()
 
 
 class Gateway(Application):
@@ -98,14 +100,19 @@ class Gateway(Application):
                 request.prefix_hashes.extend(block_names)
                 request.prefix_block_tokens = context.settings.block_tokens
             request.arrival_unix_s = call.arrived_unix_s
+            hides_token_ids = context.settings.asks_for_token_ids(openai)
+            client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 openai=openai,
                 request=request,
                 target=target_of(call.scope),
                 headers=headers_to_pass(call.headers, request_id, with_authorization=not self._keys),
-                client_body=body,
-                body=body_to_pass(body, openai, request),
+                own_body=body,
+                client_body=client_body,
+                body=body_to_pass(client_body, openai, request),
+                is_chat=chat,
+                hides_token_ids=hides_token_ids,
                 explain=headers.explain,
                 trace_id=sampled_trace_id(call.headers),
             )

@@ -27,10 +27,19 @@ class StreamAttainment:
     slo: Slo
     arrived_s: float
     _marks: list[tuple[int, float]] = field(default_factory=list)
+    _earlier: list[tuple[int, float]] = field(default_factory=list)  # tokens, of engines that failed
+    _num_earlier: int = 0
 
     def received(self, num_data: int, at_s: float) -> None:
         """Note when a piece of the stream came; `num_data` lines of data have come so far."""
         self._marks.append((num_data, at_s - self.arrived_s))
+
+    def continues(self, reader: StreamReader, ending: Ending, num_tokens: int) -> None:
+        """Keep what an engine delivered that failed; another one continues the stream."""
+        base, most = self._num_earlier, num_tokens
+        times = reader.token_times(self._marks, ending)
+        self._earlier += [(min(base + so_far, most), time_s) for so_far, time_s in times]
+        self._marks, self._num_earlier = [], num_tokens
 
     def refused(self, status: int) -> None:
         """Count a request without a response, unless that is the client's fault."""
@@ -39,11 +48,14 @@ class StreamAttainment:
 
     def ended(self, reader: StreamReader, ending: Ending, *, broken: bool = False) -> None:
         """Count a response that has ended."""
-        num_tokens = ending.output_tokens
+        base = self._num_earlier
+        num_tokens = base + (ending.output_tokens if self._marks else 0)
         if broken or num_tokens == 0 or not self._marks or ending.finish_reason == FAILED:
             self._add(missed(self.slo, num_tokens))
             return
         times = reader.token_times(self._marks, ending)
+        if base:
+            times = [*self._earlier, *((base + so_far, time_s) for so_far, time_s in times)]
         end_s = self._marks[-1][1]
         ttft_s = next((time_s for so_far, time_s in times if so_far > 0), end_s)
         last_s = next((time_s for so_far, time_s in times if so_far >= num_tokens), end_s)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protos.block.v1 import common_pb2
@@ -16,8 +16,9 @@ from services.gateway.keys import KeyHolder
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.engine_arguments import CLASSES, LONG_WAIT_S, with_arguments
-from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
+from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, read_body, with_fields
 from services.http.proxying import without_hops
+from services.http.stream_continuation import CHAT, Continuation
 from services.objectives import ObjectiveTable
 from services.rpc.objectives import WHEN_LATE_VALUES, fill_from, with_objective
 
@@ -33,6 +34,7 @@ WEIGHT = b"x-block-weight"
 WHEN_LATE = b"x-block-when-late"
 EXPLAIN = b"x-block-explain"
 READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, *OBJECTIVE, PRIORITY, CLASS, WEIGHT, WHEN_LATE, EXPLAIN))
+MIN_TTFT_S = 1e-3
 TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 AUTHORIZATION = b"authorization"
@@ -48,9 +50,12 @@ class Incoming:
     request: common_pb2.Request  # its request_id is unique among those under way
     target: bytes  # path and query
     headers: Headers  # for the engine
-    client_body: bytes
+    own_body: bytes  # as the client sent it
+    client_body: bytes  # with what the gateway asks for in its place
     body: bytes  # for the engine
     explain: bool = False  # whether the reply explains the decision
+    is_chat: bool = False
+    hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not
     trace_id: str = ""  # of the trace that records the request, if any does
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
@@ -271,3 +276,46 @@ def headers_to_pass(headers: Headers, request_id: str, *, with_authorization: bo
         passed = [pair for pair in passed if pair[0] != AUTHORIZATION]
     passed.append((REQUEST_ID, request_id.encode()))
     return passed
+
+
+# A request that continues a stream.
+
+
+def continued(incoming: Incoming, rest: Continuation, *, number: int, expected_tokens: float | None) -> Incoming:
+    """Return the request for the rest of an answer, of which `expected_tokens` were expected altogether."""
+    now_s = time.monotonic()
+    is_chat = rest.path == CHAT
+    openai = read_body(rest.body, chat=is_chat)
+    first, request = incoming.request, common_pb2.Request()
+    request.CopyFrom(first)
+    request.request_id, request.continues_request_id = f"{first.request_id}-c{number}", first.request_id
+    request.ClearField("tag")
+    request.prompt_tokens = rest.num_sent + (rest.num_prompt or first.prompt_tokens)
+    request.ClearField("max_tokens")
+    request.ClearField("min_tokens")
+    if rest.max_tokens is not None:
+        request.max_tokens = rest.max_tokens
+    if openai.min_tokens is not None:
+        request.min_tokens = openai.min_tokens
+    if expected_tokens is not None:
+        request.expected_output_tokens = max(1, round(expected_tokens - rest.num_sent))
+    if first.slo.HasField("ttft_s"):
+        due_s = incoming.arrived_s + first.slo.ttft_s + rest.num_sent * first.slo.tpot_s - now_s
+        if rest.num_sent and not first.slo.HasField("tpot_s"):
+            request.slo.ClearField("ttft_s")  # which the answer has met, or missed
+        else:
+            request.slo.ttft_s = max(MIN_TTFT_S, due_s)
+    headers = [pair for pair in incoming.headers if pair[0] != REQUEST_ID]
+    _, _, query = incoming.target.partition(b"?")
+    return replace(
+        incoming,
+        arrived_s=now_s,
+        openai=openai,
+        request=request,
+        target=rest.path + (b"?" + query if query else b""),
+        headers=[*headers, (REQUEST_ID, request.request_id.encode())],
+        own_body=rest.body,
+        client_body=rest.body,
+        body=body_to_pass(rest.body, openai, request),
+        is_chat=is_chat,
+    )

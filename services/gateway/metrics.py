@@ -92,6 +92,20 @@ class GatewayMetrics:
         self.retries = Counter(
             "block_gateway_retries", "Requests sent to another engine, by reason.", ("why",), registry=registry
         )
+        self.migrations = Counter(
+            "block_gateway_migrations",
+            "Streams whose engine failed, by what followed: they continued on another engine (continued), their end "
+            "was missing only (ended), or why they broke: off, limit, retry_budget, no_instance, or what about the "
+            "request or its answer cannot be continued.",
+            ("result",),
+            registry=registry,
+        )
+        self.migration_pause = Histogram(
+            "block_gateway_migration_pause_seconds",
+            "From the failure of a stream's engine to the first event of the next engine.",
+            buckets=LATENCIES_S,
+            registry=registry,
+        )
         self.broken = Counter("block_gateway_streams_broken", "Streams that ended in an error.", registry=registry)
         self.clients_left = Counter(
             "block_gateway_clients_left",

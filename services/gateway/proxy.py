@@ -13,7 +13,8 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.upstream_attempt import UpstreamAttempt
+from services.gateway.stream_relay import StreamRelay
+from services.gateway.upstream_attempt import EarlierPart, UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.errors import ApiError, ShedError
@@ -30,6 +31,9 @@ OWN_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id",
      b"upgrade", b"trailer", b"te", b"proxy-connection")
 )  # fmt: skip
+
+
+BAD_GATEWAY = 502
 
 
 class EngineFailedError(Exception):
@@ -51,6 +55,7 @@ class RequestForwarder:
     call: Call
     placing: Placing
     attainment: StreamAttainment | None = None  # of a request with targets
+    earlier: EarlierPart | None = None  # of an answer that this request continues
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
     _disaggregation: str = ""  # why the request has two legs, or one
@@ -114,7 +119,11 @@ class RequestForwarder:
     async def _served(self, destination: Destination) -> UpstreamAttempt:
         """Serve a request at its destination, in one leg or two; EngineFailedError where another one may do it."""
         attempt = UpstreamAttempt(
-            context=self.context, incoming=self.incoming, destination=destination, attainment=self.attainment
+            context=self.context,
+            incoming=self.incoming,
+            destination=destination,
+            attainment=self.attainment,
+            earlier=self.earlier,
         )
         if destination.decision is not None and self._held is None:  # that of a decode leg alone says nothing new
             self._disaggregation = destination.decision.disaggregation
@@ -240,28 +249,35 @@ class RequestForwarder:
         await self.call.reply(attempt.status, self._headers(attempt), attempt.body)
 
     async def _stream(self, attempt: UpstreamAttempt) -> None:
-        """Pass on a stream as it arrives."""
-        await self.call.start(attempt.status, self._headers(attempt))
-        events: bytes | None = attempt.body
-        try:
-            while events is not None:
-                if events:
-                    await self.call.write(events)
-                events = await attempt.events()
-        except (ConnectionError, TimeoutError) as error:
-            self.context.failed_lately.failed(attempt.destination.instance_id)
-            self.context.metrics.broken.inc()
-            log_event(
-                log, logging.WARNING, "stream broken", request_id=self.incoming.request.request_id,
-                instance_id=attempt.destination.instance_id, why=str(error),
-            )  # fmt: skip
-            attempt.finish(FAILED)
-            attempt.count_attainment(broken=True)
-            raise engine_error(error) from None
-        rest = attempt.rest()
-        attempt.finish()
-        attempt.count_attainment()
-        await self.call.end(rest)
+        """Pass on a stream as it arrives; another engine continues it where its own fails."""
+        relay = StreamRelay(
+            context=self.context,
+            incoming=self.incoming,
+            call=self.call,
+            attempt=attempt,
+            forward=self._continue,
+            attainment=self.attainment,
+        )
+        await relay.run(self._headers(attempt))
+
+    async def _continue(self, incoming: Incoming, earlier: EarlierPart, failed: list[str]) -> UpstreamAttempt:
+        """Have another engine continue a stream; ApiError where none does."""
+        placing = Placing(shared=self.context, incoming=incoming, undivided=incoming.openai.undivided)
+        for instance_id in failed:
+            placing.exclude(instance_id)
+        follower = RequestForwarder(
+            context=self.context,
+            incoming=incoming,
+            call=self.call,
+            placing=placing,
+            attainment=self.attainment,
+            earlier=earlier,
+        )
+        attempt = await follower._response()
+        if not attempt.is_stream:
+            attempt.finish()
+            raise ApiError(BAD_GATEWAY, f"the next engine replies with status {attempt.status}")
+        return attempt
 
     def _headers(self, attempt: UpstreamAttempt) -> Headers:
         """Return the engine's headers, and add the decision and its forecast."""

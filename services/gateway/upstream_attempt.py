@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.block.v1 import common_pb2
 from services.gateway.attainment import StreamAttainment
@@ -22,6 +22,16 @@ REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_toke
 MIN_WAIT_S = 0.001
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierPart:
+    """What the client received of an answer from engines that failed before this one."""
+
+    arrived_s: float  # of the client's request
+    ttft_s: float | None
+    prompt_tokens: int
+    num_tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class UpstreamAttempt:
     """After `send` the response is there: the whole of it, or the first events of a stream."""
@@ -30,6 +40,7 @@ class UpstreamAttempt:
     incoming: Incoming
     destination: Destination
     attainment: StreamAttainment | None = None
+    earlier: EarlierPart | None = None  # of an answer that this attempt continues
     held: HeldBlocks | None = None  # that a prefill leg left for this attempt, which is then a decode leg
 
     status: int = 0
@@ -46,6 +57,7 @@ class UpstreamAttempt:
     _num_data: int = 0  # lines of data up to then
     _is_finished: bool = False
     _ended: Ending = NOTHING
+    _reported: common_pb2.Outcome | None = None
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -131,13 +143,33 @@ class UpstreamAttempt:
         if self.attainment is not None:
             self.attainment.ended(self._reader, self._ended, broken=broken)
 
+    def continue_attainment(self, num_tokens: int) -> None:
+        """Keep what the stream attained up to now, after `num_tokens`: another attempt continues it."""
+        if self.attainment is not None:
+            self.attainment.continues(self._reader, self._ended, num_tokens)
+
+    def part_so_far(self, num_tokens: int) -> EarlierPart:
+        """Return what the client has received of the answer: this many tokens."""
+        if self.earlier is not None:
+            return replace(self.earlier, num_tokens=num_tokens)
+        arrived_s = self.incoming.arrived_s
+        return EarlierPart(
+            arrived_s=arrived_s,
+            ttft_s=None if self._first_s is None else self._first_s - arrived_s,
+            prompt_tokens=self.incoming.request.prompt_tokens,
+            num_tokens=num_tokens,
+        )
+
     def rest(self) -> bytes:
         """Return the incomplete event at the end of a stream."""
         return self._corrected(self._reader.rest())
 
-    def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
-        """Keep or close the connection, release the reservation, report the outcome; only the first call counts."""
-        release = self._end(reason)
+    def finish(self, reason: common_pb2.FinishReason.ValueType | None = None, *, counts: bool = True) -> None:
+        """Keep or close the connection, release the reservation, report the outcome; only the first call counts.
+
+        Metrics of answers do not count an attempt that another one may continue.
+        """
+        release = self._end(reason, counts=counts)
         if release is not None:
             self.context.releases.put(release)
 
@@ -147,7 +179,15 @@ class UpstreamAttempt:
         if release is not None:
             await self.context.releases.deliver(release)
 
-    def _end(self, reason: common_pb2.FinishReason.ValueType | None) -> common_pb2.ReleaseRequest | None:
+    def count_failed(self) -> None:
+        """Count an attempt that was to be continued, and was not."""
+        if self._reported is not None:
+            self.metrics.ended(self._as_received(self._reported), self.incoming.trace_id)
+            self._reported = None
+
+    def _end(
+        self, reason: common_pb2.FinishReason.ValueType | None, *, counts: bool = True
+    ) -> common_pb2.ReleaseRequest | None:
         if self._is_finished:
             return None
         self._is_finished = True
@@ -156,12 +196,32 @@ class UpstreamAttempt:
         self._ended = ending = self._ending()
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
         if outcome is not None:
-            self.metrics.ended(outcome, self.incoming.trace_id)
+            if counts:
+                self.metrics.ended(self._as_received(outcome), self.incoming.trace_id)
+            else:
+                self._reported = outcome
         if self.destination.policy == LAST_RESORT:
             return None
         return common_pb2.ReleaseRequest(
             request_id=self.incoming.request.request_id, instance_id=self.destination.instance_id, outcome=outcome
         )
+
+    def _as_received(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
+        """Return the outcome of the whole answer, of which this attempt is the last part."""
+        earlier = self.earlier
+        if earlier is None:
+            return outcome
+        whole = common_pb2.Outcome()
+        whole.CopyFrom(outcome)
+        whole.prompt_tokens = earlier.prompt_tokens
+        whole.output_tokens += earlier.num_tokens
+        whole.e2e_s += self.incoming.arrived_s - earlier.arrived_s
+        whole.ClearField("tpot_s")
+        if earlier.ttft_s is not None:
+            whole.ttft_s = earlier.ttft_s
+            if whole.output_tokens > 1:
+                whole.tpot_s = (whole.e2e_s - whole.ttft_s) / (whole.output_tokens - 1)
+        return whole
 
     def _ending(self) -> Ending:
         if self.is_stream:

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 from predictor.request import DECODE, PREFILL, SERVE
 from services.http.openai_body import KV_TRANSFER_PARAMS, with_fields
+from services.http.stream_continuation import IDS_FIELD
 from services.settings import Option
 
 LIMITS = ("max_tokens", "max_completion_tokens")
-NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
+NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", IDS_FIELD)
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

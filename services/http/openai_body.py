@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
+from services.http.stream_continuation import IDS_FIELD, why_not_continuable
 
 MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
@@ -37,6 +38,8 @@ class OpenAIRequest:
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
+    why_not_continuable: str = ""  # why its stream cannot continue on another engine; empty where it can
+    returns_token_ids: bool = False  # the client asks for them
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
@@ -81,6 +84,8 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         or (max_tokens is not None and max_tokens <= 1)
         or (chat and _has_other_parts(data["messages"]))
         or _is_undivided(data),
+        why_not_continuable="kv_transfer_params" if names_blocks else why_not_continuable(data, chat=chat),
+        returns_token_ids=bool(data.get(IDS_FIELD)),
         has_kv_transfer_params=names_blocks,
     )
 

@@ -108,13 +108,14 @@ class StreamTranscript:
     when they are needed. Those of other engines are read and rewritten.
     """
 
-    data: Mapping[str, Any]  # the client's request
+    body: bytes  # of the client's request
     chat: bool
     max_model_len: int | None = None
     hides_ids: bool = False  # the engine returns token ids for us alone
 
     finish_reason: str = ""
     is_done: bool = False
+    _data: Mapping[str, Any] | None = None
     _unread: list[bytes] = field(default_factory=list)
     _num_unread: int = 0
     _head: dict[str, Any] | None = None  # of the first event
@@ -129,6 +130,13 @@ class StreamTranscript:
     _usage: Mapping[str, Any] | None = None
     _continued: Continuation | None = None
     _num_prompt: int | None = None
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """The client's request."""
+        if self._data is None:
+            self._data = json.loads(self.body)
+        return self._data
 
     def passed(self, events: bytes) -> bytes:
         """Take whole events of an engine; return them as the client gets them."""

@@ -122,7 +122,8 @@ def test_both_legs_are_run(path: str, stream: bool) -> None:
             assert response.headers["x-block-disaggregation"] == "pair"
             original = {"model": "tiny", "prompt": "Say hello", **fields}
             (to_prefill,), (to_decode,) = bodies(here, 0), bodies(here, 1)
-            assert to_decode == {**original, "kv_transfer_params": Prefill.params(1)}
+            ids = {"return_token_ids": True} if stream else {}
+            assert to_decode == {**original, **ids, "kv_transfer_params": Prefill.params(1)}
             shortened = {
                 name: value for name, value in original.items() if name not in ("min_tokens", "stream_options")
             }
@@ -533,7 +534,7 @@ def test_a_failed_fetch_without_a_retry_left(answer: Answer, stream: bool) -> No
 
 
 def test_a_decode_instance_dies_after_the_first_byte() -> None:
-    """The stream breaks, as that of a whole request does."""
+    """The stream breaks, as that of a whole request does, where streams do not continue."""
 
     async def answer(call: Call) -> None:
         call.stream()
@@ -541,7 +542,7 @@ def test_a_decode_instance_dies_after_the_first_byte() -> None:
         call.die()
 
     async def test() -> None:
-        async with pools([Prefill()], [answer, streams]) as here:
+        async with pools([Prefill()], [answer, streams], continue_streams="off") as here:
             response = await here.post(stream=True)
             first, error, rest = response.content.split(b"\n\n")
             assert (first + b"\n\n", rest) == (STREAM[0], b"")

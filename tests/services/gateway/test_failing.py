@@ -260,7 +260,7 @@ def test_a_stream_that_breaks_ends_in_an_error_event(answer: Answer, idle_s: flo
     """The client reads whole events, then an error event, then a regular end."""
 
     async def test() -> None:
-        async with scene(answer, streams, idle_s=idle_s) as here:
+        async with scene(answer, streams, idle_s=idle_s, continue_streams="off") as here:
             response = await here.post(stream=True)
             assert response.status_code == 200
             first, error, rest = response.content.split(b"\n\n")

@@ -40,7 +40,9 @@ def events_of(data: dict[str, Any], *, chat: bool, request_id: str = "one") -> l
 
 def transcript_of(data: dict[str, Any], *, chat: bool, hides_ids: bool = True) -> StreamTranscript:
     """The transcript of a stream that has not begun."""
-    return StreamTranscript(data=data, chat=chat, max_model_len=SERVED.max_model_len, hides_ids=hides_ids)
+    return StreamTranscript(
+        body=json.dumps(data).encode(), chat=chat, max_model_len=SERVED.max_model_len, hides_ids=hides_ids
+    )
 
 
 def joined(transcript: StreamTranscript, data: dict[str, Any], *, chat: bool, cuts: list[int]) -> bytes:
@@ -181,7 +183,7 @@ def test_a_chat_continues_as_a_completion_of_token_ids() -> None:
         (False, {"prompt": [1, 2, 3], "n": 1, "seed": 7}, ""),
     ],
 )
-def test_requests_that_cannot_be_continued_say_why(chat: bool, fields: dict[str, Any], reason: str) -> None:  # noqa: FBT001
+def test_requests_that_cannot_be_continued_say_why(chat: bool, fields: dict[str, Any], reason: str) -> None:
     """The rest of such an answer would not be that of one engine."""
     assert why_not_continuable({**(TALK if chat else COMPLETE), **fields}, chat=chat) == reason
 
